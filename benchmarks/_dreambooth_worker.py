@@ -57,7 +57,12 @@ def ours(config: DreamboothConfig) -> dict[str, Any]:
 
 def peer(config: DreamboothConfig) -> dict[str, Any]:
     """The same of a plain script."""
-    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+    from diffusers import (
+        AutoencoderKL,
+        DDPMScheduler,
+        StableDiffusionPipeline,
+        UNet2DConditionModel,
+    )
     from PIL import Image
     from transformers import CLIPTextModel, CLIPTokenizer
 
@@ -104,6 +109,13 @@ def peer(config: DreamboothConfig) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         losses.append(float(loss.detach()))
         seconds.append(time.monotonic() - started)
+    # What the script leaves behind, as ours does: a checkpoint to go on from, and the pipeline.
+    config.out.mkdir(parents=True, exist_ok=True)
+    state = {"unet": unet.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, config.out / "checkpoint.pt")
+    StableDiffusionPipeline.from_pretrained(
+        config.model, unet=unet, text_encoder=text_encoder, vae=vae
+    ).save_pretrained(config.out / "result")
     return {"seconds": seconds, "losses": losses}
 
 

@@ -1,16 +1,25 @@
 """What each rank does in `benchmarks.planner`: probes its links, predicts grids, and runs them.
 
 [Note: a device that sleeps] Four ranks on two cores would measure how they take turns. Here every
-product of matrices takes as long as on a device of a given rate: it is computed, which is over
-sooner, and the rank sleeps for the rest. So forward, backward and recomputation of whatever plugin
-take what the device would, and the cores are free for messages. Everything else is computed as it
-is. The device that the search is told of has this rate, and the memory that was probed.
+product of matrices takes as long as on a device of a given rate: the rank sleeps instead, and the
+product is zeros. So forward, backward and recomputation of whatever plugin take what the device
+would, and the cores are free for messages. Everything else is computed as it is, attention too.
+
+[Note: two figures of this device are fitted] The device that the search is told of has the rate
+that is slept. What launching an operator takes, and bytes/s of the memory, are those of passes of one
+process on the whole model, of one sample and of half, on every rank at once: a straight line through
+both. Nothing is fitted to a step of several ranks.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from benchmarks._harness import Spread
 from benchmarks._tensor_models import DTENSOR, FSDP2, Contestant, Sizes, data_parallel, dtensor
 from gulliver._compat import DispatchMode
 from gulliver.booster import Booster
@@ -41,6 +49,7 @@ from gulliver.comm import (
     Torus,
     all_gather,
     all_reduce,
+    backend_all_reduce,
     barrier,
     broadcast_object,
     exchange,
@@ -56,31 +65,33 @@ from gulliver.hardware import (
     Axis,
     Cluster,
     Device,
+    kept_path,
     operator_flops,
     probe_collectives,
     probe_device,
     probe_links,
 )
+from gulliver.plan import Work
 
+TURNS = 3
+PROBED = (1 << 12, 1 << 18, 1 << 22)
+"""Turns and bytes of each collective that is probed: fewer than `gulliver probe` takes."""
 OWED_S = 1e-3
 """Seconds that are slept at once, at least: shorter sleeps are inexact."""
 NAMES = ("outer", "inner")
 PEERS = (FSDP2, DTENSOR)
 GRIDS = (
-    *(Grid(Axes(data=4), stage) for stage in range(4)),
-    Grid(Axes(data=4), 1, micro_batches=2),
-    Grid(Axes(data=4), 1, recomputed=4),
+    Grid(Axes(data=4), 0),
+    Grid(Axes(data=4), 1),
+    Grid(Axes(data=4), 3),
     Grid(Axes(2, tensor=2), 1),
-    Grid(Axes(2, tensor=2), 2),
     Grid(Axes(2, tensor=2, mode="split_gather"), 1),
     Grid(Axes(tensor=4)),
     Grid(Axes(2, pipeline=2), 1, 4, "1f1b"),
     Grid(Axes(tensor=2, pipeline=2), 0, 4, "1f1b"),
     Grid(Axes(pipeline=4), 0, 8, "1f1b"),
-    Grid(Axes(pipeline=4), 0, 4, "gpipe"),
     Grid(Axes(2, sequence=2, mode="all_to_all"), 1),
     Grid(Axes(2, sequence=2, mode="ring_attn"), 1),
-    Grid(Axes(sequence=2, pipeline=2, mode="all_to_all"), 1, 4, "1f1b"),
 )
 
 
@@ -99,16 +110,23 @@ class Slowed(DispatchMode):
         """Runs an operation, and sleeps for what the device would take besides."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again with what this rank has
+        if func is torch.ops.aten.mm.default:
+            (rows, inner), columns = args[0].shape, args[1].shape[1]
+            self._sleep(2 * rows * inner * columns, 0.0)
+            return args[0].new_zeros(rows, columns)
         begun = time.perf_counter()
         out = func(*args, **(kwargs or {}))
         flops = operator_flops(func, args, kwargs or {}, out)
         if flops:
-            self.owed += flops / self.rate - (time.perf_counter() - begun)
-            if self.owed > OWED_S:
-                begun = time.perf_counter()
-                time.sleep(self.owed)
-                self.owed -= time.perf_counter() - begun
+            self._sleep(flops, time.perf_counter() - begun)
         return out
+
+    def _sleep(self, flops: int, done: float) -> None:
+        self.owed += flops / self.rate - done
+        if self.owed > OWED_S:
+            begun = time.perf_counter()
+            time.sleep(self.owed)
+            self.owed -= time.perf_counter() - begun
 
 
 @dataclass(frozen=True)
@@ -118,8 +136,8 @@ class Row:
     Attributes:
         grid: the grid in words.
         searched: seconds that the search predicts for a step.
-        planned: seconds that `make_plan` predicts with what was measured of one process.
-        measured: seconds of a step of the slowest rank, median; None where it does not run.
+        planned: seconds that the plan of the grid predicts.
+        measured: seconds of a step of the slowest rank; None where it does not run.
         why: why it does not run.
     """
 
@@ -137,16 +155,20 @@ class Truth:
     Attributes:
         rows: grids that were run.
         peers: seconds of a step of what is put together by hand with torch.
-        factor: measured seconds of a forward and backward over those that operators add up to.
+        fitted: seconds of launching an operator and bytes/s of the memory, from one process.
+        update_s: seconds of the optimizer's step of the whole model, predicted and measured.
         best: grids of the search, best first, in words, with the seconds that it predicts.
         links: latency and bandwidth of each axis, outer to inner.
+        cluster: machines as they were probed, as text: predictions can be made again from it.
     """
 
     rows: list[Row] = field(default_factory=list)
     peers: dict[str, float] = field(default_factory=dict)
-    factor: float = 1.0
+    fitted: tuple[float, float] = (0.0, 0.0)
+    update_s: tuple[float, float] = (0.0, 0.0)
     best: list[tuple[str, float]] = field(default_factory=list)
     links: list[tuple[float, float]] = field(default_factory=list)
+    cluster: str = ""
 
 
 def measure(models: dict[str, Sizes], rate: float, steps: int) -> dict[str, Truth]:
@@ -160,15 +182,32 @@ def measure(models: dict[str, Sizes], rate: float, steps: int) -> dict[str, Trut
     world = init_world()
     torch.set_num_threads(1)
     device = max(gather_objects(probe_device(world.device)), key=lambda d: d.memory_rate)
-    device = replace(device, matmul={"float32": rate}, matmul_curves={})
-    cluster = broadcast_object(probed(device))
+    # Cores are free while a rank sleeps: whatever is on its way travels.
+    device = replace(device, matmul={"float32": rate}, matmul_curves={}, overlap=1.0)
+    with Slowed(rate):  # ranks sleep before a collective, as they do in a step
+        cluster = broadcast_object(probed(device))
+    keep(cluster)
     tell("links probed")
     found = {}
     for name, sizes in models.items():
         with Slowed(rate):
             found[name] = _of_model(sizes, cluster, steps)
     barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(os.environ["GULLIVER_CACHE"])
     return found
+
+
+def keep(cluster: Cluster) -> None:
+    """Keeps what was probed where plugins look for it, for this run alone; all ranks call it."""
+    first = dist.get_rank() == 0
+    folder = tempfile.mkdtemp(prefix="gulliver-truth-") if first else None
+    os.environ["GULLIVER_CACHE"] = broadcast_object(folder)
+    path = kept_path(cluster.size)
+    if first:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cluster.save(path)
+    barrier()
 
 
 def tell(what: str) -> None:
@@ -185,8 +224,9 @@ def probed(device: Device) -> Cluster:
 
     def along(torus: Torus, group: RankGroup) -> Along:
         made = _collectives(torus, group)
-        busy = probe_collectives(made, torus.size, busy=True)
-        return Along(torus.size, probe_collectives(made, torus.size), busy)
+        options: dict[str, Any] = {"turns": TURNS, "sizes": PROBED}
+        alone = probe_collectives(made, torus.size, **options)
+        return Along(torus.size, alone, probe_collectives(made, torus.size, busy=True, **options))
 
     found: dict[str, tuple[Along, ...]] = {
         name: (along(named.torus(name), named.rank_group(name)),) for name in NAMES
@@ -220,7 +260,13 @@ def _collectives(torus: Torus, group: RankGroup) -> dict[str, Any]:
         out, into = torch.zeros(count // 4), torch.empty(count // 4)
         return lambda: shift(group, out, into, 7).wait()
 
+    def ringing(count: int) -> Any:
+        whole = torch.zeros(count // 4)
+        return lambda: backend_all_reduce(whole, group=group.process_group)
+
     made = {"all_reduce": reducing, "all_gather": gathering, "reduce_scatter": scattering}
+    # Among more than two ranks tensor parallelism takes the faster of the two.
+    made |= {"ring_all_reduce": ringing} if size > 2 else {}
     return made | {"all_to_all": exchanging, "sends": sending}
 
 
@@ -228,35 +274,51 @@ def _of_model(sizes: Sizes, cluster: Cluster, steps: int) -> Truth:
     model, sample = sizes.model(), _batch(sizes, 0, 1)
     inner = _adamw(model)
     facts = facts_of(model, inner, sample, cluster.device, "fp32", True)
-    own = plugin_of(Grid(Axes(data=4), 1)).make_plan(model, inner, cluster, sample)
-    work = own.work
-    counted = sizes.batch * (facts.forward_s + facts.backward_s)
-    factor = broadcast_object((work.forward_s + work.backward_s) / counted)
-    facts = calibrated(facts, factor)
+    plugin, works = plugin_of(Grid(Axes(data=4), 1)), dict[int, Work]()
+    for samples in (1, sizes.batch // 2):
+        part = {name: value[:samples] for name, value in sample.items()}
+        works[samples] = plugin.make_plan(model, inner, cluster, part).work
+    facts, update_s = calibrated(facts, works), works[1].update_s
+    cluster = replace(cluster, device=facts.device)
     found = search_grids(model, inner, sample, cluster, sizes.batch, precision="fp32", facts=facts)
-    scorer = Scorer(facts, cluster, sizes.batch, "cpu", 0.0)
-    truth = Truth(factor=factor, best=[(str(s.grid), s.seconds.step) for s in found.best])
+    scorer = Scorer(facts, cluster, sizes.batch, "cpu", 1.0)
+    fitted = facts.device.launch_s, facts.device.memory_rate
+    best = [(str(scored.grid), scored.seconds.step) for scored in found.best]
+    truth = Truth(fitted=fitted, update_s=(facts.update_s, update_s), best=best)
+    truth.cluster = cluster.to_yaml()
     truth.links = [(axis.link.alpha_s, axis.link.bandwidth) for axis in cluster.axes]
     chosen = found.best[0].grid
     for grid in dict.fromkeys((chosen, *GRIDS)):
         truth.rows.append(_row(grid, sizes, scorer, found, steps))
         tell(str(truth.rows[-1]))
     for name in PEERS:
-        truth.peers[name] = _peer(name, sizes, steps)
+        # DTensor cuts heads of keys and values, half as many, and cannot share one.
+        if name == FSDP2 or sizes.heads // 2 % dist.get_world_size() == 0:
+            truth.peers[name] = _peer(name, sizes, steps)
+            tell(f"{name}: {truth.peers[name]:.3f} s")
     return truth
 
 
-def calibrated(facts: Facts, factor: float) -> Facts:
-    """Facts with a device that takes so many times as long for every operator."""
-    device = facts.device
-    slower = replace(
-        device,
-        matmul={dtype: rate / factor for dtype, rate in device.matmul.items()},
-        memory_rate=device.memory_rate / factor,
-        launch_s=device.launch_s * factor,
-        memory_curve=None,
-    )
-    return replace(facts, device=slower, refused={}, _shared={})
+def calibrated(facts: Facts, works: dict[int, Work]) -> Facts:
+    """Facts with launches and a memory that take what passes of two sizes took; all ranks call it.
+
+    Args:
+        facts: model on the device as it was probed.
+        works: passes as they were measured in one process, by the number of samples.
+    """
+    (few, one), (many, whole) = sorted(works.items())
+    begun, ended = (work.forward_s + work.backward_s for work in (one, whole))
+    each = (ended - begun) / (many - few)
+    launches = sum(facts.launches) / facts.device.launch_s
+    endless = facts.on(replace(facts.device, memory_rate=math.inf, memory_curve=None))
+    products = endless.forward_s + endless.backward_s
+    moved = facts.on(replace(facts.device, memory_curve=None))
+    moving = moved.forward_s + moved.backward_s - products
+    launch_s = max(1e-6, (begun - few * each) / launches)
+    rate = facts.device.memory_rate * min(1.0, moving / max(1e-9, each - products))
+    launch_s, rate = broadcast_object((launch_s, rate))
+    found = replace(facts.device, launch_s=launch_s, memory_rate=rate, memory_curve=None)
+    return facts.on(found)
 
 
 def _batch(sizes: Sizes, place: int, places: int) -> dict[str, torch.Tensor]:
@@ -300,21 +362,24 @@ def _run(
         optimizer.step()
         optimizer.zero_grad()
 
-    return plan.predicted.seconds.step, _median(step, steps)
+    return plan.predicted.seconds.step, _seconds(step, steps)
 
 
 def _peer(name: str, sizes: Sizes, steps: int) -> float:
     peer: Contestant = (data_parallel if name == FSDP2 else dtensor)(name, sizes)
-    return _median(peer.advance, steps)
+    return _seconds(peer.advance, steps)
 
 
-def _median(step: Any, steps: int) -> float:
-    """Seconds of the slowest rank, the median of some steps, after two that are not counted."""
-    took = []
-    for _ in range(steps + 2):
-        barrier()
-        begun = time.perf_counter()
+def _seconds(step: Callable[[], object], steps: int) -> float:
+    """Seconds of a step among others in a row, the mean of those of the slowest rank.
+
+    Nothing is waited for between steps: what a step leaves on its way belongs to the next.
+    """
+    barrier()
+    step()
+    begun = time.perf_counter()
+    for _ in range(steps):
         step()
-        took.append(time.perf_counter() - begun)
-    slowest = map(max, zip(*gather_objects(took[2:]), strict=True))
-    return Spread(tuple(slowest)).median
+    took = (time.perf_counter() - begun) / steps
+    barrier()
+    return max(gather_objects(took))

@@ -49,6 +49,27 @@ def test_help_and_version_import_no_torch() -> None:
         assert f"usage: gulliver {name}" in ended.stdout
 
 
+FILTER = """
+import sys
+from pathlib import Path
+from gulliver.cli import main
+path, out = Path({path!r}), {out!r}
+path.write_text("path,text,fps\\na.mp4,a cat,24\\nb.mp4,a dog,6\\n")
+main(["data", "filter", str(path), "fps >= 12", "--out", out])
+assert Path(out).read_text().splitlines()[1:] == ["a.mp4,a cat,24"], Path(out).read_text()
+assert "torch" not in sys.modules, "torch was imported"
+"""
+
+
+def test_a_table_is_filtered_without_torch(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    script = FILTER.format(path=str(tmp_path / "in.csv"), out=str(tmp_path / "out.csv"))
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
 OPTIONS = [_found(command.options) for command in COMMANDS.values()]
 OPTIONS += [
     Scan,

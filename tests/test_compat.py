@@ -192,3 +192,11 @@ def test_torch_has_a_search_for_redistributions_to_compare_with() -> None:
 
         assert hasattr(_redistribute, "use_min_cost_redistribution_plan")
         assert hasattr(_redistribute._gen_transform_infos, "cache_clear")
+
+
+def test_torch_multiplies_fp8() -> None:
+    a, b = torch.eye(16).to(torch.float8_e5m2), torch.eye(16).to(torch.float8_e4m3fn)
+    two, rows = torch.tensor(2.0), torch.full((16, 1), 2.0)
+    for scales in ((two, two), (rows, rows.t())):
+        found = _compat.scaled_matmul(a, b.t(), *scales, torch.bfloat16, fast=False)
+        assert torch.equal(found, 4 * torch.eye(16, dtype=torch.bfloat16))

@@ -25,6 +25,7 @@ from gulliver.hardware import described
 from gulliver.layout import convert, placements_of, plan_conversion, sharding_of
 from gulliver.solve import ConversionStep, Sharding, box_elements, convert_least, extent, moves_from
 from tests.pool import Pool
+from tests.solver_cases import conversion_case
 
 HERE = described("cpu-loopback")
 
@@ -63,36 +64,14 @@ def test_the_way_found_is_the_least_of_all_ways() -> None:
 
 
 def test_the_way_found_is_the_shortest_in_the_graph_of_all_states() -> None:
-    """Bellman-Ford over every state that can be reached, with random prices."""
-    rng = random.Random(1)
-    for _ in range(12):
-        shape, mesh = (4, 6, 5), (2, 2, rng.choice([2, 3]))
-        before, after = (
-            sharding_of([rng.choice(layouts(1, 3))[0] for _ in mesh], 3) for _ in range(2)
-        )
-        prices: dict[object, float] = {}
+    for seed in range(12):
+        conversion_case(seed)
 
-        def seconds(move: ConversionStep, prices=prices) -> float:
-            return prices.setdefault((move.kind, move.axes, move.before, move.after), rng.random())
 
-        edges, reached, new = [], {before}, [before]
-        while new:
-            state = new.pop()
-            for move in moves_from(shape, mesh, state):
-                edges.append((state, move.after, seconds(move)))
-                if move.after not in reached:
-                    reached.add(move.after)
-                    new.append(move.after)
-        best = dict.fromkeys(reached, math.inf) | {before: 0.0}
-        changed = True
-        while changed:
-            changed = False
-            for one, other, price in edges:
-                if best[one] + price < best[other] - 1e-15:
-                    best[other], changed = best[one] + price, True
-        found = convert_least(shape, mesh, before, after, seconds)
-        assert found is not None
-        assert found.seconds == pytest.approx(best[after])
+@pytest.mark.full
+@pytest.mark.deadline(600)
+def test_the_way_found_is_the_shortest_in_many_cases() -> None:
+    assert all(conversion_case(seed, 2) for seed in range(1000))
 
 
 def test_extents_are_those_of_chunks() -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("scenedetect")
 
 from gulliver.cli import main
+from gulliver.data import upright_frames
 from gulliver.errors import GulliverError
 from gulliver.video import preparation
 from gulliver.video._kept_latents import FORMAT, KeptLatents, Sample, Settings
@@ -182,6 +183,28 @@ def test_a_matroska_file_that_breaks_off_is_noticed_by_scan_cut_and_score(
     scored = score(table, ("brightness",))
     assert [name for name, _ in scored.broken] == ["b.mkv"]
     assert "only a part was scored" in scored.broken[0][1]
+
+
+def test_decoding_that_ends_early_without_an_error_is_listed_by_cut_and_score(
+    tmp_path: Path, threads: None
+) -> None:
+    import av
+
+    path = tmp_path / "a.mkv"
+    write_film(path, moving(50), Fraction(25), Coding(".mkv", "mpeg2video", options={"b": "3M"}))
+    content = path.read_bytes()
+    with av.open(str(path)) as file:
+        late = [bytes(packet) for packet in file.demux(video=0)][30:]
+    for packet in late:
+        content = content.replace(packet, bytes(len(packet)))
+    path.write_bytes(content)
+    assert len([*upright_frames(path)]) in range(29, 32), "the decoder says nothing"
+    table = Table.of_rows([{"path": "a.mkv"}], tmp_path / "t.csv", ["path"]).write()
+    report = cut(table, tmp_path / "cut.csv", CutSettings(), workers=1)
+    assert ["ends early" in one.reason for one in report.left_out] == [True]
+    scored = score(table, ("brightness",))
+    assert "only a part was scored: ends early" in scored.broken[0][1]
+    assert "50 frames, " in read_facts(path, decode=True)["note"]
 
 
 def test_joined_streams_have_the_rate_of_their_parts(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,19 @@ from gulliver.dreambooth import DreamboothConfig, check_dreambooth, dreambooth
 from gulliver.dreambooth._order import Order, shares
 from gulliver.dreambooth._pictures import grid, read_picture, read_pictures
 from gulliver.errors import GulliverError
-from tests.tiny_pipelines import save_sd, save_subject, tiny_unet
+from tests.tiny_pipelines import save_sd, save_subject, tiny_unet, unplanned
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_sd(tmp_path_factory.mktemp("base") / "sd")
+
+
+@pytest.fixture(autouse=True)
+def _quick(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs without a plan, but for the tests of plans."""
+    with nullcontext() if "plan" in request.node.name else unplanned():
+        yield
 
 
 def _config(base: Path, subject: Path, out: Path, **changes: Any) -> DreamboothConfig:

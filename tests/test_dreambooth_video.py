@@ -27,7 +27,7 @@ from gulliver.dreambooth import (
 from gulliver.dreambooth._config import alternatives
 from gulliver.dreambooth._dreambooth import Teacher, make_plugin
 from gulliver.dreambooth._student import make_student
-from gulliver.dreambooth._video import placed_as
+from gulliver.dreambooth._video import along
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.video import (
@@ -217,14 +217,14 @@ def test_pictures_in_motion_resume_and_are_loaded_by_the_command(
     run: Path, subject: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    motion = {"motion": "the {class} {token} moving {left|up}", "motion_clips": 3}
-    more: dict[str, Any] = {**motion, "motion_after": 1, "motion_placed": True}
+    motion = {"motion": "the {class} {token} moving {left|up}", "motion_clips": 2}
+    more: dict[str, Any] = {**motion, "motion_after": 1, "motion_placed": True, "steps": 2}
     config = config_for(run, subject, out, **more)
     outcome = dreambooth(config)
     assert outcome.finished
     assert outcome.result == out / "result"
     captions = [path.read_text() for path in sorted((out / "motion").glob("clip*.txt"))]
-    assert captions == ["the digit sks moving left"] * 3
+    assert captions == ["the digit sks moving left"] * 2
     clip = np.load(out / "motion" / "clip-00000.npy")
     assert clip.shape == (5, 16, 16, 3)
     weights = (out / "result" / "adapter_model.safetensors").read_bytes()
@@ -288,12 +288,17 @@ def test_an_adapter_for_other_layers_is_refused_by_their_name(run: Path, tmp_pat
         load_adapter(open_run(run), tmp_path / "none")
 
 
-def test_a_picture_is_moved_to_where_another_one_has_it() -> None:
+def test_a_picture_moves_as_a_clip_does() -> None:
     still = torch.full((3, 1, 16, 20), -1.0)
     still[:, :, 6:9, 8:12] = 1.0
-    for down, right in ((0, 0), (-4, 5), (3, -7)):
-        other = still.roll((down, right), (2, 3))
-        assert torch.equal(placed_as(still, other), other)
+    for begin, step in (((0, 0), (0, 0)), ((-4, -3), (2, 0)), ((3, 6), (-1, -3))):
+        places = [(begin[0] + n * step[0], begin[1] + n * step[1]) for n in range(5)]
+        clip = torch.cat([still.roll(place, (2, 3)) for place in places], 1)
+        assert torch.equal(along(still, clip), clip)
+        shaken = clip.clone()
+        shaken[:, 2] = shaken[:, 2].roll((1, -1), (1, 2))
+        assert torch.equal(along(still, shaken), clip), "one frame that is off moves nothing"
+    assert torch.equal(along(still, still.roll(2, 3)), still.roll(2, 3))
 
 
 def test_alternatives_in_braces_take_turns() -> None:

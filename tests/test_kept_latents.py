@@ -153,7 +153,7 @@ def killed(config: EncodeConfig, kills: int, seed: int, ranks: int) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize(("kills", "ranks"), [(8, 1), pytest.param(20, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("kills", "ranks"), [(4, 1), pytest.param(20, 2, marks=pytest.mark.full)])
 def test_killed_at_any_moment_and_resumed_leaves_the_same_bytes(
     parts: Path, kept: Path, tmp_path: Path, kills: int, ranks: int
 ) -> None:
@@ -252,13 +252,13 @@ def small(parts: Path, out: Path, **data: Any) -> TrainConfig:
     batched: dict[str, Any] = {} if "buckets" in data else {"batch_size": 4}
     return TrainConfig(
         out=out,
-        steps=4,
-        save_every=2,
+        steps=2,
+        save_every=1,
         log_every=1,
         data=DataConfig(**batched | {"unreadable_limit": 1.0} | data),
-        optimizer=OptimizerConfig(warmup=2),
+        optimizer=OptimizerConfig(warmup=1),
         flow=FlowConfig(mask_first=0.3, mask_head=0.3),
-        validation=ValidationConfig(every=2, share=0.3, levels=2),
+        validation=ValidationConfig(every=1, share=0.3, levels=2),
     )
 
 
@@ -301,7 +301,7 @@ def test_training_on_kept_latents_is_training_on_clips(
             pool.run(_train, 2, shared)
             assert_same_curve(shared.out, clips.out)
     # Where a batch is one clip, the float path is the same, and so is every bit.
-    one: Any = {"steps": 2, "validation": ValidationConfig()}
+    one: Any = {"steps": 1, "validation": ValidationConfig()}
     each = [
         replace(run, out=tmp_path / f"each{n}", data=replace(run.data, batch_size=1), **one)
         for n, run in enumerate((replace(clips, autoencoder=coder), alone))
@@ -309,7 +309,7 @@ def test_training_on_kept_latents_is_training_on_clips(
     for run in each:
         train(run)
     assert_same_bytes(each[0].out, each[1].out)
-    resumed = replace(alone, resume=True, resume_step=2)
+    resumed = replace(alone, resume=True, resume_step=1)
     before = losses(alone.out)
     train(resumed)
     assert losses(alone.out) == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -13,30 +12,16 @@ from gulliver.errors import GulliverError
 from gulliver.solve import (
     OffloadLink,
     Stage,
-    Step,
     least_budget,
     recomputed_seconds,
     rematerialize,
     schedule_peak,
 )
+from tests.solver_cases import free_case, recompute_case, schedules
 
 SECONDS, BYTES = st.integers(0, 5).map(float), st.integers(0, 5)
 STAGE = st.builds(Stage, SECONDS, SECONDS, BYTES, BYTES, BYTES, BYTES)
 CHAINS = st.lists(STAGE, min_size=1, max_size=5)
-
-
-def _schedules(first: int, last: int) -> Iterator[tuple[Step, ...]]:
-    """All persistent schedules of a part."""
-    if first == last:
-        yield Step("save", first), Step("backward", first)
-        return
-    for inner in _schedules(first + 1, last):
-        yield Step("save", first), *inner, Step("backward", first)
-    for j in range(first + 1, last + 1):
-        swept = (Step("check", first), *(Step("forward", n) for n in range(first + 1, j)))
-        for above in _schedules(j, last):
-            for below in _schedules(first, j - 1):
-                yield *swept, *above, *below
 
 
 @settings(max_examples=400, deadline=None)
@@ -44,7 +29,7 @@ def _schedules(first: int, last: int) -> Iterator[tuple[Step, ...]]:
 def test_no_persistent_schedule_takes_less(chain: list[Stage], source: int, budget: int) -> None:
     all_ = [
         (schedule_peak(chain, steps, source), recomputed_seconds(chain, steps))
-        for steps in _schedules(0, len(chain) - 1)
+        for steps in schedules(0, len(chain) - 1)
     ]
     least = min(peak for peak, _ in all_)
     best = min((seconds for peak, seconds in all_ if peak <= budget), default=math.inf)
@@ -57,6 +42,31 @@ def test_no_persistent_schedule_takes_less(chain: list[Stage], source: int, budg
     assert found.exact
     assert found.seconds == best == recomputed_seconds(chain, found.steps)
     assert found.peak == schedule_peak(chain, found.steps, source) <= budget
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_no_schedule_at_all_takes_less_than_the_free_one(seed: int) -> None:
+    free_case(seed, 3)
+
+
+@pytest.mark.full
+@pytest.mark.deadline(900)
+def test_no_schedule_takes_less_in_many_cases() -> None:
+    assert sum(recompute_case(seed) for seed in range(1000)) > 500
+    assert sum(free_case(seed) for seed in range(600)) > 300
+
+
+def test_a_free_schedule_says_how_far_it_looked() -> None:
+    chain = [Stage(1.0, 2.0, 1 + n % 3, 4 + n % 2) for n in range(12)]
+    budget = least_budget(chain) + 3
+    persistent = rematerialize(chain, budget)
+    short = rematerialize(chain, budget, free=True, looks=50)
+    assert short.lower <= short.seconds <= persistent.seconds
+    assert not short.exact
+    assert short.peak <= budget
+    with pytest.raises(GulliverError, match="moves nothing"):
+        rematerialize(chain, budget, link=OffloadLink(1.0, 1.0), free=True)
 
 
 @settings(max_examples=60, deadline=None)

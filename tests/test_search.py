@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from gulliver.booster.search import (
+    CHUNKS_MB,
+    Axes,
+    Grid,
     Scorer,
     auto_engine,
     axes_of,
@@ -19,7 +22,15 @@ from gulliver.booster.search import (
 )
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.hardware import described, named_cluster, pipeline_seconds
+from gulliver.hardware import (
+    Link,
+    Message,
+    described,
+    exposed_seconds,
+    named_cluster,
+    pipeline_seconds,
+    predict_step,
+)
 from gulliver.parallel.pipeline import STYLES, predict
 from tests.pool import Pool
 
@@ -114,9 +125,41 @@ def test_closed_forms_of_pipelines_are_those_of_the_schedules(name: str) -> None
     for ranks in (2, 4):
         for micro in (ranks, 2 * ranks, 4 * ranks):
             stages = [1.0 / chunks] * (ranks * chunks)
-            exact = predict(name, ranks, micro, stages, [2 * s for s in stages]).seconds
-            closed = pipeline_seconds(name, [3.0] * ranks, 2 / 3, micro, chunks)
-            assert closed == pytest.approx(exact, rel=1e-6)
+            for link in (0.0, 0.05):
+                exact = predict(name, ranks, micro, stages, [2 * s for s in stages], link).seconds
+                closed = pipeline_seconds(name, [3.0] * ranks, 2 / 3, micro, chunks, link)
+                assert closed == pytest.approx(exact, rel=1e-6 if not link else 0.01)
+
+
+def test_what_cannot_hide_is_paid_for() -> None:
+    link = Link(0.0, 1e9)
+    one = Message("reduce_scatter", 2 * 10**6, [(2, link)], 4, hidden=True)  # 1 ms each
+    assert exposed_seconds([one], 1.0) == pytest.approx(1e-3)  # the last one
+    assert exposed_seconds([one], 2e-3) == pytest.approx(4e-3 - 2e-3 * 3 / 4)
+    assert exposed_seconds([replace(one, count=1)], 1.0) == pytest.approx(1e-3)
+    assert exposed_seconds([replace(one, part=0.5)], 2e-3) == pytest.approx(4e-3 - 1e-3 * 3 / 4)
+    hop = Message("sends", 10**6, [(2, link)], 8, hidden=True, behind_s=0.25e-3)
+    assert exposed_seconds([hop], 1.0) == pytest.approx(8 * 0.75e-3)
+    costs = predict_step((1.0, 2.0), 0.0, 0.0, [one], launch_s=1e-5)
+    assert costs.step == pytest.approx(3.0 + 1e-3 + 4e-5)
+    assert predict_step((1.0, 2.0), 0.0, 0.0, [one], free=0.0).exposed == pytest.approx(4e-3)
+
+
+def test_ranks_and_micro_batches_share_products_and_not_launches(small) -> None:
+    _, _, facts = small
+    slow = facts.on(replace(facts.device, launch_s=1e-3))
+    scorer = Scorer(slow, named_cluster("h100x4"), 8, "cuda", 1.0)
+    whole, micro, tensor = (
+        scorer.score(grid).seconds.compute
+        for grid in (Grid(Axes(data=4)), Grid(Axes(data=4), 0, 2), Grid(Axes(2, tensor=2)))
+    )
+    launches = sum(slow.launches)
+    assert whole > launches
+    assert micro - whole == pytest.approx(launches)
+    assert tensor > launches
+    assert Scorer(facts, named_cluster("h100x4"), 8, "cuda", 1.0).score(
+        Grid(Axes(data=4), 1)
+    ).grid.chunk_mb in CHUNKS_MB
 
 
 def test_plans_of_the_best_have_their_axes_and_state(small) -> None:
@@ -134,6 +177,9 @@ def test_plans_of_the_best_have_their_axes_and_state(small) -> None:
         assert plan.mesh.of("tensor") == axes.tensor
         assert plan.mesh.of("pipeline") == axes.pipeline
         assert plan.stage == scored.grid.stage
+        if scored.grid.chunk_mb:
+            assert plan.zero.chunk_bytes == scored.grid.chunk_mb << 20
+        assert plan.predicted.seconds.step == pytest.approx(scored.seconds.step, rel=0.05)
     assert made >= 5
 
 
@@ -158,6 +204,18 @@ def _trained(world: World, memory: int | None) -> tuple[list[float], str, int]:
         losses.append(engine.run({"input_ids": rows, "labels": rows}))
         engine.optimizer.step()
         engine.optimizer.zero_grad()
+    scored = next(s for s in engine.found.best if s.grid == engine.grid)
+    compared = engine.booster.compare()
+    assert compared["step"].predicted == engine.plan.predicted.seconds.step
+    assert compared["step"].predicted == pytest.approx(scored.seconds.step, rel=0.05)
+    phases = compared["passes"], compared["update"]
+    for value in ("predicted", "measured"):
+        assert sum(getattr(row, value) for row in phases) == pytest.approx(
+            getattr(compared["step"], value)
+        )
+    assert abs(compared["sent"].error) < 0.05
+    worst = max(phases, key=lambda row: abs(row.measured - row.predicted))
+    assert abs(worst.error) < 0.15 or compared.advice[0].startswith(worst.kind)
     return losses, str(engine.grid), engine.samples
 
 

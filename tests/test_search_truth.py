@@ -112,7 +112,8 @@ PLANNED = {
 
 def plan_of(grid: Grid) -> Any:
     """The plan of a grid, with the search's size of a chunk."""
-    axes, shared = grid.axes, {"chunk_mb": 32.0, "precision": "bf16", "verbose": False}
+    chunk = float(scorer().settled(grid).chunk_mb or 4)
+    axes, shared = grid.axes, {"chunk_mb": chunk, "precision": "bf16", "verbose": False}
     if axes.size == axes.data:
         plugin: Any = LowLevelZeroPlugin(grid.stage, **shared)
     else:

@@ -74,6 +74,24 @@ def threaded_groups() -> Iterator[Callable[[BaseException], None]]:
         _set_thread_isolation_mode(False)
 
 
+def scaled_matmul(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """Multiplies matrices of FP8 by the units for it; on a CPU torch computes the same in float32.
+
+    Args:
+        a: matrix ``[m, k]``, row by row.
+        b: matrix ``[k, n]``, column by column.
+        a_scale: factor that decodes `a`, float32: one number, or ``[m, 1]``.
+        b_scale: factor that decodes `b`: one number, or ``[1, n]``.
+        dtype: dtype of the result.
+        fast: whether partial sums may be less precise than float32.
+    """
+    return torch._scaled_mm(
+        a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
+    )
+
+
 def storage_users(tensor: Tensor) -> int:
     """Counts the tensors that share the storage of `tensor`, itself included."""
     storage = tensor.untyped_storage()

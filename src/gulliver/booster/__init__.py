@@ -2,9 +2,11 @@
 
 from gulliver.booster._blocks import recomputable_blocks
 from gulliver.booster._booster import Booster
-from gulliver.booster._estimate import estimate_work
+from gulliver.booster._estimate import estimate_sample, estimate_work
+from gulliver.booster._fp8 import gate_fp8
 from gulliver.booster._gemini import GeminiPlugin
 from gulliver.booster._hybrid_plugin import HybridParallelPlugin
+from gulliver.booster._measure import with_peaks
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.booster.hybrid import keep_logits, lazy_parameters, sequence_degree
 from gulliver.booster.search import auto_engine, search_grids
@@ -17,10 +19,13 @@ __all__ = [
     "Plugin",
     "TorchDDPPlugin",
     "auto_engine",
+    "estimate_sample",
     "estimate_work",
+    "gate_fp8",
     "keep_logits",
     "lazy_parameters",
     "recomputable_blocks",
     "search_grids",
     "sequence_degree",
+    "with_peaks",
 ]

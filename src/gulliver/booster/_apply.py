@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gulliver.booster._activations import take_activations
 from gulliver.booster._checkpoint import agreed
+from gulliver.booster._fp8 import check_units, use_fp8
 from gulliver.booster._limited import LimitedManager, manager_of
 from gulliver.booster._meta import check_meta, fill_boosted, lend_shapes
 from gulliver.booster._model import (
@@ -91,7 +92,9 @@ def apply_plan(
     Raises:
         GulliverError: something that cannot be run so, on all ranks, with nothing done.
     """
+    agreed(lambda: check_units(plan, model))
     if plan.ddp is not None:
+        use_fp8(plan, model, None)
         return share_ddp(plan, model, optimizer, world)
     # While the model is whole, and on all ranks, so that none goes on where another cannot.
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
@@ -119,6 +122,7 @@ def apply_plan(
     stage = cut_stages(model, stages, mesh)
     cut_tensors(plan, model, tensor, mesh)
     wire_sequences(plan, model, mesh, verbose)
+    use_fp8(plan, model, mesh)
     recompute(plan, model, stage, whole.recomputable)
     if mesh is not None:
         hooks.restore()

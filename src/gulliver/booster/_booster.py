@@ -27,6 +27,7 @@ from gulliver.comm import World, broadcast_object, guard, init_world, release_gr
 from gulliver.errors import GulliverError
 from gulliver.parallel import BoostedOptimizer
 from gulliver.plan import Comparison, Plan
+from gulliver.precision.fp8 import revert_fp8
 
 
 class Booster(FileKeeper):
@@ -213,6 +214,7 @@ class Booster(FileKeeper):
         for optimizer in dict.fromkeys([*optimizers, *([] if holder is None else [holder])]):
             boosted_only(optimizer).release(plain)
         self._several.discard(model)
+        revert_fp8(plain)
         return plain
 
     def execute_pipeline(

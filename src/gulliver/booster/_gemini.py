@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gulliver.booster._fp8 import fp8_plan
 from gulliver.booster._model import HALVES
 from gulliver.booster._plugins import DEFAULT_CHUNK_MB, MIB, Plugin
 from gulliver.booster._tiers import TierOptions, plan_tiers
 from gulliver.comm import current_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster
-from gulliver.plan import Mesh, Plan, Precision, ZeroPlan
+from gulliver.plan import Fp8Plan, Mesh, Plan, Precision, ZeroPlan
 
 
 class GeminiPlugin(Plugin):
@@ -54,6 +55,8 @@ class GeminiPlugin(Plugin):
             larger than memory; without weights its modules initialise themselves, by
             ``reset_parameters``.
         verbose: print the plan when the model is boosted.
+        use_fp8: the same as in `TorchDDPPlugin`.
+        fp8_emulation: the same as in `TorchDDPPlugin`.
 
     Raises:
         GulliverError: a size, a share or a name of no sense; what would be right is said.
@@ -81,7 +84,10 @@ class GeminiPlugin(Plugin):
         broadcast_buffers: bool = True,
         weights: Path | str | None = None,
         verbose: bool = True,
+        use_fp8: bool | str | Fp8Plan = False,
+        fp8_emulation: bool = False,
     ) -> None:
+        self.fp8 = fp8_plan(use_fp8, fp8_emulation)
         self.memory = TierOptions(
             memory_limit,
             host_limit,
@@ -126,7 +132,7 @@ class GeminiPlugin(Plugin):
                 assume_elementwise=self.assume_elementwise,
                 tiers=self.memory.tiers(device),
             ),
-            precision=Precision(precision, self.precision or "none"),
+            precision=Precision(precision, self.precision or "none", fp8=self.fp8),
             max_norm=float(self.max_norm),
             weights=self.weights,
         )

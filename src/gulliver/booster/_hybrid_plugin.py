@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gulliver.booster._fp8 import fp8_plan
 from gulliver.booster._model import HALVES
 from gulliver.booster._plugins import DEFAULT_CHUNK_MB, MIB, STAGES, Plugin
 from gulliver.booster._resolve import recomputable
@@ -35,6 +36,7 @@ from gulliver.hardware import Cluster
 from gulliver.parallel.pipeline import STYLES
 from gulliver.parallel.sequence import SequencePlan
 from gulliver.plan import (
+    Fp8Plan,
     Mesh,
     PipelineLayout,
     Plan,
@@ -107,6 +109,8 @@ class HybridParallelPlugin(Plugin):
             its part.
         check_batches: compare what the ranks of one model read, at every step.
         verbose: print the plan when the model is boosted.
+        use_fp8: the same as in `TorchDDPPlugin`.
+        fp8_emulation: the same as in `TorchDDPPlugin`.
 
     Raises:
         GulliverError: an argument or a combination that is not supported.
@@ -149,7 +153,10 @@ class HybridParallelPlugin(Plugin):
         memory_limit: int | float | str | None = None,
         host_limit: int | float | str | None = None,
         disk: Path | str | None = None,
+        use_fp8: bool | str | Fp8Plan = False,
+        fp8_emulation: bool = False,
     ) -> None:
+        self.fp8 = fp8_plan(use_fp8, fp8_emulation)
         self.tp_size, self.pp_size = tp_size, pp_size
         stage = (0 if memory_limit is None else 3) if zero_stage is None else zero_stage
         self.mode, self.zero_stage = sequence_parallelism_mode, stage
@@ -284,7 +291,7 @@ class HybridParallelPlugin(Plugin):
                 assume_per_parameter=self.assume_per_parameter,
                 tiers=None if self.memory is None else self.memory.tiers(device),
             ),
-            precision=Precision(precision, self.precision or "none"),
+            precision=Precision(precision, self.precision or "none", fp8=self.fp8),
             tensor=self._tensor_layout(),
             sequence=SequenceLayout(
                 self.mode, sequence.ulysses, sequence.outer, sequence.inner, sequence.layout

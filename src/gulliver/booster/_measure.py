@@ -114,7 +114,8 @@ def with_peaks(
         work = replace(work, peak_recomputed=found.bytes or 0)
     if activations == "recompute":
         return work
-    ordered = [path for path in plain.kept if path in offloadable_blocks(model)]
+    offloadable = set(offloadable_blocks(model))
+    ordered = [path for path in plain.kept if path in offloadable]
     # What is inside of a block its own taker gets, and the model's all else.
     found = follow_sample(model, sample, autocast, offloaded=(*ordered, ""))
     work = replace(work, peak_offloaded=found.bytes or 0)

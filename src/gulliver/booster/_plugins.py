@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from gulliver.booster._apply import apply_plan, check_choices
 from gulliver.booster._checkpoint import agreed
+from gulliver.booster._fp8 import fp8_plan
 from gulliver.booster._model import HALVES, unwrapped
 from gulliver.booster._predict import predict, with_mixed, with_work
 from gulliver.booster._resolve import differences, resolve
@@ -29,7 +30,7 @@ from gulliver.data import DataLoader
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, current_cluster, zero_collectives
 from gulliver.parallel import BoostedOptimizer, named_trainables
-from gulliver.plan import DDPPlan, Mesh, Plan, Precision, Work, ZeroPlan, check_plan
+from gulliver.plan import DDPPlan, Fp8Plan, Mesh, Plan, Precision, Work, ZeroPlan, check_plan
 
 MIB = 2**20
 STAGES = (0, 1, 2, 3)
@@ -121,7 +122,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
             choices = with_mixed(choices, model, sample)
         check_plan(choices, ranks)
         check_choices(choices, model, optimizer)
-        plan = resolve(choices, model, optimizer)
+        plan = resolve(choices, model, optimizer, cluster)
         if sample is not None and not plan.limited:
             plan = with_work(plan, model, optimizer, sample)
         plan = predict(plan, model, optimizer, cluster)
@@ -234,6 +235,9 @@ class TorchDDPPlugin(Plugin):
         bucket_cap_mb: size of a gradient bucket in MiB.
         static_graph: promise that the graph never changes.
         verbose: print the plan when the model is boosted.
+        use_fp8: linear layers compute in FP8, where that is predicted to pay: True, a scaling
+            (``tensorwise``, ``rowwise``, ``delayed``), or a `gulliver.plan.Fp8Plan`.
+        fp8_emulation: compute the numerics of FP8 without units for it: slower, for experiments.
     """
 
     def __init__(
@@ -242,7 +246,10 @@ class TorchDDPPlugin(Plugin):
         bucket_cap_mb: int = 25,
         static_graph: bool = False,
         verbose: bool = True,
+        use_fp8: bool | str | Fp8Plan = False,
+        fp8_emulation: bool = False,
     ) -> None:
+        self.fp8 = fp8_plan(use_fp8, fp8_emulation)
         self.find_unused_parameters = find_unused_parameters
         self.bucket_cap_mb, self.static_graph, self.verbose = bucket_cap_mb, static_graph, verbose
 
@@ -252,7 +259,7 @@ class TorchDDPPlugin(Plugin):
             plugin=type(self).__name__,
             mesh=Mesh(current_world().device.type, {"data": ranks}),
             ddp=DDPPlan(self.find_unused_parameters, self.bucket_cap_mb, self.static_graph),
-            precision=Precision(precision),
+            precision=Precision(precision, fp8=self.fp8),
         )
 
 
@@ -296,6 +303,8 @@ class LowLevelZeroPlugin(Plugin):
             `max_norm` and with ``fp16`` all gradients are waited for. Clipping by the loop comes
             too late for it and is refused, and `zero_grad` has to follow each step.
         weights: checkpoint that stage 3 fills the model from, as of `GeminiPlugin`.
+        use_fp8: the same as in `TorchDDPPlugin`.
+        fp8_emulation: the same as in `TorchDDPPlugin`.
 
     Raises:
         GulliverError: another stage or precision, or a size that is not positive.
@@ -322,7 +331,10 @@ class LowLevelZeroPlugin(Plugin):
         step_in_backward: bool = False,
         activations: str = "keep",
         weights: Path | str | None = None,
+        use_fp8: bool | str | Fp8Plan = False,
+        fp8_emulation: bool = False,
     ) -> None:
+        self.fp8 = fp8_plan(use_fp8, fp8_emulation)
         if isinstance(axes, str) and axes != "auto":
             raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
         if isinstance(chunk_mb, str) and chunk_mb not in TUNED:
@@ -398,7 +410,7 @@ class LowLevelZeroPlugin(Plugin):
                 report=None if self.folder is None else str(self.folder),
                 tiers=None if self.memory is None else self.memory.tiers(device),
             ),
-            precision=Precision(precision, self.precision or "none"),
+            precision=Precision(precision, self.precision or "none", fp8=self.fp8),
             max_norm=float(self.max_norm),
             weights=self.weights,
         )

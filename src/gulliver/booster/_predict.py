@@ -5,9 +5,10 @@ Every second is a formula of `gulliver.hardware`; here stands which messages a p
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from gulliver.booster.hybrid import attention_shape, sequence_plan
 from gulliver.families import family_of, hugging_face_of, is_hugging_face
 from gulliver.hardware import (
     Cluster,
+    Device,
     Link,
     Message,
     StepCosts,
@@ -38,7 +40,7 @@ from gulliver.hardware import (
 from gulliver.memory import FreedMemory
 from gulliver.parallel.pipeline import predict as predict_pipeline
 from gulliver.parallel.sequence import Volume, volume
-from gulliver.plan import AXES, SHARED_BY_TENSOR, Moved, Plan, Predicted, Seconds
+from gulliver.plan import AXES, SHARED_BY_TENSOR, Moved, Plan, Predicted, Seconds, Work
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -64,7 +66,8 @@ def predict(
     share = 1.0 if tensor is None else 1 - tensor.share_of(model) * (1 - 1 / tensor.size)
     share /= plan.mesh.of("sequence")
     sent = attention_sends(plan, model)
-    costs = _costs(plan, links, _computed(plan, share), len(blocks), _free(plan), sent)
+    share_s = _computed(plan, share)
+    costs = _costs(plan, links, share_s, len(blocks), cluster.device, sent)
     reasons = dict(plan.reasons)
     if plan.work.samples:
         reasons["predicted.seconds"] = (
@@ -177,10 +180,18 @@ def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]
     return {**found, "replicas": replicas}
 
 
-def _free(plan: Plan) -> float:
-    """Share of messages that travel without a core that computes."""
-    busy = plan.mesh.size * torch.get_num_threads()
-    return 0.0 if plan.mesh.device == "cpu" and busy >= (os.cpu_count() or 1) else 1.0
+def free_share(device: Device, ranks: int) -> float:
+    """Share of messages that travel without a core that computes.
+
+    Args:
+        device: device of every rank.
+        ranks: number of ranks.
+    """
+    if device.overlap is not None:
+        return device.overlap
+    busy = ranks * torch.get_num_threads()
+    on_cpu = device.to_device_rate is None
+    return 0.0 if on_cpu and busy >= (os.cpu_count() or 1) else 1.0
 
 
 def _computed(plan: Plan, share: float) -> float:
@@ -219,28 +230,60 @@ def _costs(
     links: dict[str, list[tuple[int, Link]]],
     share: float,
     blocks: int,
-    free: float,
+    device: Device,
     attention: Volume,
 ) -> StepCosts:
     work = plan.work
     again = len(plan.recompute) / blocks if blocks else 0.0
-    forward, backward = share * work.forward_s, share * work.backward_s
+    stages = plan.mesh.of("pipeline")
+    times = plan.pipeline.micro_batches if stages > 1 else work.backwards
+    forward, backward = passes(work, share, plan.mesh.of("tensor"), times)
     # Embeddings, head and loss are not in blocks: nobody computes them again.
     repeated, bubble, own = again * (work.share_blocks or 1.0) * forward, 0.0, 1.0
-    if plan.mesh.of("pipeline") > 1:
+    if stages > 1:
         bubble, own = _pipelined(plan, links, forward, backward + repeated)
     parts = plan.mesh.replicas if plan.stage else 1
     cut = own / plan.mesh.of("tensor") if plan.mesh.of("tensor") > 1 else own
-    messages = list(shared_messages(plan, links["replicas"]))
-    messages += model_messages(plan, links, again, max(blocks, 1) * own, own, attention)
+    messages = list(shared_messages(plan, links["replicas"], times))
+    whole = model_messages(plan, links, again, max(blocks, 1) * own, own, attention)
+    messages += [in_parts(m, times) for m in whole]
     return predict_step(
-        own * (forward + backward),
+        (own * forward, own * backward),
         own * repeated,
         work.update_s * cut / parts,
         messages,
         bubble,
-        free,
+        free_share(device, plan.mesh.size),
+        device.launch_s,
     )
+
+
+def passes(work: Work, share: float, tensor: int, times: int) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of a batch in parts, all stages together.
+
+    [Note: what does not shrink] Ranks that share a model, and micro-batches, divide what is
+    multiplied. Each of them launches every operation all the same, and reads all weights of its.
+
+    Args:
+        work: work of the whole batch in one process.
+        share: share of its seconds that the ranks of a stage have each.
+        tensor: number of ranks that share the weights.
+        times: number of parts.
+    """
+    least = times * work.weights_s / tensor
+    return (
+        max(share * work.forward_s, least) + times * work.launch_forward_s,
+        max(share * work.backward_s, 2 * least) + times * work.launch_backward_s,
+    )
+
+
+def in_parts(message: Message, times: int) -> Message:
+    """The same bytes in more messages; those between stages are counted as such already."""
+    if times == 1 or message.behind_s == math.inf:
+        return message
+    behind = None if message.behind_s is None else message.behind_s / times
+    size, count = message.bytes // times, message.count * times
+    return replace(message, bytes=size, count=count, behind_s=behind)
 
 
 def by_kind(costs: StepCosts) -> Seconds:
@@ -313,34 +356,81 @@ def model_messages(
                 yield Message("all_gather", size, links["tensor"], number * own)
     if "sequence" in links:
         u, ring = sequence.ulysses, sequence.outer * sequence.inner
-        passes = (attention.forward, attention.ulysses_forward, 1 + again)
-        passes = passes, (attention.backward, attention.ulysses_backward, 1.0)
-        for whole, exchanged, times in passes:
+        ways = (
+            ("forward", attention.forward, attention.ulysses_forward, 1 + again),
+            ("backward", attention.backward, attention.ulysses_backward, 1.0),
+        )
+        of_attention = work.attention_forward_s, work.attention_backward_s
+        for (beside, whole, exchanged, times), seconds in zip(ways, of_attention, strict=True):
             if u > 1:
                 # One exchange of queries, keys and values, one of the result.
                 line, size = [(u, links["sequence"][0][1])], exchanged / 2 * u / (u - 1)
                 yield Message("all_to_all", int(size), line, 2 * blocks * times)
             if ring > 1:
-                hop = int((whole - exchanged) / (ring - 1))
-                yield Message("sends", hop, links["sequence"], (ring - 1) * blocks * times, True)
+                hop, number = int((whole - exchanged) / (ring - 1)), (ring - 1) * blocks * times
+                # Of each attention a ring computes as much while a hop is under way.
+                shared = degree * ring * plan.mesh.of("tensor") * max(1.0, blocks / max(own, 1e-9))
+                behind = seconds / shared if seconds else None
+                yield Message(
+                    "sends", hop, links["sequence"], number, True, beside, behind_s=behind
+                )
     if "pipeline" in links:
         micro = plan.pipeline.micro_batches
-        yield Message("sends", work.hidden_bytes // micro, links["pipeline"], micro, hidden=True)
+        # What shows of them is in the seconds of the schedule.
+        size, line = work.hidden_bytes // micro, links["pipeline"]
+        yield Message("sends", size, line, micro, True, behind_s=math.inf)
 
 
-def shared_messages(plan: Plan, line: list[tuple[int, Link]]) -> Iterator[Message]:
-    """Messages of the replicas: gradients, and parameters where they are sharded."""
+def shared_messages(
+    plan: Plan, line: list[tuple[int, Link]], times: int = 1
+) -> Iterator[Message]:
+    """Messages of the replicas: gradients, and parameters where they are sharded.
+
+    Args:
+        plan: resolved plan.
+        line: size and link of each axis of the replicas.
+        times: number of backwards of a step.
+    """
     if not line or plan.model.trainable == 0:
         return
     if plan.ddp is not None:
         whole, bucket = plan.memory.gradients, plan.ddp.bucket_mb * 2**20
         for start in range(0, whole, bucket):
-            yield Message("all_reduce", min(bucket, whole - start), line, hidden=True)
+            size = min(bucket, whole - start)
+            yield Message("all_reduce", size, line, hidden=True, part=1 / times)
         return
     assert plan.zero is not None, "replicas share by DDP or ZeRO"
-    sizes = [c.bytes for c in plan.chunks]
-    for (kind, count), times in Counter(zero_collectives(plan.zero.stage, sizes)).items():
-        yield Message(kind, count, line, times, plan.zero.overlap)  # type: ignore[arg-type]
+    sizes, zero = [c.bytes for c in plan.chunks], plan.zero
+    for (kind, size), number in Counter(zero_collectives(zero.stage, sizes)).items():
+        for message in zero_messages(zero.stage, kind, size, number, line, times):
+            yield replace(message, hidden=zero.overlap)
+
+
+def zero_messages(
+    stage: int, kind: str, size: int, number: float, line: Sequence[tuple[int, Link]], times: int
+) -> Iterator[Message]:
+    """Equal messages of ZeRO, by the pass that they travel beside.
+
+    Args:
+        stage: stage of ZeRO.
+        kind: collective.
+        size: bytes of the whole tensor.
+        number: number of them in a step of one backward.
+        line: size and link of each axis of the replicas.
+        times: number of backwards of a step.
+    """
+    gathers = kind == "all_gather"
+    # Stages that keep no whole gradients reduce them after every backward.
+    once = stage < 2 or (stage == 2 and gathers)
+    part, number = (1 / times, number) if once else (1.0, number * times)
+    message = Message(kind, size, line, number, True, part=part)  # type: ignore[arg-type]
+    if not gathers:
+        yield message
+        return
+    later = number // (2 * times) * times if stage == 3 else 0
+    yield replace(message, count=number - later, beside="forward")
+    if later:
+        yield replace(message, count=later)
 
 
 def _activations(plan: Plan, share: float, blocks: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gulliver.booster._blocks import has_switch, recomputable_blocks
+from gulliver.booster._fp8 import weight_bytes, with_fp8
 from gulliver.booster._model import modules_kept, no_optimizer, unwrapped
 from gulliver.booster._ranks import (
     Stages,
@@ -25,6 +26,7 @@ from gulliver.booster._ranks import (
     tensor_sizes,
 )
 from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import Cluster
 from gulliver.parallel import is_boosted, named_trainables
 from gulliver.parallel.pipeline import Stack, cut, deal, stack_of, style_of
 from gulliver.parallel.tensor import TensorPlan, best_match, plan_tensor
@@ -37,13 +39,19 @@ from gulliver.parallel.zero import (
 from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, join
 
 
-def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Plan:
+def resolve(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    cluster: Cluster | None = None,
+) -> Plan:
     """A plan with all that follows from its choices for a model.
 
     Args:
         plan: choices.
         model: whole model, perhaps on meta.
         optimizer: optimizer of its parameters; None where it is not trained.
+        cluster: machines whose rates say which layers pay in FP8; None for those at hand.
 
     Raises:
         GulliverError: the model does not have what the plan names.
@@ -61,6 +69,8 @@ def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | Non
         plan = _with_stages(plan, stages)
         how = "as given" if plan.pipeline.cut == stages[1].sizes else "by predicted cost"
         reasons["pipeline.cut"] = f"{how}: {stages[1]}"
+    plan, why = with_fp8(plan, model, tensor, cluster)
+    reasons |= why
     _check_kept(plan, model)
     if plan.precision.parameters != "none" and not (plan.lines or plan.precision.kept):
         plan = replace(plan, precision=replace(plan.precision, kept=modules_kept(model)))
@@ -77,6 +87,8 @@ def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | Non
         work = rank_work(plan, model, tensor, stages)
         found = largest_residency(states, plan.zero.tiers, work)
         memory, moved = MemoryPlan(**found.bytes), found.moved
+    copies = weight_bytes(plan, {t.name: t.numel for t in sizes})
+    memory = replace(memory, parameters=memory.parameters + copies)
     predicted = replace(plan.predicted, bytes=memory, moved=moved)
     return replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
 

@@ -92,7 +92,7 @@ class Running:
         predicted, rows = self.plan.predicted, list[Row]()
         between = [b - a for a, b in itertools.pairwise(self.optimizer.stepped_at)]
         if between:
-            rows.append(Row("step", "s", predicted.seconds.step, statistics.median(between)))
+            rows += self._phases(statistics.median(between))
         # torch's DDP sends by itself, and says nothing of it.
         if between and self.planned.ddp is None:
             # The mean: what is posted after a step counts for the next, or not, as time goes.
@@ -111,6 +111,25 @@ class Running:
                 rows.append(Row("disk read", "bytes", predicted.moved.disk_read, read))
                 rows.append(Row("disk written", "bytes", predicted.moved.disk_written, written))
         return Comparison(tuple(rows))
+
+    def _phases(self, step: float) -> list[Row]:
+        """Seconds of a step, of what comes before the optimizer, and of the optimizer's step.
+
+        On a GPU the processor runs ahead: there the two phases are what it waits for in each.
+        """
+        predicted, cluster = self.plan.predicted.seconds, self.plan.predicted.cluster
+        update = statistics.median(self.optimizer.updated_in)
+        links = f"gulliver probe measures the links of {cluster or 'the cluster'}"
+        passes = f"make_plan(..., sample=batch) measures the operators, {links}"
+        if predicted.exposed > predicted.compute:
+            passes = f"most of it waits for messages: {links}"
+        wait = "the last gradients are waited for there too" if self.plan.mesh.replicas > 1 else ""
+        updates = "; ".join(filter(None, ("gulliver probe measures the memory's rate", wait)))
+        return [
+            Row("step", "s", predicted.step, step),
+            Row("passes", "s", predicted.step - predicted.update, step - update, passes),
+            Row("update", "s", predicted.update, update, updates),
+        ]
 
     def _held(self) -> dict[str, int]:
         """Bytes of model state that this rank holds: of ZeRO at the fullest moment so far."""

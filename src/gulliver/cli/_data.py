@@ -41,53 +41,49 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class Cut(CutSettings):
-    """Cuts videos into clips of one scene each, upright and of a constant rate, without sound."""
-
-    table: tyro.conf.Positional[Path]
-    """Table of videos, .parquet or .csv."""
-    out: Path = Path("cut.parquet")
-    """Table to write; its clips lie in a folder beside it, and what is in no clip is listed."""
-    workers: Annotated[int, WORKERS] = 0
-    """Processes; 0: one for each core."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """Adds a column for each scorer; rows that have their scores are left alone."""
+class OfTable:
+    """Options of what reads a table of clips."""
 
     table: tyro.conf.Positional[Path]
     """Table of clips, .parquet or .csv."""
+    workers: Annotated[int, WORKERS] = 0
+    """Threads, processes or commands at once; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class Cut(CutSettings, OfTable):
+    """Cuts videos into clips of one scene each, upright and of a constant rate, without sound."""
+
+    out: Path = Path("cut.parquet")
+    """Table to write; its clips lie in a folder beside it, and what is in no clip is listed."""
+
+
+@dataclass(frozen=True)
+class Score(OfTable):
+    """Adds a column for each scorer; rows that have their scores are left alone."""
+
     scorers: tuple[str, ...] = SCORERS
     """Scorers, of those in the box or of plug-ins (entry points of the group gulliver.scorers)."""
     out: Path | None = None
     """Table to write; by default the one that is read."""
     again: bool = False
     """Score all rows anew."""
-    workers: Annotated[int, WORKERS] = 0
-    """Threads; 0: one for each core."""
 
 
 @dataclass(frozen=True)
-class Dedup:
+class Dedup(OfTable):
     """Leaves out copies of clips, however coded or scaled: the best of each stays."""
 
-    table: tyro.conf.Positional[Path]
-    """Table of clips, .parquet or .csv."""
     out: Path = Path("unique.parquet")
     """Table to write; what is a copy of what is listed beside it."""
     alike: Annotated[float, Range(0.5, 1)] = 0.95
     """Least correlation of the pictures of two copies."""
-    workers: Annotated[int, WORKERS] = 0
-    """Threads; 0: one for each core."""
 
 
 @dataclass(frozen=True)
-class Caption:
+class Caption(OfTable):
     """Writes captions: by a command that prints a sentence, or by a model that sees pictures."""
 
-    table: tyro.conf.Positional[Path]
-    """Table of clips, .parquet or .csv."""
     command: str | None = None
     """Program and arguments; {path} in it stands for the clip, or the path comes last."""
     model: Path | None = None
@@ -102,22 +98,16 @@ class Caption:
     """Table to write; by default the one that is read."""
     again: bool = False
     """Replace the captions that are there."""
-    workers: Annotated[int, WORKERS] = 0
-    """Commands at once; 0: one for each core."""
 
 
 @dataclass(frozen=True)
-class Show:
+class Show(OfTable):
     """Makes a web page of a table: histograms and pictures, in one file."""
 
-    table: tyro.conf.Positional[Path]
-    """Table of clips, .parquet or .csv."""
     out: Path = Path("clips.html")
     """Page to write."""
     most: Annotated[int, Range(1, 100_000)] = 200
     """Most clips that are shown, evenly out of all."""
-    workers: Annotated[int, WORKERS] = 0
-    """Threads; 0: one for each core."""
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,13 @@ COMMANDS = {
             "find the fastest plan of a model on a cluster, or what fits",
         ),
         (
+            "precision",
+            OPTIONS,
+            "PrecisionConfig",
+            "_precision",
+            "say which layers of a model FP8 would speed up on a cluster",
+        ),
+        (
             "models",
             OPTIONS,
             "ModelsConfig",

@@ -384,3 +384,22 @@ class PlanConfig:
     """Plans a run before anything is loaded; ``gulliver plan MODEL ...`` means search."""
 
     action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[PlanAction]] = tyro.MISSING
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Says which linear layers of a model FP8 would speed up, before anything is converted."""
+
+    model: str = tyro.MISSING
+    """Hugging Face folder or config.json, a public model's name such as llama-3-8b or STDiT3-XL/2,
+    or module:function, which returns a model and an example batch."""
+    cluster: str = "here"
+    """Machines: h100x8, a described name, a file of gulliver probe's form, or here."""
+    tokens: Annotated[int, Range(1, 2**30)] = 8192
+    """Rows that a layer multiplies at once: samples of a micro-batch x their tokens."""
+    scaling: Literal["tensorwise", "rowwise", "delayed"] = "tensorwise"
+    """Scales: one for each tensor, for each row, or for each tensor from earlier steps."""
+    exclude: tuple[str, ...] = ()
+    """Pattern of paths of layers that are kept in high precision."""
+    json: bool = False
+    """Print JSON, in seconds and bytes."""

@@ -78,8 +78,8 @@ class DreamboothConfig:
     motion_clips: Annotated[int, AT_LEAST_1] = 40
     """Number of such clips."""
     motion_placed: bool = False
-    """Move each picture to where the base lets the subject of such a clip begin; for subjects on a
-    plain ground, whose edges are continued."""
+    """Move each picture as the subject of the base's own clip moves, instead of letting the base go on
+    from it; for subjects on a plain ground, whose edges are continued."""
     resolution: Annotated[int | None, Range(8, 8192)] = None
     """Side of the pictures in pixels; by default what the base was trained with."""
     on_broken: Literal["refuse", "skip"] = "refuse"

@@ -90,7 +90,8 @@ def write_learnt(base: PipelineFolder, folder: Path, learnt: Learnt) -> None:
     if adapters:
         tensors = {known: learnt.tensors[name] for known, name in adapters.items()}
         about = _metadata(base, learnt.adapters)
-        write_tensors(folder / LORA, tensors, {"format": "pt", METADATA: json.dumps(about)})
+        # One key alone: of several, safetensors writes another order in every process.
+        write_tensors(folder / LORA, tensors, {METADATA: json.dumps(about)})
     rows = _rows(base, learnt)
     for number, (encoder, name) in enumerate(rows.items()):
         path = folder / EMBEDDINGS.format("" if number == 0 else f"_{number + 1}")

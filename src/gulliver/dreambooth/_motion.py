@@ -3,11 +3,11 @@
 [Note: why stills are not enough] A still tells how the subject looks in one frame, and of a clip
 that is the first one of the latent alone: the others hold several frames each, and look otherwise.
 A base that was taught stills only shows the subject at first, and something that it knew before as
-the clip goes on. But it can go on from a picture: given one as the first frame, and the subject's
-word, it makes clips that keep the subject, with the motion that it has learnt itself. These clips
-are what it learns from then, beside the pictures. Nothing is told of motion but by the prompts.
-Where a clip that moves right begins, the base knows, too: it is asked for one without a picture,
-and the picture is moved to where it correlates most with the first frame (`placed_as`).
+the clip goes on. So it learns clips beside the pictures, from motion that it knows itself: it goes
+on from a picture as the first frame, with the prompt of a motion. What it makes drifts towards what
+it knew before, too, and no later frame is better than those it is taught. Where a subject stands on
+a plain ground the picture itself is moved instead, as the subject of the base's own clip of that
+prompt moves (`along`): every frame is the subject. Nothing is told of motion but by the prompts.
 
 Each of the two halves is a run of its own in the run folder, so that any of them resumes.
 
@@ -139,7 +139,7 @@ def _moved(config: DreamboothConfig, adapter: Path, world: World) -> Path:
                 text = texts[number // len(pictures) % len(texts)]
                 still = pictures[number % len(pictures)].pixels
                 seed = derive(config.seed, 9, number) % 2**32
-                write_pixels(stems[number], base.continued(still, text, seed, placed))
+                write_pixels(stems[number], base.moved(still, text, seed, placed))
                 write_text(stems[number].with_suffix(".txt"), text)
                 display.advance()
     barrier()

@@ -18,7 +18,9 @@ from gulliver.booster import (
     LowLevelZeroPlugin,
     Plugin,
     TorchDDPPlugin,
+    estimate_sample,
     recomputable_blocks,
+    with_peaks,
 )
 from gulliver.dreambooth._base import Base
 from gulliver.dreambooth._config import DreamboothConfig
@@ -27,11 +29,15 @@ from gulliver.errors import GulliverError
 from gulliver.finetune import Planned, fitting
 from gulliver.hardware import current_cluster
 from gulliver.memory import activation_peak, recompute_modules
+from gulliver.options import size_text
 from gulliver.plan import Work
 
 CHUNK_MB = 4.0
 HOST_SHARE = "70%"
 """Share of the host's memory behind a GPU with a limit, where no disk is named."""
+FIRST_USE = 16 << 20
+"""Bytes under a limit that do not depend on the model: what libraries take at their first use, 6 to
+8 MiB of a step's kernels and optimizer and 11 of a save, with the share that is added to it."""
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -101,16 +107,35 @@ def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) ->
     refusal = GulliverError("")
     for size, times in _splits(config, ranks):
         sample = _sample(config, base, size)
+        if config.memory is None:
+            work = _work(student, sample, config.activations)
+        else:
+            estimated = estimate_sample(student, optimizer, sample, "none")
+            work = with_peaks(estimated, student, sample, None, config.activations)
+            work = with_first_use(work)
         try:
-            if config.memory is not None:
-                plan = plugin.make_plan(student, optimizer, cluster, sample=sample)
-            else:
-                work = _work(student, sample, config.activations)
-                plan = plugin.make_plan(student, optimizer, cluster, work=work)
+            plan = plugin.make_plan(student, optimizer, cluster, work=work)
             return fitting(config, plan, ranks, times)
         except GulliverError as error:
             refusal = error
+    if "smallest limit" in str(refusal):
+        raise GulliverError(f"{refusal}, {size_text(FIRST_USE)} of it for libraries") from refusal
     raise refusal
+
+
+def with_first_use(work: Work) -> Work:
+    """Work of a step that keeps what libraries take at their first use.
+
+    A small model's limit would be held by the plan and exceeded by them.
+    """
+    peaks = {
+        name: peak + FIRST_USE
+        for name in ("peak", "peak_recomputed", "peak_offloaded")
+        if (peak := getattr(work, name))
+    }
+    # Blocks are chosen for so that they fit together with what is outside of them, the last one.
+    outside = [replace(block, saved=block.saved + FIRST_USE) for block in work.blocks[-1:]]
+    return replace(work, **peaks, blocks=(*work.blocks[:-1], *outside))
 
 
 def per_step(config: DreamboothConfig) -> int:
@@ -157,6 +182,10 @@ def recompute_blocks(student: Any) -> None:
 
 def lines_of(planned: Planned, size: int, side: str) -> list[str]:
     """Lines for people: memory by kind and tier."""
-    *found, _ = planned.lines(1)
+    first = FIRST_USE if planned.plan.limited and planned.activations else 0
+    *found, _ = replace(planned, activations=planned.activations - first).lines(1)
+    if first:
+        place = next(n for n, line in enumerate(found) if "activations" in line)
+        found.insert(place + 1, f"  libraries        {size_text(first):>12} at their first use")
     again = ["  blocks are computed again in backward"] if planned.recompute else []
     return [f"micro-batches of {size} {side}", *found, *again]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -264,28 +263,24 @@ class VideoBase:
         requests = [Request(text, self.bucket, seed) for text, seed in asked]
         return [to_frames(clip) for clip in self.maker.generate(requests, self.sampling)]
 
-    def continued(self, still: np.ndarray, text: str, seed: int, placed: bool) -> np.ndarray:
-        """Makes a clip of a prompt that begins with a picture.
+    def moved(self, still: np.ndarray, text: str, seed: int, placed: bool) -> np.ndarray:
+        """Makes a clip of a prompt that shows a picture.
 
         Args:
             still: picture ``[H, W, 3]``.
             text: prompt of the clip.
             seed: seed of its noise.
-            placed: whether the picture is moved to where the clip of the prompt alone begins.
+            placed: whether the picture itself is moved as the subject of the prompt's clip moves;
+                otherwise it is the first frame, and the base makes the others.
 
         Returns:
             Clip ``[T, H, W, 3]``.
         """
         first = torch.from_numpy(still)[None].permute(3, 0, 1, 2).float() / 127.5 - 1
-        first, request = (
-            fit(first, self.bucket.height, self.bucket.width),
-            Request(text, self.bucket, seed),
-        )
-        if placed:
-            (alone,) = self.maker.generate([request], self.sampling)
-            first = placed_as(first, alone[:, :1])
-        (clip,) = self.maker.generate([replace(request, given=first)], self.sampling)
-        return to_frames(clip)
+        first = fit(first, self.bucket.height, self.bucket.width)
+        request = Request(text, self.bucket, seed, given=None if placed else first)
+        (clip,) = self.maker.generate([request], self.sampling)
+        return to_frames(along(first, clip) if placed else clip)
 
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
         """Reads adapters to go on with, and a word's row, which goes on from there too."""
@@ -426,26 +421,36 @@ def fingerprint_of(maker: VideoModel | VideoPipeline) -> str:
     return digest.hexdigest()
 
 
-def placed_as(still: Tensor, other: Tensor) -> Tensor:
-    """Moves a picture to where it correlates most with another one; its edges are continued.
+def along(still: Tensor, clip: Tensor) -> Tensor:
+    """Moves a picture, frame by frame, to where it correlates most with a clip.
+
+    A subject that changes on the way moves the best place about: the picture follows the parabola
+    through all of them. Its edges are continued.
 
     Args:
         still: picture ``[3, 1, H, W]``.
-        other: picture of the same shape.
+        clip: clip ``[3, T, H, W]``.
     """
     height, width = still.shape[2:]
-    one, two = (picture.mean((0, 1)) for picture in (still, other))
-    spectra = [torch.fft.rfft2(levels - levels.mean()) for levels in (one, two)]
+    one, others = (levels.mean(0) for levels in (still, clip))
+    spectra = [torch.fft.rfft2(x - x.mean((-2, -1), keepdim=True)) for x in (one, others)]
     fits = torch.fft.irfft2(spectra[0].conj() * spectra[1], s=(height, width))
-    best = int(fits.argmax())
-    # Beyond half of the picture a circular shift is one to the other side.
-    down, right = (
-        (place + size // 2) % size - size // 2
-        for place, size in ((best // width, height), (best % width, width))
-    )
-    rows = (torch.arange(height) - down).clamp(0, height - 1)
-    columns = (torch.arange(width) - right).clamp(0, width - 1)
-    return still[:, :, rows][..., columns]
+    best = fits.flatten(1).argmax(1)
+    places = np.stack([(best // width).numpy(), (best % width).numpy()], 1).astype(float)
+    # Beyond half of the picture a circular shift is one to the other side; from there on the
+    # shorter way counts.
+    for axis, size in enumerate((height, width)):
+        first = (places[0, axis] + size // 2) % size - size // 2
+        places[:, axis] = np.unwrap([first, *places[1:, axis]], period=size)
+    times = np.arange(len(places))
+    curve = np.polynomial.polynomial.polyfit(times, places, min(2, len(places) - 1))
+    smooth = np.polynomial.polynomial.polyval(times, curve).T.round()
+    frames = []
+    for down, right in smooth.astype(int).tolist():
+        rows = (torch.arange(height) - down).clamp(0, height - 1)
+        columns = (torch.arange(width) - right).clamp(0, width - 1)
+        frames.append(still[:, :, rows][..., columns])
+    return torch.cat(frames, 1)
 
 
 def _taken(network: nn.Module) -> frozenset[str]:

@@ -19,3 +19,9 @@ def __getattr__(name: str) -> Any:
     from gulliver.finetune import _public
 
     return getattr(_public, name)
+
+
+def __dir__() -> list[str]:
+    from gulliver.finetune import _public
+
+    return [*globals(), *_public.__all__]

@@ -54,6 +54,7 @@ from gulliver.hardware._links import (
     probe_links,
     proposed_axes,
 )
+from gulliver.hardware._low_precision import Fp8Seconds, fp8_break_even, fp8_seconds
 from gulliver.hardware._memory import memory_bytes
 from gulliver.hardware._named import named_cluster
 from gulliver.hardware._offload import (
@@ -72,10 +73,11 @@ from gulliver.hardware._operators import (
     operator_flops,
     operator_seconds,
 )
-from gulliver.hardware._probe import probe_device, probe_disk
+from gulliver.hardware._probe import FP8_CAPABILITY, probe_device, probe_disk
 from gulliver.hardware._step import (
     Message,
     StepCosts,
+    exposed_seconds,
     layer_seconds,
     pipeline_seconds,
     predict_step,
@@ -86,6 +88,7 @@ from gulliver.hardware._transfers import IN_A_ROW, Transfers, probe_transfers
 
 __all__ = [
     "BACKWARD_OF_LINEAR",
+    "FP8_CAPABILITY",
     "IN_A_ROW",
     "RING_BYTES",
     "Along",
@@ -97,6 +100,7 @@ __all__ = [
     "Curve",
     "Device",
     "Disk",
+    "Fp8Seconds",
     "Link",
     "Message",
     "SequenceSplit",
@@ -121,9 +125,12 @@ __all__ = [
     "described_names",
     "disk_rates",
     "disk_seconds",
+    "exposed_seconds",
     "fit_line",
     "flop_formulas",
     "forget_seconds",
+    "fp8_break_even",
+    "fp8_seconds",
     "group_into_nodes",
     "host_rates",
     "kept_path",

@@ -36,6 +36,8 @@ class Device:
         matmul_curves: seconds of square products by their operations, by dtype, where measured.
         memory_curve: seconds of an element-wise operation by its bytes, where measured: what fits
             a cache is faster.
+        overlap: share of messages that travel while it computes as if it did not, where known; None
+            for all on a GPU, and on a CPU for none as soon as ranks leave no core free.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Device:
     to_host_rate: float | None = None
     matmul_curves: dict[str, Curve] = field(default_factory=dict)
     memory_curve: Curve | None = None
+    overlap: float | None = None
 
 
 @dataclass(frozen=True)

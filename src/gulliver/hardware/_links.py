@@ -85,6 +85,7 @@ def probe_collectives(
     progress: Progress = lambda _: None,
     turns: int = 9,
     busy: bool = False,
+    sizes: Sequence[int] = COLLECTIVE_BYTES,
 ) -> dict[str, Curve]:
     """Times collectives along an axis; every rank of the world calls it, and gets the same.
 
@@ -96,11 +97,12 @@ def probe_collectives(
         busy: every rank computes for some milliseconds after the ranks have met, and comes to the
             collective when it has done: as in a step, some wait for others, caches hold other
             tensors, and threads that carry messages have slept.
+        sizes: bytes of whole tensors, rounded up.
     """
     compute = _computing(link_device()) if busy else None
     device, item = link_device(), 4 * ranks
     made = {
-        (name, -(-count // item) * item): None for name in operations for count in COLLECTIVE_BYTES
+        (name, -(-count // item) * item): None for name in operations for count in sizes
     }
     runs = {(name, count): operations[name](count) for name, count in made}
     turns_of = _warmed_up(runs, turns, progress)

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Self
 
 import torch
+from torch import Tensor
 
+from gulliver._compat import scaled_matmul
 from gulliver.errors import GulliverError
 from gulliver.hardware._cluster import Device, Disk
 from gulliver.hardware._curve import Curve
@@ -27,6 +29,8 @@ from gulliver.io import BLOCK, PARTIAL, IoError, default_engine, require_space
 
 Progress = Callable[[str], None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FP8_CAPABILITY = (8, 9)
+"""Least compute capability of a GPU with units for FP8: Ada, Hopper and later."""
 SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Sides of square matrices; the row ends when a product takes longer than `LONGEST_S`."""
 LONGEST_S = 0.02
@@ -48,6 +52,9 @@ def probe_device(device: torch.device, progress: Progress = lambda _: None) -> D
         name = str(dtype).removeprefix("torch.")
         progress(f"matrix product, {name}")
         curves[name] = _matmul_curve(device, dtype)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
+        progress("matrix product, float8_e4m3fn")
+        curves["float8_e4m3fn"] = _fp8_curve(device)
     progress("memory")
     memory = _memory_curve(device)
     small = torch.ones(1, device=device)
@@ -109,11 +116,33 @@ def processor() -> str:
 
 def _matmul_curve(device: torch.device, dtype: torch.dtype) -> Curve:
     """Seconds by operations."""
+
+    def product(a: Tensor, b: Tensor) -> Callable[[], object]:
+        out = torch.empty_like(a)
+        return lambda: torch.mm(a, b, out=out)
+
+    return _square_curve(device, dtype, product)
+
+
+def _fp8_curve(device: torch.device) -> Curve:
+    """Seconds by operations of scaled products with results of 16 bits."""
+    one = torch.ones((), device=device)
+
+    def product(a: Tensor, b: Tensor) -> Callable[[], object]:
+        return lambda: scaled_matmul(a, b.t(), one, one, torch.bfloat16, True)
+
+    return _square_curve(device, torch.float8_e4m3fn, product)
+
+
+def _square_curve(
+    device: torch.device,
+    dtype: torch.dtype,
+    product: Callable[[Tensor, Tensor], Callable[[], object]],
+) -> Curve:
     products: dict[int, Callable[[], object]] = {}
     for side in SIDES:
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        out = torch.empty_like(a)
-        products[2 * side**3] = lambda a=a, b=b, out=out: torch.mm(a, b, out=out)
+        products[2 * side**3] = product(a, b)
         if once(products[2 * side**3], device) > LONGEST_S and len(products) > 1:
             break
     return curve_of(in_turns(products, device, turns=15))

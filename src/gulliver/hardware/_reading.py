@@ -16,7 +16,7 @@ from typing import Any
 
 from gulliver.errors import GulliverError, nearest
 
-ZERO_ALLOWED = {"alpha_s", "launch_s", "latency_s", "error", "spread", "rank_order"}
+ZERO_ALLOWED = {"alpha_s", "launch_s", "latency_s", "error", "spread", "rank_order", "overlap"}
 
 
 def read(kind: Any, values: Any, where: str) -> Any:

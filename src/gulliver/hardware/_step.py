@@ -4,6 +4,12 @@ A step is compute, messages and the optimizer's update. Messages that may travel
 computes are hidden as far as it computes that long; the others, and what is left of the first, are
 exposed. A rank of a pipeline waits for the others besides.
 
+[Note: what cannot hide] Gradients of a chunk are there when backward has computed them, and those
+of the last chunk when it ends; the first chunk's parameters are needed as forward begins. So of N
+equal messages one never hides, and the others have (N - 1) / N of the pass. A hop of a ring hides
+behind the part of its attention that is computed meanwhile, not behind other layers. And the
+processor posts every message, which takes as long as launching an operation.
+
 The bytes are those of ZeRO (Rajbhandari et al. 2020): shards, whole chunks of those that are needed
 at once, and buffers under way.
 """
@@ -12,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from gulliver.hardware._cluster import Device, Link
 from gulliver.hardware._costs import (
     Axes,
+    all_reduce_ways,
     collective_seconds,
     linear_flops,
     memory_seconds,
@@ -25,6 +33,7 @@ from gulliver.hardware._costs import (
 )
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends"]
+Pass = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,10 @@ class Message:
         axes: size and link of each axis that they go along, outer to inner.
         count: number of them.
         hidden: whether the rank may compute meanwhile.
+        beside: pass that all of them travel beside.
+        part: share of that pass in which they may: of several micro-batches the last alone.
+        behind_s: seconds of computing that hide one of them, whatever pass that is in; None for
+            those of the pass, which all share.
     """
 
     kind: Kind
@@ -44,12 +57,16 @@ class Message:
     axes: Axes
     count: float = 1
     hidden: bool = False
+    beside: Pass = "backward"
+    part: float = 1.0
+    behind_s: float | None = None
 
     @property
     def seconds(self) -> float:
         """Seconds of all of them, one after the other."""
-        return self.count * self._one() if self.axes else 0.0
+        return self.count * self._one if self.axes else 0.0
 
+    @cached_property
     def _one(self) -> float:
         # A rank that stops for a message waits for the others, who are not as far at that moment,
         # and wakes threads that have slept: between computing, where that was measured. Collectives
@@ -57,6 +74,12 @@ class Message:
         # ring go hop by hop: however hidden, each waits for a neighbour.
         waits = not self.hidden or self.kind == "sends"
         axes = [(n, _among_computing(link) if waits else link) for n, link in self.axes]
+        if self.kind == "all_reduce" and waits and len(axes) == 1:
+            # Ranks that stop for a sum take the faster way, where both were measured.
+            size, link = axes[0]
+            ways = all_reduce_ways(link, size, self.bytes)
+            if ways:
+                return min(ways.values())
         if self.kind != "sends":
             return collective_seconds(axes, self.kind, self.bytes)
         size, link = axes[-1]
@@ -101,32 +124,57 @@ class StepCosts:
 
 
 def predict_step(
-    compute_s: float,
+    passes_s: tuple[float, float],
     recompute_s: float,
     update_s: float,
     messages: Sequence[Message],
     bubble_s: float = 0.0,
     free: float = 1.0,
+    launch_s: float = 0.0,
 ) -> StepCosts:
     """Seconds of a step.
 
     Args:
-        compute_s: seconds of forward and backward of this rank.
+        passes_s: seconds of the forward and of the backward of this rank.
         recompute_s: seconds of what backward computes again.
         update_s: seconds of the optimizer's step.
         messages: everything that the rank sends in a step.
         bubble_s: seconds that it waits for other stages.
         free: share of messages that need nothing that computes: 1 on GPUs, 0 where every core
             computes and carries messages as well.
+        launch_s: seconds of the processor for posting a message that is not waited for.
     """
     spent: dict[str, float] = {}
     for message in messages:
         spent[message.kind] = spent.get(message.kind, 0.0) + message.seconds
-    hidden = free * sum(m.seconds for m in messages if m.hidden)
-    open_s = sum(spent.values()) - hidden
-    exposed = open_s + max(0.0, hidden - compute_s - recompute_s - update_s)
+    hidden = [m for m in messages if m.hidden]
+    windows = {"forward": passes_s[0], "backward": passes_s[1] + recompute_s}
+    shown = sum(
+        exposed_seconds([m for m in hidden if m.beside == name], window)
+        for name, window in windows.items()
+    )
+    posting = launch_s * sum(m.count for m in hidden)
+    exposed = sum(spent.values()) - free * (sum(m.seconds for m in hidden) - shown) + posting
     sent = sum(message.sent for message in messages)
-    return StepCosts(compute_s, recompute_s, spent, sent, exposed, bubble_s, update_s)
+    return StepCosts(sum(passes_s), recompute_s, spent, sent, exposed, bubble_s, update_s)
+
+
+def exposed_seconds(messages: Sequence[Message], window_s: float) -> float:
+    """Seconds of messages beside a pass in which the rank does not compute.
+
+    Args:
+        messages: messages that travel beside the pass, one after the other.
+        window_s: seconds that the pass computes.
+    """
+    own = [m for m in messages if m.behind_s is not None and m.count]
+    hops = sum(max(0.0, m.seconds - m.count * (m.behind_s or 0.0)) for m in own)
+    shared = [m for m in messages if m.behind_s is None and m.seconds]
+    if not shared:
+        return hops
+    number, part = sum(m.count for m in shared), max(m.part for m in shared)
+    last = max(m.seconds / m.count for m in shared)
+    within = part * window_s * max(0.0, 1 - 1 / number)
+    return hops + max(last, sum(m.seconds for m in shared) - within)
 
 
 def pipeline_seconds(
@@ -157,10 +205,33 @@ def pipeline_seconds(
     # Folded schedules wait for nothing once each rank has micro-batches for both its stages.
     folded = max(1 - backward, 1 - micro_batches / (3 * len(stages)))
     part = {"zero_bubble": 1 - backward, "zbv": folded, "dualpipev": folded}.get(schedule, 1.0)
-    hops = 2 * (len(stages) - 1) * link_s
-    # One micro-batch passes all ranks; weights' gradients may come after it has.
-    alone = sum(stages) * (1 - backward / 2 * (part < 1)) + hops
+    hops = _hops(schedule, len(stages), chunks, micro_batches) * link_s
+    # One micro-batch passes all ranks; gradients of weights come after, where they are apart.
+    split = backward / 2 * (part < 1)
+    alone = sum(stages) * (1 - split) + slowest * split + 2 * (len(stages) - 1) * link_s
     return max(alone, micro_batches * slowest + others * part / chunks + hops)
+
+
+def _hops(schedule: str, ranks: int, chunks: int, micro_batches: int) -> float:
+    """Messages between ranks that a step waits for one after the other.
+
+    [Note: what a schedule waits for] GPipe waits while the pipeline fills and empties. Under 1F1B a
+    rank has p - i micro-batches under way, and each comes back two messages late: (p - 1) / p of
+    them show for every micro-batch. More micro-batches under way, of chunks or of a split backward,
+    hide those. The numbers are the slopes of a simulation of the schedules, exact but for
+    DualPipeV, whose slope rises with the link's seconds.
+    """
+    ends = 2 * (ranks - 1)
+    one = max(ends, ends * micro_batches / ranks + 2 * (ranks - 2))
+    turned = 2 * ends if micro_batches < 2 * ranks else 5 * ranks - 7
+    return {
+        "gpipe": ends,
+        "1f1b": one,
+        "interleaved": 2 * (ranks * chunks - 1),
+        "zero_bubble": min(one, 2 * ends),
+        "zbv": turned,
+        "dualpipev": max(turned, 2 * ends),
+    }.get(schedule, one)
 
 
 def _among_computing(link: Link) -> Link:

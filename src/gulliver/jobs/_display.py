@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -42,7 +41,8 @@ def console() -> Console:
 
 def memory_in_use() -> int:
     """Peak bytes of this process: of the GPU where there is one, else resident."""
-    if torch.cuda.is_available():
+    torch = sys.modules.get("torch")  # commands that need none start without its two seconds
+    if torch is not None and torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

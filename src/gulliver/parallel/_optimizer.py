@@ -111,6 +111,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         names: a tied parameter that lies in another stage, too, has the same name in both: the one
             that it has in the whole model.
         stepped_at: moments at which the last steps ended.
+        updated_in: seconds of these between their call and their end.
         sent_at: bytes that this process had sent at these moments.
         most_gradients: bytes of gradients when the first steps ended, at most.
         spreads_state: whether the state lies with several ranks, element by element; else every
@@ -140,6 +141,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._frozen = [p for p in stepped if p not in self.names]
         self._homes: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.stepped_at: deque[float] = deque(maxlen=TIMED_STEPS)
+        self.updated_in: deque[float] = deque(maxlen=TIMED_STEPS)
         self.sent_at: deque[int] = deque(maxlen=TIMED_STEPS)
         self.most_gradients = 0
 
@@ -210,12 +212,14 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise GulliverError("closures are not supported: call backward first, then step()")
         self._check_model()
+        begun = time.perf_counter()
         with guard():
             self._step()
         if len(self.stepped_at) < COUNTED_STEPS:
             # Only now are all of them where they were reduced to.
             self.most_gradients = max(self.most_gradients, self.gradient_bytes())
         self.stepped_at.append(time.perf_counter())
+        self.updated_in.append(self.stepped_at[-1] - begun)
         self.sent_at.append(sent_bytes())
 
     def gradient_bytes(self) -> int:

@@ -32,7 +32,7 @@ def check_plan(plan: Plan, ranks: int) -> None:
         GulliverError: the values that contradict each other, with their lines where they have some.
     """
     checks = _mesh(plan, ranks), _shards(plan), _unused(plan), _sequence(plan), _pipeline(plan)
-    for contradictions in (*checks, _tiers(plan), _step_in_backward(plan)):
+    for contradictions in (*checks, _tiers(plan), _step_in_backward(plan), _fp8(plan)):
         for text in contradictions:
             raise GulliverError(text)
 
@@ -223,6 +223,23 @@ def _step_in_backward(plan: Plan) -> Iterator[str]:
                 f"{plan.told(f'mesh.axes.{name}')} and {told}: whole models can be stepped during "
                 f"backward, and a cut model not yet; leave the axis {name} out, or say false"
             )
+
+
+def _fp8(plan: Plan) -> Iterator[str]:
+    fp8 = plan.precision.fp8
+    if fp8 is None:
+        return
+    scaling = plan.told("precision.fp8.scaling")
+    if fp8.scaling == "delayed" and plan.mesh.size > 1:
+        yield (
+            f"{_product(plan, 'mesh.axes')} and {scaling}: each rank would have a history of its "
+            "own; take tensorwise or rowwise"
+        )
+    if plan.sequence.mode in SHARED_BY_TENSOR:
+        yield (
+            f"{plan.told('sequence.mode')} and {scaling}: FP8 layers take whole sequences on "
+            "tensor ranks; take mode: null, or one of " + ", ".join(SHARED_BY_SEQUENCE)
+        )
 
 
 def _shares(plan: Plan, tiers: Tiers) -> Iterator[str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TOLERATED = 0.15
+"""Error of a prediction from which on what it stands on should be measured again."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -14,12 +17,14 @@ class Row:
         unit: ``s``, ``bytes`` that are held, or ``sent bytes``.
         predicted: value in the plan.
         measured: value of the run.
+        source: what the prediction stands on, and how that is measured; empty where nothing is.
     """
 
     kind: str
     unit: str
     predicted: float
     measured: float
+    source: str = ""
 
     @property
     def error(self) -> float | None:
@@ -37,13 +42,21 @@ class Comparison:
     """Predicted and measured costs of a run, by kind.
 
     Attributes:
-        rows: seconds first, then bytes that this rank sends in a step, then those that it holds.
+        rows: seconds first, of the step and of its phases, then bytes that this rank sends in a
+            step, then those that it holds.
     """
 
     rows: tuple[Row, ...]
 
     def __getitem__(self, kind: str) -> Row:
         return next(row for row in self.rows if row.kind == kind)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to measure again, the worst prediction first; empty where all are near."""
+        off = [row for row in self.rows if row.source and abs(row.error or 0.0) > TOLERATED]
+        off.sort(key=lambda row: -abs(row.measured - row.predicted))
+        return tuple(f"{row.kind} is {100 * (row.error or 0):+.0f} %: {row.source}" for row in off)
 
     def __str__(self) -> str:
         lines = [f"{'':<24}{'predicted':>14}{'measured':>14}{'error':>9}"]
@@ -52,7 +65,7 @@ class Comparison:
             shown = [_shown(value, row.unit) for value in (row.predicted, row.measured)]
             predicted = shown[0] if row.is_predicted else "not predicted"
             lines.append(f"{row.kind:<24}{predicted:>14}{shown[1]:>14}{error:>9}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.advice])
 
 
 def _shown(value: float, unit: str) -> str:

@@ -171,6 +171,8 @@ class Plan:
             f"  {self.model.parameters:,} parameters, {self.model.trainable:,} trained",
             *self._axes_lines(),
         ]
+        if self.precision.fp8 is not None:
+            lines.append(f"  FP8: {self.precision.fp8}")
         if self.chunks:
             padding = sum(chunk.padding_bytes for chunk in self.chunks)
             whole = sum(chunk.bytes for chunk in self.chunks)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+
+from gulliver.plan._formats import Fp8Plan, choice
 
 AXES = ("pipeline", "data", "sequence", "tensor")
 """Axes of a mesh, outer to inner: the tensor axis sends most and often, so neighbours have it."""
@@ -18,21 +19,6 @@ SHARED_BY_TENSOR = ("split_gather", "ring")
 """Sequence modes in which the tensor axis shares the sequences, too."""
 SHARED_BY_SEQUENCE = ("all_to_all", "ring_attn")
 """Sequence modes with ranks of their own."""
-
-
-def choice(
-    default: Any,
-    *known: Any,
-    least: float | None = None,
-    most: float | None = None,
-    size: bool = False,
-) -> Any:
-    """A field with the values that it may have, or the least and most of them.
-
-    With `size` it counts bytes, and a file may say ``6GiB``.
-    """
-    limits = {"known": known, "least": least, "most": most, "size": size}
-    return field(default=default, metadata=limits)
 
 
 @dataclass(frozen=True)
@@ -268,11 +254,13 @@ class Precision:
         autocast: dtype of autocast, or none: parameters keep their own.
         parameters: dtype that parameters are turned to, with float32 copies in the shards; or none.
         kept: paths of modules that keep their own dtype.
+        fp8: linear layers that compute in FP8; None for none.
     """
 
     autocast: str = choice("none", "none", "bf16")
     parameters: str = choice("none", "none", "bf16", "fp16")
     kept: tuple[str, ...] = ()
+    fp8: Fp8Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -338,6 +326,14 @@ class Work:
         reduced_again: sizes of those outputs that a recomputed block adds up again, of all blocks.
         share_blocks: share of the forward's seconds that its blocks take; 0 where not measured.
         share_cut: share of the forward's seconds in modules that tensor ranks divide.
+        backwards: number of backwards that the batch is cut into, one after the other.
+        launch_forward_s: seconds of each forward beside those of the batch, whatever its size and
+            however many ranks share it: operations are launched; likewise the next.
+        launch_backward_s: seconds of each backward beside those of the batch.
+        weights_s: seconds for reading all weights, below which no forward of a part comes.
+        attention_forward_s: seconds of the forward in attention itself, behind which the messages
+            of a ring hide; 0 where it is not known.
+        attention_backward_s: the same of the backward.
     """
 
     samples: int = choice(0, least=0)
@@ -358,6 +354,12 @@ class Work:
     reduced_again: tuple[int, ...] = ()
     share_blocks: float = choice(0.0, least=0)
     share_cut: float = choice(0.0, least=0)
+    backwards: int = choice(1, least=1)
+    launch_forward_s: float = choice(0.0, least=0)
+    launch_backward_s: float = choice(0.0, least=0)
+    weights_s: float = choice(0.0, least=0)
+    attention_forward_s: float = choice(0.0, least=0)
+    attention_backward_s: float = choice(0.0, least=0)
 
 
 @dataclass(frozen=True)

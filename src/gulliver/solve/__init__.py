@@ -32,7 +32,8 @@ from gulliver.solve._conversion import (
     moves_from,
 )
 from gulliver.solve._cycle import Cycle, Event
-from gulliver.solve._devices import Fleet, Placement, lower_bound, makespan, place_layers
+from gulliver.solve._devices import Fleet, Placement, makespan, place_layers
+from gulliver.solve._devices_bound import lower_bound
 from gulliver.solve._extents import PAGE, Extents, size_class
 from gulliver.solve._joint import (
     ENTRY,
@@ -45,6 +46,7 @@ from gulliver.solve._joint import (
     Strategy,
     joint_cost,
 )
+from gulliver.solve._joint_milp import MilpAnswer, joint_by_milp
 from gulliver.solve._joint_search import JointPlan, least_memory, solve_joint
 from gulliver.solve._moves import Action, Move, NoRoom
 from gulliver.solve._packing import Packing, pack
@@ -98,6 +100,7 @@ __all__ = [
     "JointCost",
     "JointPlan",
     "MiddleReplacement",
+    "MilpAnswer",
     "Move",
     "Moved",
     "NoRoom",
@@ -128,6 +131,7 @@ __all__ = [
     "extent",
     "gathers_in_backward",
     "geometric_sizes",
+    "joint_by_milp",
     "joint_cost",
     "least_budget",
     "least_memory",

@@ -13,8 +13,8 @@ fills the fastest devices up to their memory; with many it is the balance.
 of them, layers so far) the least sum with no server above a limit is found, then the limit is
 lowered below the slowest server that came out, as long as something can still be won. Each of
 these takes O(2^devices x devices x (devices x layers + layers^2)). Beyond, the order is looked for
-by local search (`_devices_local.py`), the cut of an order is 0.3 % exact, and a bound is given:
-by linear programming duality, with layers that may be split between devices.
+by local search (`_devices_local.py`), the cut of an order is 0.3 % exact, and a bound is given
+(`_devices_bound.py`).
 
 Source: the objective is that of a flow shop with equal jobs; the states are those of Held and Karp
 1962 for sequencing; Sky Computing (Zhu et al. 2022) has the problem, with the slowest server only.
@@ -33,7 +33,6 @@ from gulliver.solve._pareto import Floats
 
 EXACT = 12
 SLACK = 1e-12
-DUAL_STEPS = 400
 
 
 @dataclass(frozen=True)
@@ -150,6 +149,7 @@ def place_layers(fleet: Fleet, micro_batches: float = 1, tries: int = 400) -> Pl
     Raises:
         GulliverError: no placement keeps within the devices' memory.
     """
+    from gulliver.solve._devices_bound import lower_bound
     from gulliver.solve._devices_local import local_search
 
     if not micro_batches >= 1:
@@ -253,51 +253,3 @@ def _traced(least: Floats, costs: Floats, links: Floats, used: int, device: int)
         devices.append(device)
         bounds.append(stop)
     return tuple(reversed(devices)), (0, *reversed(bounds))
-
-
-def lower_bound(fleet: Fleet, micro_batches: float) -> float:
-    """Makespan that no placement can be below.
-
-    Layers may be split between devices, and their order is not looked at. The dual of this linear
-    program gives a bound for all prices: weights w of the devices' loads, which sum to m - 1 (for
-    endless micro-batches to 1), and prices p of their memory,
-
-        sum over layers of min over devices of ((1 + w) seconds + p bytes) - sum of p limits
-
-    which rises to the program's own value; a few hundred subgradient steps go up.
-
-    Args:
-        fleet: layers, devices and links.
-        micro_batches: number of micro-batches.
-    """
-    endless = micro_batches == math.inf
-    base, mass = (0.0, 1.0) if endless else (1.0, micro_batches - 1)
-    limits = np.minimum(fleet.limits, fleet.memory.sum())
-    speeds = 1 / np.maximum(fleet.seconds.sum(axis=1), 1e-300)
-    loads, prices = mass * speeds / speeds.sum(), np.zeros(fleet.devices)
-    largest = float(fleet.seconds.min(axis=0).max())
-    best = base * float(fleet.seconds.min(axis=0).sum()) + mass * largest
-    scale = float(fleet.seconds.mean()) / max(float(fleet.memory.mean()), 1e-300)
-    for step in range(DUAL_STEPS):
-        priced = (base + loads)[:, None] * fleet.seconds + prices[:, None] * fleet.memory
-        taken = priced.argmin(axis=0)
-        value = float(priced.min(axis=0).sum() - prices @ limits)
-        best = max(best, value)
-        own = np.arange(fleet.devices)[:, None] == taken
-        slope_w = (own * fleet.seconds).sum(axis=1)
-        slope_p = (own * fleet.memory).sum(axis=1) - limits
-        size = 1 / (1 + step) ** 0.5
-        loads = _simplex(loads + size * mass * slope_w / max(slope_w.sum(), 1e-300), mass)
-        worst = max(float(np.abs(slope_p).max()), 1e-300)
-        prices = np.maximum(0.0, prices + size * scale * slope_p / worst)
-    return best
-
-
-def _simplex(values: Floats, mass: float) -> Floats:
-    """The nearest point whose entries are not negative and have a given sum."""
-    if mass <= 0:
-        return np.zeros_like(values)
-    falling = np.sort(values)[::-1]
-    over = (falling.cumsum() - mass) / np.arange(1, len(values) + 1)
-    count = int(np.flatnonzero(falling > over)[-1])
-    return np.maximum(0.0, values - over[count])

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from gulliver.solve._activations import Choice
 from gulliver.solve._joint import ENTRY, Block, Operator, Pick, Strategy
-from gulliver.solve._joint_bound import Guide
+from gulliver.solve._joint_bound import Guide, GuidedStates
 from gulliver.solve._pareto import Floats, Ints, front, groups_of, rounded
 
 FORWARD, BACKWARD, STATE, LEFT, MOVED, PEAK, RUN, REPLAYED = range(8)
@@ -149,7 +149,7 @@ def block_plans(
         ]
         values, until, strategies, choices = (np.concatenate(p) for p in zip(*grown, strict=True))
         if guide is not None:
-            hopes = guide.seconds(number, _priced(values), strategies)
+            hopes = guide.seconds(number, _guided(values), strategies)
             hopeful = np.flatnonzero(hopes <= known)
             values, until = values[hopeful], until[hopeful]
             strategies, choices = strategies[hopeful], choices[hopeful]
@@ -161,10 +161,10 @@ def block_plans(
     return Plans(values[:, :RUN], strategies, choices, exact)
 
 
-def _priced(values: Floats) -> Floats:
-    """What a guide asks for."""
-    seconds = values[:, FORWARD] + values[:, BACKWARD]
-    return np.stack([seconds, values[:, STATE] + values[:, LEFT], values[:, MOVED]], axis=1)
+def _guided(values: Floats) -> GuidedStates:
+    columns = (STATE, LEFT, MOVED, PEAK, RUN)
+    passes = values[:, FORWARD] + values[:, BACKWARD]
+    return GuidedStates(passes, *(values[:, column] for column in columns))
 
 
 def _picks(block: Block, number: int, allowed: Sequence[Choice]) -> list[tuple[int, Choice]]:

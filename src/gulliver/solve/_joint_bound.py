@@ -48,12 +48,14 @@ class Bound:
         price: seconds that a byte more would save, about.
         hidden: share of the link in the longer of compute and moves.
         rest: least priced seconds from each block on, by the strategy of what comes before it.
+        moments: parts of the price, by the operator of the block whose passes count.
     """
 
     seconds: float
     price: float
     hidden: float
     rest: tuple[Floats, ...]
+    moments: tuple[float, ...]
 
 
 class Relaxation:
@@ -160,7 +162,7 @@ class Relaxation:
             cost = self._cost(number, at, hidden, price, moments)
             rest.append((self._matrix(cost, entries) + rest[-1]).min(axis=1))
         seconds = float(rest[-1].min()) - price * self.budget
-        return Bound(seconds, price, hidden, tuple(reversed(rest)))
+        return Bound(seconds, price, hidden, tuple(reversed(rest)), moments)
 
     def _matrix(self, cost: _Cost, entries: int) -> Floats:
         """Priced seconds of a block, made once for as long as the price stays."""
@@ -189,13 +191,11 @@ class Relaxation:
             bound: bound for the last moment.
         """
         at = len(self.blocks) - 1
-        # Guides know nothing of runs: in the last block only its last moment has a price for them.
-        moments = (*(0.0 for _ in self.blocks[-1].operators[1:]), bound.price)
         around: dict[tuple[Block, int, bool], tuple[_Cost, Floats]] = {}
         known: dict[tuple[Block, int, bool], Floats] = {}
         before = np.zeros(1)
         for number in range(len(self.blocks)):
-            cost = self._cost(number, at, bound.hidden, bound.price, moments)
+            cost = self._cost(number, at, bound.hidden, bound.price, bound.moments)
             entries = self._entries(number)
             key = (cost.block, entries, cost.last)
             if key not in known:
@@ -236,22 +236,41 @@ class Guide:
             tables.append(np.broadcast_to(table.min(axis=-1), [sizes[a] for a in axes]))
         self._tables = tables[::-1]
 
-    def seconds(self, number: int, values: Floats, strategies: NDArray[np.int16]) -> Floats:
+    def seconds(self, number: int, states: GuidedStates, strategies: NDArray[np.int16]) -> Floats:
         """Least priced seconds of states after an operator.
+
+        [Note: a peak for each moment] Of the last block all moments have a price. Those that are
+        behind may each be as high as the peak so far, which has to be within the budget just as
+        they have: so it stands for all of them. Those ahead hold what is left by now, and the next
+        one an open run.
 
         Args:
             number: number of the operator.
-            values: seconds, bytes left with those of state, and bytes moved [states, 3].
+            states: what the states took so far.
             strategies: strategies of the entry and of each operator so far.
         """
         ahead = self._tables[number][tuple(strategies[:, 1 + a] for a in self._after[number])]
-        passes, held, moved = values.T
         cost = self._cost
         link = cost.link or OffloadLink()
         share = 1.0 if cost.last else cost.hidden
-        held = held + moved if cost.last else held
-        moves = share * (link.write_s + link.read_s) * moved
-        return (1 - cost.hidden) * passes + moves + cost.price * held + ahead
+        moves = share * (link.write_s + link.read_s) * states.moved
+        spent = (1 - cost.hidden) * states.passes + moves + cost.price * states.state + ahead
+        if not cost.last:
+            return spent + cost.later * states.left
+        here, there = sum(cost.moments[: number + 1]), sum(cost.moments[number + 1 :])
+        run = cost.moments[number + 1] * states.run if there else 0.0
+        return spent + here * states.peak + there * (states.left + states.moved) + run
+
+
+class GuidedStates(NamedTuple):
+    """What a guide asks for of states: seconds and bytes, one of each a state."""
+
+    passes: Floats
+    state: Floats
+    left: Floats
+    moved: Floats
+    peak: Floats
+    run: Floats
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,11 +40,14 @@ from gulliver.solve._joint_block import (
     block_plans,
 )
 from gulliver.solve._joint_bound import Bound, Guide, Relaxation
+from gulliver.solve._joint_milp import joint_by_milp
 from gulliver.solve._pareto import Floats, Ints, front, groups_of, rounded
 
-QUICK, STATES = 24, 64
+QUICK, STATES, LAST = 24, 64, 8
 HOPES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, math.inf)
 """Shares above the bound that are tried, the least first: with less there is less to look at."""
+CLOSED = 1e-6
+"""Relative gap that HiGHS leaves."""
 SAME = 1e-9
 """Relative difference of seconds that counts as none."""
 
@@ -80,6 +83,7 @@ def solve_joint(
     allowed: Sequence[Choice] = CHOICES,
     states: int = STATES,
     tolerance: float = 1e-3,
+    milp_s: float = 0.0,
 ) -> JointPlan:
     """Finds the picks with the least seconds that keep within a budget.
 
@@ -90,6 +94,8 @@ def solve_joint(
         allowed: choices for what is saved.
         states: number of states that are kept of one kind; more is closer to exact, and slower.
         tolerance: gap that is good enough; with 0 a last round keeps all `states`.
+        milp_s: seconds that HiGHS may take to close a gap that is left (`_joint_milp.py`); for
+            some ten different operators in all. 0: it is not asked.
 
     Raises:
         GulliverError: the budget is below what any picks need; names the least that would do, and
@@ -124,7 +130,27 @@ def solve_joint(
         lower = max(lower, relaxation.bound(cost.at[0]), key=lambda b: b.seconds)
     exact = exact or cost.seconds <= lower.seconds * (1 + SAME)
     seconds = cost.seconds if exact else min(lower.seconds, cost.seconds)
-    return JointPlan(picks, cost, seconds, exact, lower.price)
+    plan = JointPlan(picks, cost, seconds, exact, lower.price)
+    return _closed(plan, blocks, budget, link, chosen, milp_s) if milp_s and not exact else plan
+
+
+def _closed(
+    plan: JointPlan,
+    blocks: Sequence[Block],
+    budget: int,
+    link: OffloadLink | None,
+    chosen: Sequence[Choice],
+    seconds: float,
+) -> JointPlan:
+    """The plan with what HiGHS finds: better picks, a higher bound."""
+    answer = joint_by_milp(blocks, budget, link, chosen, seconds)
+    lower, picks, cost = max(plan.lower, answer.lower), plan.picks, plan.cost
+    if answer.picks is not None:
+        other = joint_cost(blocks, answer.picks, link)
+        if other.peak <= budget and other.seconds < cost.seconds:
+            picks, cost = answer.picks, other
+    exact = cost.seconds <= lower * (1 + CLOSED)
+    return JointPlan(picks, cost, min(lower, cost.seconds), exact, plan.price)
 
 
 def least_memory(
@@ -230,10 +256,17 @@ class _Chain:
             kind = (block, entries, guides is not None and number == len(blocks) - 1)
             if kind not in made:
                 guide = guides[kind] if guides is not None else None
-                made[kind] = block_plans(block, entries, rules, guide, known * (1 + SAME))
+                wide = replace(rules, most=LAST * rules.most) if kind[2] else rules
+                made[kind] = block_plans(block, entries, wide, guide, known * (1 + SAME))
             self._plans.append(made[kind])
         least = [float(p.values[:, STATE].min(initial=math.inf)) for p in self._plans]
         self._rest = [sum(least[number + 1 :]) for number in range(len(least))]
+        self._least_need, self._most_state = [-math.inf], [0.0]
+        for plans in reversed(self._plans[1:]):
+            need = np.maximum(plans.values[:, PEAK], plans.values[:, LEFT] + self._least_need[0])
+            self._least_need.insert(0, float(need.min(initial=math.inf)))
+            most = float(plans.values[:, STATE].max(initial=0.0))
+            self._most_state.insert(0, self._most_state[0] + most)
 
     def best(
         self, budget: float, bound: Bound | None = None, known: float = math.inf
@@ -280,6 +313,7 @@ class _Chain:
                 if bound is not None:
                     part.hope[:] = self._hopes(number, part, budget, bound)
                     fits &= part.hope < known * slack
+                self._raise_peaks(number, part, budget)
                 parts.append(part.at(np.flatnonzero(fits)))
         if not parts:
             return state.at(np.zeros(0, np.intp))
@@ -309,6 +343,17 @@ class _Chain:
             np.broadcast_to(rows[:, None], shape).ravel(),
             np.broadcast_to(some, shape).ravel(),
         )
+
+    def _raise_peaks(self, number: int, part: _States, budget: float) -> None:
+        """Makes peaks equal that make no difference, so that more states are dominated.
+
+        Later blocks need at least so much above what is held, which hides any lower peak; and what
+        is within the budget with the most state that they can add is never too much.
+        """
+        hidden = part.held + self._least_need[number]
+        if self._rules.timed:
+            hidden = np.maximum(hidden, budget - self._most_state[number])
+        np.maximum(part.peak, hidden, out=part.peak)
 
     def _hopes(self, number: int, part: _States, budget: float, bound: Bound) -> Floats:
         """Least seconds with which states may end."""

@@ -3,7 +3,8 @@
 Stage i turns the output of stage i - 1 into its own. Its backward needs that input, what its
 forward saved, and the gradient of its output. What is not saved is computed again, from a
 checkpoint that a first sweep has left, and again with checkpoints inside, as often as it pays.
-A schedule is *persistent* if a checkpoint stays until the backward has passed it. For a part i..k
+A schedule is *persistent* if a checkpoint stays until the backward has passed it; the others are in
+`_rematerialize_free.py`. For a part i..k
 of the chain, whose input is kept by the caller, and m bytes for all else, the least seconds are
 
     time(m; i, k) = min of
@@ -36,6 +37,7 @@ from gulliver.solve._joint import OffloadLink
 from gulliver.solve._pareto import Floats
 
 SLOTS = 500
+LOOKS = 100_000
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Step(NamedTuple):
     Attributes:
         kind: "check" runs a forward and keeps its input as a checkpoint; "forward" runs one and
             drops its input; "save" runs one and keeps what it saves; "offload" does and moves that
-            away; "backward" runs a backward.
+            away; "backward" runs a backward; "drop" frees a checkpoint, the stage's output.
         stage: number of the stage.
     """
 
@@ -82,7 +84,7 @@ class Schedule:
     Attributes:
         steps: forwards and backwards in their order.
         seconds: seconds that they take.
-        lower: seconds that no persistent schedule can be below.
+        lower: seconds that no persistent schedule can be below; of a free one, none at all.
         peak: most bytes at once.
     """
 
@@ -93,7 +95,7 @@ class Schedule:
 
     @property
     def exact(self) -> bool:
-        """Whether no persistent schedule takes less."""
+        """Whether no such schedule takes less."""
         return self.seconds <= self.lower * (1 + 1e-9)
 
 
@@ -103,8 +105,10 @@ def rematerialize(
     source: int = 0,
     link: OffloadLink | None = None,
     slots: int = SLOTS,
+    free: bool = False,
+    looks: int = LOOKS,
 ) -> Schedule:
-    """Finds the persistent schedule with the least seconds.
+    """Finds the schedule with the least seconds, of the persistent ones or of all.
 
     Args:
         stages: stages in the order of forward.
@@ -112,26 +116,58 @@ def rematerialize(
         source: bytes of the chain's input, which stays.
         link: link to the slower tier; None: nothing is offloaded.
         slots: number of equal parts that the budget is measured in.
+        free: whether checkpoints may go before they have served (`_rematerialize_free.py`); exact
+            for some ten stages, and with a bound beyond.
+        looks: number of states that a free schedule is looked for among.
 
     Raises:
         GulliverError: the budget is too small; names the least that would do.
     """
     if not stages:
         raise GulliverError("a chain has at least one stage")
+    if free and link is not None:
+        raise GulliverError("free recomputation moves nothing: leave the link out, or free=True")
+    found = _persistent(stages, budget, source, link, slots)
+    if free:
+        found = _freed(stages, budget, source, found, looks)
+    if found is None:
+        least = least_budget(stages, source, link)
+        raise GulliverError(f"a budget of {budget} bytes is too small: {least} would do")
+    return found
+
+
+def _persistent(
+    stages: Sequence[Stage], budget: int, source: int, link: OffloadLink | None, slots: int
+) -> Schedule | None:
     unit = _unit(stages, budget, source, slots)
     table = _Table(stages, budget, source, link, unit, math.ceil)
     seconds = float(table.whole[-1]) if budget >= source else math.inf
     if seconds == math.inf:
-        least = least_budget(stages, source, link)
-        if least <= budget:
-            return rematerialize(stages, budget, source, link, 4 * slots)
-        raise GulliverError(f"a budget of {budget} bytes is too small: {least} would do")
+        fits = least_budget(stages, source, link) <= budget
+        return _persistent(stages, budget, source, link, 4 * slots) if fits else None
     steps = tuple(table.steps())
     lower = seconds
     if any(size % unit for size in _sizes(stages, budget, source)):
         down = _Table(stages, budget, source, link, unit, math.floor)
         lower = min(float(down.whole[-1]), seconds)
     return Schedule(steps, seconds, lower, schedule_peak(stages, steps, source))
+
+
+def _freed(
+    stages: Sequence[Stage], budget: int, source: int, known: Schedule | None, looks: int
+) -> Schedule | None:
+    """The best of all schedules, given the best persistent one."""
+    from gulliver.solve._rematerialize_free import free_steps
+
+    passes = sum(s.forward_s + s.backward_s for s in stages)
+    # What rounding makes of equal sums is no gain.
+    extra = math.inf if known is None else (known.seconds - passes) * (1 - 1e-12)
+    steps, bound = free_steps(stages, budget, source, extra, looks)
+    if steps is None:
+        lower = passes + bound
+        return known and Schedule(known.steps, known.seconds, min(lower, known.seconds), known.peak)
+    seconds = recomputed_seconds(stages, steps)
+    return Schedule(steps, seconds, seconds, schedule_peak(stages, steps, source))
 
 
 def _unit(stages: Sequence[Stage], budget: int, source: int, slots: int) -> int:
@@ -334,7 +370,8 @@ def recomputed_seconds(
     chain, seconds = _Chain(stages, 0, link), 0.0
     for kind, number in steps:
         stage = stages[number]
-        seconds += stage.backward_s if kind == "backward" else stage.forward_s
+        passes = {"backward": stage.backward_s, "drop": 0.0}
+        seconds += passes.get(kind, stage.forward_s)
         seconds += chain.exposed(number) if kind == "offload" else 0.0
     return seconds
 
@@ -373,6 +410,9 @@ class _Memory:
     def step(self, kind: str, number: int) -> None:
         """Runs one step."""
         stage = self._stages[number]
+        if kind == "drop":
+            self._outputs.discard(number)
+            return
         there = self._outputs | set(self._saved)
         if number - 1 not in there or (kind == "backward" and self._gradient != number):
             raise GulliverError(f"step {kind} of stage {number} needs what is not there")

@@ -19,3 +19,9 @@ def __getattr__(name: str) -> Any:
     from gulliver.video import _public
 
     return getattr(_public, name)
+
+
+def __dir__() -> list[str]:
+    from gulliver.video import _public
+
+    return [*globals(), *_public.__all__]

@@ -202,9 +202,12 @@ def finish(
     elif whole.drops:
         drops = PositionDropout(model, mesh, tensor)
 
+    # Not all of `whole`, which has the parameters of other stages.
+    vocabulary = whole.vocabulary
+
     def look(batch: Any) -> None:
         if plan.check_batches:
-            whole.vocabulary.check(batch)
+            vocabulary.check(batch)
         if drops is not None:
             drops.begin()
 

@@ -15,12 +15,13 @@ from gulliver.booster.search._answers import (
 )
 from gulliver.booster.search._auto import Engine, auto_engine, plan_of, plugin_of
 from gulliver.booster.search._facts import Facts, Part, Shared, facts_of
-from gulliver.booster.search._grids import Axes, Grid, axes_of, grids_of
+from gulliver.booster.search._grids import CHUNKS_MB, Axes, Grid, axes_of, grids_of
 from gulliver.booster.search._report import kinds_of_bytes, kinds_of_time, report
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.booster.search._search import Found, modes_of, search_grids
 
 __all__ = [
+    "CHUNKS_MB",
     "Axes",
     "Engine",
     "Enough",

@@ -186,9 +186,9 @@ def plugin_of(grid: Grid, precision: str = "fp32") -> Plugin:
         precision: ``fp32``, ``bf16`` or ``fp16``.
     """
     half = precision if precision in HALVES else None
-    axes = grid.axes
+    axes, chunk = grid.axes, float(grid.chunk_mb) or "auto"
     if not axes.cuts_model and not grid.recomputed:
-        return LowLevelZeroPlugin(grid.stage, precision=half, verbose=False)
+        return LowLevelZeroPlugin(grid.stage, chunk, precision=half, verbose=False)
     line: dict[str, Any] = {}
     if axes.pipeline > 1:
         line = {"num_microbatches": grid.micro_batches, "pp_style": grid.schedule}
@@ -203,6 +203,7 @@ def plugin_of(grid: Grid, precision: str = "fp32") -> Plugin:
         precision=half,
         checkpoint_activations=grid.recomputed > 0,
         replicate_rest=axes.tensor > 1,
+        chunk_mb=chunk,
         verbose=False,
         **line,
     )
@@ -229,7 +230,7 @@ def plan_of(
     """
     grid, facts = scored.grid, found.facts
     scorer = Scorer(facts, found.cluster, scored.samples, "cpu", 0.0)
-    work = scorer.work(grid.axes)
+    work = scorer.work(grid)
     plan = plugin_of(grid, precision).make_plan(model, optimizer, found.cluster, work=work)
     if 0 < grid.recomputed < len(plan.recompute):
         # As many of each stage: every so many blocks one.

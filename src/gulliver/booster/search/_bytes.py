@@ -14,8 +14,7 @@ from gulliver.booster.search._facts import Facts, Part, Shared
 from gulliver.booster.search._grids import Grid
 from gulliver.plan import SHARED_BY_TENSOR, MemoryPlan
 
-CHUNK_BYTES = 32 << 20
-"""Size of a chunk of ZeRO in the search; a plan that is made of a grid has its own."""
+MIB = 1 << 20
 WINDOW = 4
 """Chunks that are whole at once at stage 3: in use, ahead of use, and being reduced."""
 
@@ -124,13 +123,13 @@ def state_bytes_of(facts: Facts, grid: Grid, own: int, replicas: int, tensor: in
 
     Args:
         facts: the model.
-        grid: grid, whose stage of ZeRO counts.
+        grid: grid, whose stage of ZeRO and size of a chunk count.
         own: elements of the rank's parameters, before they are sharded.
         replicas: number of ranks that share them.
         tensor: number of ranks that share each.
     """
     learns = facts.trained / max(1, facts.parameters)
-    chunk = max(CHUNK_BYTES, facts.item * facts.largest_in_blocks // tensor)
+    chunk = max(grid.chunk_mb * MIB, facts.item * facts.largest_in_blocks // tensor)
     # An embedding is a chunk of its own, of which one is whole at a time.
     widest = max(chunk, facts.item * facts.largest // tensor)
     window = min(widest + (WINDOW - 1) * chunk, facts.item * own)

@@ -19,7 +19,7 @@ from torch import nn
 from gulliver.booster._blocks import recomputable_blocks
 from gulliver.booster._measure import ADDED_UP, entries_of, shared_paths
 from gulliver.errors import GulliverError
-from gulliver.hardware import Device, memory_seconds, update_seconds
+from gulliver.hardware import Device, update_seconds
 from gulliver.parallel import state_sizes
 from gulliver.parallel.pipeline import cut, names_held, stack_of
 from gulliver.parallel.tensor import TensorPlan, plan_tensor
@@ -32,8 +32,8 @@ class Part:
     """A block, or what is outside of all, for one sample on one device.
 
     Attributes:
-        forward_s: seconds of its forward.
-        backward_s: seconds of its backward.
+        forward_s: seconds of its forward, but for launching operators.
+        backward_s: seconds of its backward, alike.
         saved: bytes that it keeps for the backward.
         output: bytes of what it hands on.
         working: most bytes of its forward or backward beyond what it keeps.
@@ -153,14 +153,24 @@ class Facts:
         def rest(of_all: float, name: str) -> float:
             return max(0.0, of_all - sum(getattr(part, name) for part in self.parts))
 
+        launched = (sum(o.count for o in self._of(p) if not o.view) for p in (FORWARD, BACKWARD))
+        forward, backward = launched
         return Part(
-            rest(whole.seconds(self.device, FORWARD) / n, "forward_s"),
-            rest(whole.seconds(self.device, BACKWARD) / n, "backward_s"),
+            rest(self._each(whole.seconds(self.device, FORWARD), forward), "forward_s"),
+            rest(self._each(whole.seconds(self.device, BACKWARD), backward), "backward_s"),
             int(rest(whole.saved.activations / n, "saved")),
             0,
             int(max(0, whole.peak / n - whole.saved.activations / n)),
             int(rest(self.parameters, "parameters")),
+            tuple(
+                max(0, count - sum(part.operators[n] for part in self.parts))
+                for n, count in enumerate((forward, backward))
+            ),  # type: ignore[arg-type]
         )
+
+    def _each(self, seconds: float, operators: int) -> float:
+        """Seconds of a sample, of those of the batch that was followed, without launches."""
+        return max(0.0, seconds - self.device.launch_s * operators) / self.samples
 
     @cached_property
     def ends(self) -> tuple[int, int]:
@@ -186,46 +196,47 @@ class Facts:
         costs = analysis.module(path)
         elements = sum(p.numel() for p in self.model.get_submodule(path).parameters())
         working = max(costs.forward_peak - costs.saved, costs.backward_peak)
+        forward, backward = costs.forward.operators, costs.backward.operators
         return Part(
-            analysis.seconds(self.device, FORWARD, path) / n,
-            analysis.seconds(self.device, BACKWARD, path) / n,
+            self._each(analysis.seconds(self.device, FORWARD, path), forward),
+            self._each(analysis.seconds(self.device, BACKWARD, path), backward),
             costs.saved // n,
             costs.output // n,
             max(0, working) // n,
             elements,
-            (costs.forward.operators, costs.backward.operators),
+            (forward, backward),
         )
 
     @cached_property
     def forward_s(self) -> float:
-        """Seconds of a forward of one sample on one device."""
+        """Seconds of a forward of one sample on one device, but for launching operators."""
         return self.outside.forward_s + sum(part.forward_s for part in self.parts)
 
     @cached_property
     def backward_s(self) -> float:
-        """Seconds of a backward of one sample on one device."""
+        """Seconds of a backward of one sample on one device, alike."""
         return self.outside.backward_s + sum(part.backward_s for part in self.parts)
 
-    def floors(self, tensor: int) -> tuple[float, float]:
-        """Seconds that forward and backward of all blocks take however few tokens there are.
+    @cached_property
+    def launches(self) -> tuple[float, float]:
+        """Seconds that launching all operators of a forward, and of a backward, takes."""
+        parts = (*self.parts, self.outside)
+        forward, backward = (sum(part.operators[n] for part in parts) for n in (0, 1))
+        return self.device.launch_s * forward, self.device.launch_s * backward
 
-        Each operator is launched, and the weights are read: once, and for the backward twice.
+    @cached_property
+    def weights_s(self) -> float:
+        """Seconds for reading the weights of all blocks."""
+        return sum(part.parameters for part in self.parts) * self.item / self.device.memory_rate
 
-        Args:
-            tensor: number of ranks that share the weights.
-        """
+    @cached_property
+    def attention(self) -> tuple[float, float]:
+        """Seconds of forward and backward of one sample in attention itself."""
         found = []
-        for backward in (False, True):
-            times = sum(
-                max(
-                    self.device.launch_s * part.operators[backward],
-                    memory_seconds(
-                        self.device, (1 + backward) * self.item * part.parameters // tensor
-                    ),
-                )
-                for part in self.parts
-            )
-            found.append(times)
+        for phase in (FORWARD, BACKWARD):
+            own = [o for o in self._of(phase) if "dot_product" in o.name]
+            seconds = sum(self._time(operator) for operator in own)
+            found.append(self._each(seconds, sum(operator.count for operator in own)))
         return found[0], found[1]
 
     @cached_property

@@ -15,6 +15,8 @@ from gulliver.parallel.pipeline import STYLES, check_counts
 from gulliver.plan import SHARED_BY_SEQUENCE
 
 STAGES = (0, 1, 2, 3)
+CHUNKS_MB = (4, 8, 16, 32)
+"""Sizes of a chunk of ZeRO: the first is what a plugin takes unasked."""
 
 
 @dataclass(frozen=True, order=True)
@@ -58,6 +60,7 @@ class Grid:
         schedule: order of a pipeline's forwards and backwards; empty without one.
         chunks: stages on each rank of a pipeline.
         recomputed: number of blocks that backward computes again.
+        chunk_mb: size of a chunk of ZeRO, in MiB; 0 leaves it to the price.
     """
 
     axes: Axes
@@ -66,6 +69,7 @@ class Grid:
     schedule: str = ""
     chunks: int = 1
     recomputed: int = 0
+    chunk_mb: int = 0
 
     def __str__(self) -> str:
         names = (("data", "dp"), ("sequence", "sp"), ("tensor", "tp"), ("pipeline", "pp"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,10 +21,13 @@ from gulliver.booster._predict import (
     attention_sends,
     axis_links,
     by_kind,
+    in_parts,
     model_messages,
+    passes,
+    zero_messages,
 )
 from gulliver.booster.search._bytes import (
-    CHUNK_BYTES,
+    MIB,
     Stage,
     held_bytes,
     stages_of,
@@ -32,12 +35,13 @@ from gulliver.booster.search._bytes import (
     under_way,
 )
 from gulliver.booster.search._facts import Facts, Shared
-from gulliver.booster.search._grids import Axes, Grid
+from gulliver.booster.search._grids import CHUNKS_MB, Axes, Grid
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Cluster,
     Link,
     Message,
+    exposed_seconds,
     pipeline_seconds,
     point_to_point_seconds,
     predict_step,
@@ -104,7 +108,8 @@ class Scorer:
         self._dealt = lru_cache(None)(self._dealt_of)
         self._work = lru_cache(None)(self._work_of)
         self._summed = lru_cache(None)(self._summed_of)
-        self._floors = lru_cache(None)(facts.floors)
+        self._sharded = lru_cache(None)(self._sharded_of)
+        self._chunk = lru_cache(None)(self._chunk_of)
         self._volume = lru_cache(None)(self._volume_of)
 
     def shared(self, axes: Axes) -> Shared | None:
@@ -134,7 +139,7 @@ class Scorer:
         share = self._share(axes, shared)
         samples = self.batch // axes.data
         compute = share * samples * (self.facts.forward_s + self.facts.backward_s) / axes.pipeline
-        plan = self._plan(Grid(axes), self._work(axes, samples))
+        plan = self._plan(Grid(axes), self._work(axes, samples, 1))
         open_s = sum(
             m.seconds
             for m in model_messages(plan, self._links(axes), 0.0, 0.0, 1.0, Volume())
@@ -142,20 +147,38 @@ class Scorer:
         )
         return compute + self.free * open_s / axes.pipeline
 
-    def work(self, axes: Axes) -> Work:
+    def work(self, grid: Grid) -> Work:
         """What the batch of a replica costs one process."""
-        return self._work(axes, self.batch // axes.data)
+        backwards = 1 if grid.axes.pipeline > 1 else grid.micro_batches
+        return self._work(grid.axes, self.batch // grid.axes.data, backwards)
 
     def score(self, grid: Grid) -> Scored:
-        """Prices a grid."""
+        """Prices a grid, with the size of a chunk that it is best run with."""
+        grid = self.settled(grid)
         axes = grid.axes
         shared = self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
-        samples, again = self.batch // axes.data, self._again(grid)
-        if axes.pipeline == 1:
-            seconds = self._in_turn(grid, shared, samples // grid.micro_batches, again)
-        else:
-            seconds = self._in_stages(grid, shared, samples, again)
+        work, share = self.work(grid), self._share(axes, shared)
+        plan, links, again = self._plan(grid, work), self._links(axes), self._again(grid)
+        forward, backward = passes(work, share, axes.tensor, grid.micro_batches)
+        repeated, bubble, own = again * work.share_blocks * forward, 0.0, 1.0
+        if axes.pipeline > 1:
+            bubble, own = self._waits(grid, forward, backward + repeated)
+        volume, blocks = self._volume(axes, work.samples), max(len(self.facts.blocks), 1) * own
+        sharded = grid.axes, grid.stage, grid.micro_batches, self._part(grid), grid.chunk_mb
+        messages = list(self._sharded(*sharded))
+        for message in model_messages(plan, links, again, blocks, own, volume):
+            messages.append(in_parts(message, grid.micro_batches))
+        costs = predict_step(
+            (own * forward, own * backward),
+            own * repeated,
+            self._update(grid, own),
+            messages,
+            bubble,
+            self.free,
+            self.cluster.device.launch_s,
+        )
+        seconds = by_kind(costs)
         memory, working = self._held(grid, shared)
         return Scored(grid, seconds, memory, working, self.batch)
 
@@ -176,65 +199,12 @@ class Scorer:
 
     def bytes_of(self, grid: Grid) -> int:
         """Bytes of the rank that holds most."""
-        shared = self.shared(grid.axes)
+        grid, shared = self.settled(grid), self.shared(grid.axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
         memory, working = self._held(grid, shared)
         return sum(vars(memory).values()) + working
 
     # Seconds.
-
-    def _in_turn(self, grid: Grid, shared: Shared, samples: int, again: float) -> Seconds:
-        """Micro-batches one after the other."""
-        facts, times = self.facts, grid.micro_batches
-        plan = self._plan(grid, self._work(grid.axes, samples))
-        links, share = self._links(grid.axes), self._share(grid.axes, shared)
-        blocks = len(facts.blocks)
-        volume = self._volume(grid.axes, samples)
-        messages = [
-            replace(m, count=m.count * times)
-            for m in model_messages(plan, links, again, max(blocks, 1), 1.0, volume)
-        ]
-        for message in self._replicas(grid, links["replicas"]):
-            # Stages that keep no whole gradients reduce them after every backward.
-            once = grid.stage < 2 or (grid.stage == 2 and message.kind == "all_gather")
-            messages.append(replace(message, count=message.count * (1 if once else times)))
-        forward, backward = self._passes(plan.work, share, grid, 1)
-        repeated = again * plan.work.share_blocks * forward
-        costs = predict_step(
-            times * (forward + backward),
-            times * repeated,
-            self._update(grid, 1.0),
-            messages,
-            0.0,
-            self.free,
-        )
-        return by_kind(costs)
-
-    def _in_stages(self, grid: Grid, shared: Shared, samples: int, again: float) -> Seconds:
-        plan = self._plan(grid, self._work(grid.axes, samples))
-        links, share = self._links(grid.axes), self._share(grid.axes, shared)
-        forward, backward = self._passes(plan.work, share, grid, grid.micro_batches)
-        repeated = again * plan.work.share_blocks * forward
-        bubble, own = self._waits(grid, forward, backward + repeated)
-        blocks = max(len(self.facts.blocks), 1) * own
-        volume = self._volume(grid.axes, samples)
-        messages = list(self._replicas(grid, links["replicas"]))
-        for message in model_messages(plan, links, again, blocks, own, volume):
-            along = message.axes == links.get("pipeline")
-            # The same bytes in more messages; those between stages are counted as such.
-            times = 1 if along else grid.micro_batches
-            messages.append(
-                replace(message, bytes=message.bytes // times, count=message.count * times)
-            )
-        costs = predict_step(
-            own * (forward + backward),
-            own * repeated,
-            self._update(grid, own),
-            messages,
-            bubble,
-            self.free,
-        )
-        return by_kind(costs)
 
     def _waits(self, grid: Grid, forward: float, backward: float) -> tuple[float, float]:
         """Seconds that the first rank waits for other stages, and its share of the work."""
@@ -255,14 +225,6 @@ class Scorer:
         slowest = micro * max(ranks)
         return seconds - slowest, slowest / whole
 
-    def _passes(self, work: Work, share: float, grid: Grid, parts: int) -> tuple[float, float]:
-        """Seconds of forward and backward of a batch in parts, all stages together."""
-        forward, backward = self._floors(grid.axes.tensor)
-        return (
-            max(work.forward_s * share, parts * forward),
-            max(work.backward_s * share, parts * backward),
-        )
-
     def _update(self, grid: Grid, own: float) -> float:
         axes = grid.axes
         parts = axes.data * axes.sequence if grid.stage else 1
@@ -274,24 +236,53 @@ class Scorer:
     def _share(self, axes: Axes, shared: Shared) -> float:
         return (1 - shared.seconds * (1 - 1 / axes.tensor)) / axes.sequence
 
-    def _replicas(self, grid: Grid, line: Sequence[tuple[int, Link]]) -> Iterator[Message]:
-        """Messages of the replicas, of chunks of one size."""
-        axes, facts = grid.axes, self.facts
-        shared, shares = self.shared(axes), (1.0,)
+    def settled(self, grid: Grid) -> Grid:
+        """The grid with a size of a chunk: that whose messages show least beside the passes."""
+        if grid.chunk_mb or grid.axes.data * grid.axes.sequence == 1:
+            return grid
+        chunk = self._chunk(grid.axes, grid.stage, self._part(grid))
+        return replace(grid, chunk_mb=chunk)
+
+    def _chunk_of(self, axes: Axes, stage: int, part: float) -> int:
+        work, shared = self._work(axes, self.batch // axes.data, 1), self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
-        if axes.pipeline > 1:
-            shares = self._dealt(axes.pipeline * grid.chunks)[1]
-        own = facts.item * facts.trained * (1 - shared.parameters * (1 - 1 / axes.tensor))
-        own *= min(1.0, max(shares) * grid.chunks)
-        number = -(-int(own) // CHUNK_BYTES)
+        share, launch_s = self._share(axes, shared) * part, self.cluster.device.launch_s
+
+        def shown(chunk_mb: int) -> float:
+            own = self._sharded(axes, stage, 1, part, chunk_mb)
+            forward, backward = (
+                [m for m in own if m.beside == name] for name in ("forward", "backward")
+            )
+            seconds = exposed_seconds(forward, share * work.forward_s)
+            seconds += exposed_seconds(backward, share * work.backward_s)
+            return seconds + launch_s * sum(m.count for m in own)
+
+        return min(CHUNKS_MB, key=shown)
+
+    def _part(self, grid: Grid) -> float:
+        """Share of the model that the busiest rank of a pipeline has."""
+        if grid.axes.pipeline == 1:
+            return 1.0
+        return min(1.0, max(self._dealt(grid.axes.pipeline * grid.chunks)[1]) * grid.chunks)
+
+    def _sharded_of(
+        self, axes: Axes, stage: int, times: int, part: float, chunk_mb: int
+    ) -> list[Message]:
+        """Messages of the replicas, of chunks of one size."""
+        facts, line = self.facts, self._links(axes)["replicas"]
+        shared = self.shared(axes)
+        assert shared is not None, "grids are priced whose tensors can be cut"
+        own = facts.item * facts.trained * (1 - shared.parameters * (1 - 1 / axes.tensor)) * part
+        number = -(-int(own) // (max(1, chunk_mb) * MIB))
         if not line or not number:
-            return
-        size = -(-int(own) // number)
+            return []
+        size, found = -(-int(own) // number), []
         # The last chunk may be spared a message: what one more adds is what each costs.
-        one, two = (Counter(zero_collectives(grid.stage, [size] * n)) for n in (1, 2))
-        for (kind, count), times in (one if number == 1 else two).items():
-            every = times + (number - 2) * (times - one[kind, count]) if number > 1 else times
-            yield Message(kind, count, line, every, hidden=True)  # type: ignore[arg-type]
+        one, two = (Counter(zero_collectives(stage, [size] * n)) for n in (1, 2))
+        for (kind, count), once in (one if number == 1 else two).items():
+            every = once + (number - 2) * (once - one[kind, count]) if number > 1 else once
+            found += zero_messages(stage, kind, count, every, line, times)
+        return found
 
     def _links_of(self, axes: Axes) -> dict[str, list[tuple[int, Link]]]:
         return axis_links(Plan(mesh=self._mesh(axes)), self.cluster)
@@ -320,7 +311,7 @@ class Scorer:
             work=work,
         )
 
-    def _work_of(self, axes: Axes, samples: int) -> Work:
+    def _work_of(self, axes: Axes, samples: int, backwards: int) -> Work:
         facts, shared = self.facts, self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
         return Work(
@@ -336,10 +327,17 @@ class Scorer:
             reduced_again=tuple(samples * n for n in shared.again),
             share_blocks=1 - facts.outside.forward_s / max(facts.forward_s, 1e-12),
             share_cut=shared.seconds,
+            backwards=backwards,
+            launch_forward_s=facts.launches[0],
+            launch_backward_s=facts.launches[1],
+            weights_s=facts.weights_s,
+            attention_forward_s=samples * facts.attention[0],
+            attention_backward_s=samples * facts.attention[1],
         )
 
     def _volume_of(self, axes: Axes, samples: int) -> Volume:
-        return attention_sends(self._plan(Grid(axes), self._work(axes, samples)), self.facts.model)
+        plan = self._plan(Grid(axes), self._work(axes, samples, 1))
+        return attention_sends(plan, self.facts.model)
 
     def _dealt_of(self, stages: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Blocks and share of the work of each stage; the head and the loss are on the last."""

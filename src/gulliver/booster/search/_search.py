@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gulliver.booster._predict import free_share
 from gulliver.booster.hybrid import families, family_of
 from gulliver.booster.search._facts import Facts, facts_of
 from gulliver.booster.search._grids import Axes, Grid, axes_of, grids_of
@@ -117,7 +118,8 @@ def search_grids(
     facts = facts or facts_of(model, optimizer, batch, cluster.device, precision, on_cpu)
     analysed = time.perf_counter()
     limit = _limit(memory, cluster, on_cpu)
-    scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", 0.0 if on_cpu else 1.0)
+    free = free_share(cluster.device, cluster.size)
+    scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", free)
     modes = modes_of(facts)
     blocks = len(facts.blocks) if facts.has_stack else 0
     meshes = axes_of(cluster.size, samples, blocks, modes)

@@ -325,7 +325,8 @@ class _Enter(Function):
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         if entry.cut is None:
-            return x.view_as(x)
+            # A view would hold its base, which `enter_whole` lets hold the view: both would stay.
+            return x.detach()
         shape = list(x.shape)
         shape[entry.cut.dim] = entry.cut.whole
         # Only a shape: one element, whatever the size.

@@ -25,7 +25,7 @@ from torch.autograd import Function
 
 from gulliver.comm import ALONE, RankGroup, all_reduce
 from gulliver.parallel.tensor._base import OnLine
-from gulliver.parallel.tensor._collectives import gather, split, uncompiled
+from gulliver.parallel.tensor._collectives import copy, gather, reduce, split, uncompiled
 from gulliver.parallel.tensor._deal import Interval, deal
 from gulliver.parallel.tensor._entry import (
     Arrival,
@@ -46,6 +46,7 @@ from gulliver.parallel.tensor._products import (
     weight_gradient,
 )
 from gulliver.parallel.tensor._shared import SharedSequence
+from gulliver.precision import fp8
 
 
 class _Sharded(OnLine):
@@ -88,6 +89,7 @@ class _Sharded(OnLine):
         return f"{shape}, bias={self.bias is not None}, rank {rank} of {size}"
 
 
+@fp8.takes_fp8
 class ColumnLinear(_Sharded):
     """A linear layer of which this rank holds some of the outputs.
 
@@ -133,6 +135,10 @@ class ColumnLinear(_Sharded):
         Args:
             x: input ``[..., inputs]``, whole or entered; with `shared` a piece of the sequence.
         """
+        state = fp8.state_of(self)
+        if state is not None:
+            x = _copied(x, self.rank_group)
+            return self._gathered(fp8.linear(x, self.weight, self.bias, state, self.transposed))
         weight, bias = _autocast(x, self.weight, self.bias)
         if self.rank_group.size == 1:
             return product(x, weight, bias, self.transposed)
@@ -144,12 +150,16 @@ class ColumnLinear(_Sharded):
                 x = enter(x, self.rank_group, self.shared.cut_of(x))
             arrival = arrival_of(x)
         y = _Column.apply(token_of(x), weight, bias, arrival, self.transposed)
-        if self.gather_output:
-            lengths = deal(self.total, self.rank_group.size)
-            return gather(y, y.dim() - 1, lengths, self.rank_group)
-        return y
+        return self._gathered(y)
+
+    def _gathered(self, y: Tensor) -> Tensor:
+        if not self.gather_output or self.rank_group.size == 1:
+            return y
+        lengths = deal(self.total, self.rank_group.size)
+        return gather(y, y.dim() - 1, lengths, self.rank_group)
 
 
+@fp8.takes_fp8
 class RowLinear(_Sharded):
     """A linear layer of which this rank holds some of the inputs.
 
@@ -184,13 +194,31 @@ class RowLinear(_Sharded):
             x: input ``[..., inputs of this rank]``, of the whole sequence.
         """
         weight, bias = _autocast(x, self.weight, self.bias)
-        x = autocast(x)
-        if self.rank_group.size == 1:
+        x, state = autocast(x), fp8.state_of(self)
+        if self.rank_group.size == 1 and state is None:
             return product(x, weight, bias, self.transposed)
         if self.split_input:
             x = split(x, x.dim() - 1, deal(self.total, self.rank_group.size), self.rank_group)
+        if state is not None:
+            y = fp8.linear(x, self.weight, None, state, self.transposed)
+            y = reduce(y, self.rank_group)
+            return y if bias is None else y + bias
         cut = self.shared.cut_for(x) if self.shared else None
         return _Row.apply(x, weight, bias, self.rank_group, cut, self.transposed)
+
+
+def _copied(x: Tensor, rank_group: RankGroup) -> Tensor:
+    """Returns a whole input whose gradient is summed over the ranks, once for all columns.
+
+    FP8 layers hand gradients to autograd, which adds those of all columns up before they are sent;
+    the sum is not overlapped with the last weight's gradient, as an `Entry` does it.
+    """
+    if rank_group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    known = vars(x).get("_copied")
+    if known is None or known[0] != rank_group:
+        vars(x)["_copied"] = known = rank_group, copy(x, rank_group)
+    return known[1]
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -1,1 +1,74 @@
-"""FP8 training: scaled casts, linears, and where they pay."""
+"""FP8 training: scaled casts, linear layers, and which layers of a model take them.
+
+Read `_cast.py` (a tensor in FP8), `_linear.py` (three products), `_state.py` (what a layer keeps),
+`_select.py` and `_convert.py` (models). It knows nothing of ranks: who shares a dim passes the
+reduction (`Shared`). Seconds are predicted in `gulliver.hardware`.
+"""
+
+from gulliver.precision.fp8._cast import (
+    FORWARD,
+    GRADIENT,
+    Scaled,
+    encode,
+    magnitude,
+    scale_of,
+)
+from gulliver.precision.fp8._convert import (
+    Conversion,
+    check_hardware,
+    check_layers,
+    convert_to_fp8,
+    forget_weights,
+    fp8_events,
+    has_units,
+    revert_fp8,
+    state_of,
+)
+from gulliver.precision.fp8._linear import MULTIPLE, linear, matmul
+from gulliver.precision.fp8._select import (
+    Layer,
+    Selection,
+    linear_layers,
+    select_layers,
+    takes_fp8,
+)
+from gulliver.precision.fp8._state import (
+    COPIES,
+    NOT_SHARED,
+    SCALINGS,
+    LayerState,
+    Recipe,
+    Shared,
+)
+
+__all__ = [
+    "COPIES",
+    "FORWARD",
+    "GRADIENT",
+    "MULTIPLE",
+    "NOT_SHARED",
+    "SCALINGS",
+    "Conversion",
+    "Layer",
+    "LayerState",
+    "Recipe",
+    "Scaled",
+    "Selection",
+    "Shared",
+    "check_hardware",
+    "check_layers",
+    "convert_to_fp8",
+    "encode",
+    "forget_weights",
+    "fp8_events",
+    "has_units",
+    "linear",
+    "linear_layers",
+    "magnitude",
+    "matmul",
+    "revert_fp8",
+    "scale_of",
+    "select_layers",
+    "state_of",
+    "takes_fp8",
+]

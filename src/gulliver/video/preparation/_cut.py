@@ -278,9 +278,10 @@ def _read_plan(file: Path, key: str) -> Plan | None:
 def make_plan(footage: Footage, stem: str, settings: CutSettings) -> Plan:
     """Divides the scenes of a source into clips that are neither too short nor too long."""
     rate = rate_of(footage, settings)
-    least = max(1, int(np.ceil(round(settings.min_seconds * float(rate), 6))))
-    most = max(least, int(round(settings.max_seconds * float(rate), 6)))
-    slow = float(rate) * settings.max_seconds < 1
+    most = int(round(settings.max_seconds * float(rate), 6))
+    slow, most = most < 1, max(1, most)
+    # Where no whole number of frames lies between, clips are the longest that are not too long.
+    least = min(most, max(1, int(np.ceil(round(settings.min_seconds * float(rate), 6)))))
     clips: list[PlannedClip] = []
     left: list[tuple[int, int, str]] = []
     for first, end, size in footage.scenes:

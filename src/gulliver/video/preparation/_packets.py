@@ -60,6 +60,20 @@ class Packets:
         longest = float(steps.max()) if len(steps) else 0.0
         return self.missing > FEW * max(longest, 1 / self.rate if self.rate else 0.04)
 
+    def ends_early(self, frames: int, last: float | None) -> str:
+        """Says that frames end before packets do: some decoders skip damage without an error.
+
+        Args:
+            frames: number of frames that were decoded.
+            last: seconds at which the last of them is shown, where that is known.
+        """
+        lost = 0.0 if self.codec in HIDING else float(self.packets - frames)
+        if self.has_times and last is not None and (usual := _usual(self.times)):
+            lost = float(self.times[-1] - last) * usual
+        if lost <= FEW:
+            return ""
+        return f"ends early: {frames} frames of {self.packets} packets can be decoded"
+
     @property
     def in_doubt(self) -> bool:
         """Whether the packets may not be the frames."""

@@ -72,6 +72,7 @@ def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Sample
     problem = "; ".join(packets.problems) if packets.breaks_off else None
     before: Frame | None = None
     shown: Frame | None = None
+    number = -1
     try:
         for number, frame in enumerate(upright_frames(path)):
             time = frame.decoded.time if packets.has_times else float(number)
@@ -90,6 +91,7 @@ def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Sample
     if shown is None:
         raise GulliverError("has no frames")
     if len(taken) < moments:
+        problem = problem or packets.ends_early(number + 1, shown.decoded.time) or None
         last = _small(shown, side)
         rest = (last, last if before is None else _small(before, side))
         taken += [rest] * (moments - len(taken))

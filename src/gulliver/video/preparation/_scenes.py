@@ -78,9 +78,10 @@ def survey(path: Path, settings: CutSettings) -> Footage:
     detector = None if settings.detector == "none" else Detector(settings)
     clock, starts = _Clock(), set[int]()
     sizes: dict[int, tuple[int, int]] = {}
-    size = None
+    size, number, shown = None, -1, None
     for number, frame in enumerate(source_frames(path)):
         clock.add(frame)
+        shown = frame.decoded.time
         if (frame.height, frame.width) != size:
             # A clip has one size: joined recordings are taken apart.
             size = sizes[number] = frame.height, frame.width
@@ -89,6 +90,8 @@ def survey(path: Path, settings: CutSettings) -> Footage:
             detector.add(frame)
     if not sizes:
         raise SourceError("has no frames")
+    if early := packets.ends_early(number + 1, shown):
+        raise SourceError(early)
     if detector is not None:
         starts.update(detector.cuts())
     ordered = sorted(starts)

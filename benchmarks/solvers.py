@@ -1,0 +1,162 @@
+"""Exact searches beside brute force, and the joint search of long networks beside its bound.
+
+`python -m benchmarks.solvers` has two parts. `truth` makes random small cases of every solver and
+compares each with an independent definition, by brute force or by HiGHS (`tests/solver_cases.py`);
+it also says how often, and by how much, free recomputation takes less than persistent one. `speed`
+times `solve_joint` on equal blocks of 10 operators with 6 strategies each, drawn at random, for
+budgets close to the least memory that works: CPU seconds, which a busy machine does not move much,
+and the gap to the bound.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tyro
+
+from benchmarks._harness import Report, at_least, at_most, finish
+from gulliver.solve import (
+    ENTRY,
+    Block,
+    EdgeSeconds,
+    Operator,
+    Strategy,
+    least_budget,
+    least_memory,
+    rematerialize,
+    solve_joint,
+)
+from tests.solver_cases import (
+    conversion_case,
+    free_case,
+    joint_case,
+    milp_case,
+    partition_case,
+    recompute_case,
+    small_chain,
+)
+
+OPERATORS, STRATEGIES = 10, 6
+ALLOWED_S = {32: 5.0, 96: 30.0, 200: 60.0}
+"""CPU seconds that so many blocks may take."""
+CASES: dict[str, tuple[Callable[[int], bool], int]] = {
+    "joint, brute force": (joint_case, 1500),
+    "joint, HiGHS": (milp_case, 40),
+    "recomputation, persistent": (recompute_case, 800),
+    "recomputation, free": (free_case, 400),
+    "conversion": (conversion_case, 200),
+    "partition, 1, 4, 16 and endless micro-batches": (partition_case, 600),
+}
+"""Solvers with their reference, and the number of cases."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes of the run."""
+
+    parts: tuple[str, ...] = ("truth", "speed")
+    share: float = 1.0
+    """Share of the cases to run."""
+    blocks: tuple[int, ...] = tuple(ALLOWED_S)
+    budgets: tuple[float, ...] = (0.02, 0.1)
+    """Budgets, from the least memory that works to what the fastest picks take."""
+    keep: bool = False
+    """Write benchmarks/results."""
+
+
+def network(blocks: int, seed: int = 0) -> list[Block]:
+    """Equal blocks with two residual additions, drawn at random; seconds in ms, bytes in MiB."""
+    draw, found = random.Random(seed), list[Operator]()
+
+    def conversion() -> EdgeSeconds:
+        def table(most: float) -> tuple[tuple[float, ...], ...]:
+            size = range(STRATEGIES)
+            return tuple(tuple(most * draw.random() * (i != j) for j in size) for i in size)
+
+        copies = tuple(tuple(int(size) for size in row) for row in table(20))
+        return EdgeSeconds(table(0.5), table(0.5), copies)
+
+    additions = {OPERATORS // 2: ENTRY, OPERATORS - 1: OPERATORS // 2}
+    for number in range(OPERATORS):
+        options = list[Strategy]()
+        for _ in range(STRATEGIES):
+            seconds, saved = 0.5 + 2 * draw.random(), draw.randint(20, 400)
+            comm = draw.random(), draw.random()
+            stays = draw.randint(0, 100) if number in additions else 0
+            extra = [draw.randint(0, 100) for _ in range(2)]
+            state = draw.randint(20, 400)
+            options.append(
+                Strategy("", seconds, 2 * seconds, *comm, state, saved, stays, *extra, saved)
+            )
+        inputs = tuple(sorted({number - 1, additions.get(number, number - 1)}))
+        conversions = tuple(conversion() for _ in inputs)
+        found.append(Operator(str(number), tuple(options), inputs, conversions))
+    return [Block(tuple(found))] * blocks
+
+
+def add_truth(made: Report, options: Options) -> None:
+    """Compares; a case that is not equal ends the run."""
+    total = 0
+    for name, (case, count) in CASES.items():
+        tried = max(1, int(count * options.share))
+        begun = time.process_time()
+        compared = sum(case(seed) for seed in range(tried))
+        seconds, total = time.process_time() - begun, total + compared
+        made.rows.append((name, f"{compared} equal", f"{seconds:.0f}", "", ""))
+        made.figures[name] = compared
+    made.bars.append(at_least("cases that are equal", total, 3000 * min(1.0, options.share)))
+    _add_gains(made, max(1, int(300 * options.share)))
+
+
+def _add_gains(made: Report, count: int) -> None:
+    """How often free recomputation takes less than persistent one, and by how much."""
+    gains = list[float]()
+    for seed in range(count):
+        draw = random.Random(seed)
+        chain, source = small_chain(draw, 8)
+        budget = least_budget(chain, source) + draw.randint(0, 5)
+        kept = rematerialize(chain, budget, source)
+        free = rematerialize(chain, budget, source, free=True)
+        gains.append(1 - free.seconds / kept.seconds if kept.seconds else 0.0)
+    less = [gain for gain in gains if gain > 1e-9]
+    told = f"{len(less)} of {count} take less, at most {max(gains):.1%}"
+    made.rows.append(("free beside persistent, 2 to 8 stages", told, "", "", ""))
+    made.figures["free"] = {"cases": count, "less": len(less), "most": max(gains)}
+
+
+def add_speed(made: Report, options: Options) -> None:
+    """Times the joint search."""
+    for count in options.blocks:
+        blocks = network(count)
+        least, most = least_memory(blocks), solve_joint(blocks, 1 << 60)
+        for share in options.budgets:
+            budget = int(least.peak + share * (most.cost.peak - least.peak))
+            begun = time.process_time()
+            found = solve_joint(blocks, budget)
+            seconds = time.process_time() - begun
+            name = f"{count} blocks, budget at {share:.0%}"
+            cells = f"{found.cost.seconds:.0f}", f"{found.lower:.0f}"
+            made.rows.append((name, f"gap {found.gap:.2%}", f"{seconds:.1f}", *cells))
+            made.figures[name] = {"cpu_s": seconds, "gap": found.gap}
+            if count in ALLOWED_S:
+                made.bars.append(at_most(f"{name}: CPU s", seconds, ALLOWED_S[count]))
+            made.bars.append(at_most(f"{name}: gap", found.gap, 0.03))
+
+
+def main() -> None:
+    """Runs what the options say."""
+    options = tyro.cli(Options, description=__doc__)
+    columns = ("case", "result", "CPU s", "step ms", "bound ms")
+    made = Report("solvers", "Searches beside brute force, and their time", columns)
+    if "truth" in options.parts:
+        add_truth(made, options)
+    if "speed" in options.parts:
+        add_speed(made, options)
+    finish(made, options.keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""A model's linear layers become FP8 layers, in place, and back.
+
+Modules keep their class, their parameters and so the names and values of the state dict: weights
+stay in the dtype that they have, as the optimizer's master weights, and are quantised on the way
+into each product. What changes is `forward`, for which the module gets an attribute; hooks around
+it run as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import FP8_CAPABILITY
+from gulliver.precision.fp8._linear import linear
+from gulliver.precision.fp8._select import Selection, is_transposed, linear_layers, select_layers
+from gulliver.precision.fp8._state import NOT_SHARED, LayerState, Recipe, Shared
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What became of a model.
+
+    Attributes:
+        recipe: how the layers compute.
+        layers: paths of the FP8 layers.
+        kept: reasons of the linear layers that stay in high precision, by path.
+    """
+
+    recipe: Recipe
+    layers: tuple[str, ...]
+    kept: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"FP8 ({self.recipe}): {len(self.layers)} linear layers, {len(self.kept)} kept"]
+        return "\n".join([*lines, *(f"  {path}: {why}" for path, why in self.kept.items())])
+
+
+def convert_to_fp8(
+    model: nn.Module,
+    recipe: Recipe | str = "tensorwise",
+    *,
+    emulate: bool = False,
+    exclude: Sequence[str] = (),
+    layers: Collection[str] | None = None,
+    keep_weights: bool = True,
+    shared: dict[str, Shared] | None = None,
+) -> Conversion:
+    """Lets a model's linear layers compute in FP8, in place.
+
+    Args:
+        model: model, perhaps on meta.
+        recipe: scaling, ``tensorwise``, ``rowwise`` or ``delayed``, or a `Recipe`.
+        emulate: compute the same numerics without FP8 units, at the price of speed.
+        exclude: patterns of paths of layers that are kept; see `select_layers`.
+        layers: paths of the layers to take, of those that can be; None for all of them.
+        keep_weights: keep FP8 copies of the weights until the optimizer steps: one or two bytes for
+            each, and they are quantised once for all micro-batches of a step.
+        shared: dims of layers that ranks share, by path.
+
+    Returns:
+        The layers that were taken, and why others were not.
+
+    Raises:
+        GulliverError: no FP8 units and no emulation asked for; layers that are FP8 already; no
+            layer that can be taken; a path of `layers` that cannot.
+    """
+    if isinstance(recipe, str):
+        recipe = Recipe(recipe, emulate)
+    check_hardware(model, recipe)
+    already = [path for path, module in linear_layers(model) if state_of(module) is not None]
+    if already:
+        raise GulliverError(
+            f"{already[0]!r} and {len(already) - 1} more are FP8 layers already: revert_fp8(model) "
+            "first"
+        )
+    found = select_layers(model, exclude)
+    paths = check_layers(found, layers)
+    modules = dict(linear_layers(model))
+    for path in paths:
+        state = LayerState(recipe, keep_weights, (shared or {}).get(path, NOT_SHARED))
+        _install(modules[path], state)
+    others = {layer.path: "not asked for" for layer in found.layers if layer.path not in paths}
+    return Conversion(recipe, paths, {**others, **found.kept})
+
+
+def check_layers(found: Selection, layers: Collection[str] | None) -> tuple[str, ...]:
+    """Returns the paths of the layers to take.
+
+    Raises:
+        GulliverError: none can be, or one that is asked for cannot.
+    """
+    able = [layer.path for layer in found.taken]
+    if layers is None and not able:
+        raise GulliverError(f"no linear layer can compute in FP8: {found}")
+    for path in layers or ():
+        if path not in able:
+            why = found.kept.get(path) or f"there is none: {nearest(path, able)}"
+            raise GulliverError(f"layer {path!r} cannot compute in FP8: {why}")
+    return tuple(path for path in able if layers is None or path in layers)
+
+
+def revert_fp8(model: nn.Module) -> None:
+    """Lets all layers of a model compute in high precision again, in place."""
+    for module in model.modules():
+        if state_of(module) is not None:
+            vars(module).pop("forward", None)
+            vars(module).pop("fp8")
+
+
+def state_of(module: nn.Module) -> LayerState | None:
+    """Returns what an FP8 layer keeps; None for other modules."""
+    return vars(module).get("fp8")
+
+
+def fp8_events(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Returns how many casts had elements that FP8 cannot take, by layer and by what they were.
+
+    Those are elements that are not finite, or are beyond a delayed scale. Casts in compiled graphs
+    are not counted: what is not finite shows in the loss alone there.
+    """
+    found = {path: state_of(module) for path, module in model.named_modules()}
+    events = {path: state.events() for path, state in found.items() if state is not None}
+    return {path: counts for path, counts in events.items() if counts}
+
+
+def forget_weights(model: nn.Module) -> None:
+    """Drops FP8 copies of weights that were written past autograd, through ``p.data``."""
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None:
+            state.forget()
+
+
+def check_hardware(model: nn.Module, recipe: Recipe) -> None:
+    """Refuses FP8 where there are no units for it.
+
+    Raises:
+        GulliverError: there are none, and no emulation was asked for.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not recipe.emulate and not has_units(device):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise GulliverError(
+            f"{name} has no FP8 units: take bf16, or fp8_emulation=True (emulate=True of "
+            "convert_to_fp8) for the same numerics, slower"
+        )
+
+
+def has_units(device: torch.device) -> bool:
+    """Whether a device has FP8 units that torch uses."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
+class _Forward:
+    """The forward of an FP8 layer; a copy of the module gets one of its own."""
+
+    def __init__(self, module: nn.Module, transposed: bool) -> None:
+        self.module, self.transposed = module, transposed
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module: Any = self.module
+        return linear(input, module.weight, module.bias, module.fp8, self.transposed)
+
+
+def _install(module: nn.Module, state: LayerState) -> None:
+    vars(module)["fp8"] = state
+    if isinstance(module, nn.Linear) or is_transposed(module):
+        vars(module)["forward"] = _Forward(module, is_transposed(module))

@@ -1,0 +1,235 @@
+"""The state of one FP8 layer: copies of its weights, histories of magnitudes, what overflowed.
+
+[Note: weights once a step] A weight changes when the optimizer steps, and is multiplied in every
+micro-batch, and again where a block is recomputed. Its FP8 copies are kept until its version
+changes (torch counts writes in place; ZeRO counts those of its buffers alike). They are not kept
+where parameters are sharded or leave memory: copies of a byte for each parameter on every rank are
+what stage 3 is there to avoid. What is written past autograd (``p.data``) is not seen:
+`LayerState.forget` then.
+
+[Note: delayed scaling] The scale of inputs and of gradients comes from the largest magnitudes of
+the last steps, so that a cast need not wait for a reduction over its own tensor. All micro-batches
+of a step have one scale, and a recomputed block the same as its first forward: the history moves
+only when the weight has changed. Before there is any, a tensor's own magnitude counts. What is
+larger than all that was seen saturates, and is counted. Source: Transformer Engine's
+``DelayedScaling``.
+
+[Note: dims that ranks share] Where a dim is sharded over ranks, a magnitude over that dim is the
+largest of all ranks, so that each quantises its shard as one process would. `Shared` says how, for
+the dims of a layer: a sum over ranks of products of such shards has the terms of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.precision.fp8._cast import FORWARD, GRADIENT, Scaled, encode, magnitude, scale_of
+
+Scaling = Literal["tensorwise", "rowwise", "delayed"]
+SCALINGS: tuple[str, ...] = get_args(Scaling)
+Role = Literal["input", "weight", "gradient"]
+COPIES = {"tensorwise": 1, "rowwise": 2, "delayed": 1}
+"""FP8 copies of the weights that are kept: row-wise scales are of rows, and of columns."""
+HISTORY = 16
+"""Steps that delayed scaling looks back."""
+Agree = Callable[[Tensor], Any]
+"""Replaces magnitudes by the largest of all ranks, in place."""
+DIMS: dict[Role, tuple[str, str]] = {
+    "input": ("tokens", "inputs"),
+    "weight": ("outputs", "inputs"),
+    "gradient": ("tokens", "outputs"),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How linear layers compute in FP8.
+
+    Attributes:
+        scaling: ``tensorwise``: a scale for each tensor; ``rowwise``: one for each row or column
+            that a product sums over; ``delayed``: one for each tensor, from the steps before.
+        emulate: compute the same numerics without FP8 units: slower than without FP8.
+        history: number of steps that delayed scaling looks back.
+
+    Raises:
+        GulliverError: an unknown scaling, or no step to look back.
+    """
+
+    scaling: str = "tensorwise"
+    emulate: bool = False
+    history: int = HISTORY
+
+    def __post_init__(self) -> None:
+        if self.scaling not in SCALINGS:
+            raise GulliverError(
+                f"FP8 scaling {self.scaling!r} is not known: {nearest(str(self.scaling), SCALINGS)}"
+            )
+        if self.history < 1:
+            raise GulliverError(f"history={self.history} must be at least 1 step")
+
+    def __str__(self) -> str:
+        return f"{self.scaling}{', emulated' if self.emulate else ''}"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Reductions over the ranks that share a dim of a layer; None where each has all of it."""
+
+    tokens: Agree | None = None
+    inputs: Agree | None = None
+    outputs: Agree | None = None
+
+    def over(self, role: Role, dim: int | None) -> list[Agree]:
+        """Returns the reductions of a magnitude over one dim of a tensor, or over both."""
+        names = DIMS[role] if dim is None else DIMS[role][dim : dim + 1]
+        found = (getattr(self, name) for name in names)
+        return [agree for agree in found if agree is not None]
+
+    @property
+    def any(self) -> bool:
+        """Whether ranks share a dim."""
+        return any((self.tokens, self.inputs, self.outputs))
+
+
+NOT_SHARED = Shared()
+
+
+@dataclass
+class History:
+    """Largest magnitudes of the last steps, and of the one that runs."""
+
+    length: int
+    past: list[Tensor] = field(default_factory=list)
+    now: Tensor | None = None
+
+    def step(self) -> None:
+        """Begins a step."""
+        if self.now is not None:
+            self.past, self.now = [*self.past, self.now][-self.length :], None
+
+    def note(self, largest: Tensor) -> None:
+        """Takes a magnitude in; one that is not finite says nothing of the next step."""
+        seen = torch.where(largest.isfinite(), largest, 0.0)
+        self.now = seen if self.now is None else torch.maximum(self.now, seen)
+
+    def limit(self, largest: Tensor) -> Tensor | None:
+        """Returns the magnitude to scale for; None while nothing is known."""
+        if not self.past:
+            return None
+        known = torch.stack(self.past).amax()
+        return torch.where(known > 0, known, largest)
+
+
+class LayerState:
+    """What an FP8 layer keeps from call to call.
+
+    Args:
+        recipe: recipe of the layer.
+        keep_weights: whether FP8 copies of the weights stay until the next step.
+        shared: dims that ranks share.
+
+    Attributes:
+        weight_casts: number of times that the weights were quantised.
+    """
+
+    def __init__(
+        self, recipe: Recipe, keep_weights: bool = True, shared: Shared = NOT_SHARED
+    ) -> None:
+        self.recipe, self.keep_weights, self.shared = recipe, keep_weights, shared
+        self.weight_casts = 0
+        self._weights: dict[int | None, Scaled] = {}
+        self._key: tuple[int, int] | None = None
+        self._version: int | None = None
+        self._events: dict[str, Tensor] = {}
+        self._histories = {
+            role: History(recipe.history) for role in ("input", "gradient") if self.delayed
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
+        # Process groups cannot be copied, and a copy of the model has weights of its own.
+        return LayerState(self.recipe, self.keep_weights, self.shared)
+
+    def __reduce__(self) -> Any:
+        return LayerState, (self.recipe, self.keep_weights)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether scales come from the steps before."""
+        return self.recipe.scaling == "delayed"
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether rows and columns have scales of their own."""
+        return self.recipe.scaling == "rowwise"
+
+    @property
+    def eager_only(self) -> bool:
+        """Whether casts do what compilers cannot trace: keep histories, or send."""
+        return self.delayed or self.shared.any
+
+    def forget(self) -> None:
+        """Drops the copies of the weights, which were written past autograd."""
+        self._key, self._weights = None, {}
+
+    def weights(self, weight: Tensor, dim: int | None) -> Scaled:
+        """Returns the weights in FP8, quantised once for each version of them.
+
+        Args:
+            weight: matrix ``[outputs, inputs]``.
+            dim: dim whose magnitudes are reduced; None for all of it.
+        """
+        key = weight.data_ptr(), weight._version
+        if key != self._key:
+            self._weights, self._key = {}, key
+        found = self._weights.get(dim)
+        if found is None:
+            found = self.cast("weight", weight.detach(), dim)
+            self.weight_casts += 1
+            if self.keep_weights:
+                self._weights[dim] = found
+        return found
+
+    def begin(self, weight: Tensor) -> None:
+        """Notes a forward: with a new version of the weights a step has begun."""
+        if self._version != weight._version:
+            self._version = weight._version
+            for history in self._histories.values():
+                history.step()
+
+    def cast(self, role: Role, x: Tensor, dim: int | None) -> Scaled:
+        """Returns a matrix in FP8, with scales that all ranks agree on."""
+        dtype, largest = GRADIENT if role == "gradient" else FORWARD, magnitude(x, dim)
+        for agree in self.shared.over(role, dim):
+            agree(largest)
+        self._count(f"{role}s not finite", ~largest.isfinite())
+        history = self._histories.get(role)
+        if history is None:
+            return encode(x, largest, dtype)
+        limit = history.limit(largest)
+        if torch.is_grad_enabled() or role == "gradient":
+            history.note(largest)
+        if limit is not None:
+            beyond = largest * scale_of(limit, dtype) > torch.finfo(dtype).max
+            self._count(f"{role}s beyond their scale", beyond & largest.isfinite())
+        return encode(x, largest, dtype, limit)
+
+    def _count(self, what: str, happened: Tensor) -> None:
+        # On the device, without a look at the number: a look would wait for the device.
+        seen = happened.any().long()
+        before = self._events.get(what)
+        self._events[what] = seen if before is None else before + seen
+
+    def events(self) -> dict[str, int]:
+        """Returns how many casts had elements that FP8 cannot take, by what they were."""
+        return {what: int(count) for what, count in self._events.items() if int(count)}
+
+
+def plain_cast(role: Role, x: Tensor, dim: int | None) -> Scaled:
+    """Returns a matrix in FP8 with nothing noted: what compilers trace."""
+    return encode(x, magnitude(x, dim), GRADIENT if role == "gradient" else FORWARD)
