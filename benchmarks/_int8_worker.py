@@ -62,7 +62,7 @@ def run_ranks(report: Report) -> None:
     ours = f"{peak / MIB:.0f} MiB of {limit / MIB:.0f}"
     report.rows.append(("BLOOM, 4 ranks streamed, peak of a rank", whole, ours, "", ""))
     report.notes.append(
-        f"ranks: limit = 1.1 x (shard {shard / MIB:.0f} + largest slice of a tensor "
+        f"ranks: limit = 1.1 x (shard {shard / MIB:.0f} + largest tensor "
         f"{largest / MIB:.0f} MiB) + {constant / MIB:.0f} MiB for the interpreter, torch, "
         f"transformers and gloo + {READING // MIB} MiB of buffers"
     )
@@ -89,14 +89,15 @@ def _save(folder: Path, sizes: dict[str, Any]) -> None:
 
 
 def _shard_bytes() -> tuple[int, int]:
-    """Returns bytes of a rank's quantised shard, and of its largest slice as it is stored."""
+    """Returns bytes of a rank's quantised shard, and of the model's largest tensor."""
     from transformers import BloomForCausalLM
 
     with torch.device("meta"):
         model: Any = BloomForCausalLM(_config(SIZES))
+    # Building a model makes its parameters one at a time, whole, before they go to meta.
+    largest = max(p.nbytes for p in model.parameters())
     group = RankGroup(tuple(range(RANKS)), 0, None)
     apply_tensor(model, plan_tensor(model, RANKS), group)
-    largest = max(p.numel() for p in model.parameters()) * torch.bfloat16.itemsize
     gulliver.replace_module(model)
     return model_bytes(model), largest
 
