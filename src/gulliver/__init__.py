@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gulliver.errors import GulliverError
     from gulliver.hardware import Cluster, current_cluster
     from gulliver.plan import Plan
+    from gulliver.precision import replace_module
 
 __version__ = "0.1.0"
 
@@ -51,6 +52,7 @@ __all__ = [
     "keep_logits",
     "launch",
     "lazy_parameters",
+    "replace_module",
     "shutdown",
 ]
 
@@ -65,8 +67,9 @@ _PACKAGES = {
     "errors": ("GulliverError",),
     "hardware": ("Cluster", "current_cluster"),
     "plan": ("Plan",),
+    "precision": ("replace_module",),
     **dict.fromkeys(
-        ("families", "io", "layout", "memory", "models", "parallel", "precision", "solve", "video"),
+        ("families", "io", "layout", "memory", "models", "parallel", "quantize", "solve", "video"),
         (),
     ),
 }

@@ -96,6 +96,13 @@ COMMANDS = {
             "_models",
             "list the public video models and the memory they take",
         ),
+        (
+            "quantize",
+            OPTIONS,
+            "QuantizeConfig",
+            "_quantize",
+            "make an int8 or int4 folder of a language model's",
+        ),
         ("capabilities", OPTIONS, "CapabilitiesConfig", "_commands", "show what may be combined"),
         (
             "demo",

@@ -172,6 +172,28 @@ class ModelsConfig:
 
 
 @dataclass(frozen=True)
+class QuantizeConfig:
+    """Quantises the weights of a causal language model for inference."""
+
+    folder: tyro.conf.Positional[Path] = Path()
+    """Hugging Face folder of the model: config.json and safetensors files."""
+    out: Path = Path("quantized")
+    """Folder that is made."""
+    mode: Literal["int8", "int8_dynamic", "int4"] = "int8_dynamic"
+    """Weights and activations in int8, weights only, or weights in int4."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of layers that are kept, such as lm_head."""
+    embeddings: bool = False
+    """Quantise embeddings, too."""
+    outlier_threshold: float = 6.0
+    """Magnitude from which on an activation is not rounded to int8."""
+    report: bool = False
+    """Print each layer's error, and perplexity and speed before and after."""
+    text: Path | None = None
+    """Text file to measure perplexity on; it needs the folder's tokenizer."""
+
+
+@dataclass(frozen=True)
 class CapabilitiesConfig:
     """Shows what may be combined: sequence modes, masks and dtypes by family of models."""
 

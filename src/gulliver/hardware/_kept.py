@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ LIKE = {
 }
 """The description for a GPU whose name has a word in it; the first that fits."""
 CPU = "cpu-loopback"
+Seconds = TypeVar("Seconds", bound=tuple[float, ...])
 
 
 def current_cluster(world_size: int) -> Cluster:
@@ -86,23 +87,24 @@ def fingerprint(world_size: int) -> str:
     return digest({"hosts": _hosts(world_size), **_machine(), "ranks": world_size})
 
 
-def kept_seconds(
-    facts: dict[str, Any], measure: Callable[[], tuple[float, float]]
-) -> tuple[float, float]:
+def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: int = 2) -> Seconds:
     """Seconds that were measured here before, of something with the same facts; or measures them.
 
     They are kept, so that a run that goes on plans what it has planned before.
 
     Args:
         facts: what they depend on, besides the machine.
-        measure: measures two seconds.
+        measure: measures them.
+        count: number of them.
     """
     path = _seconds_folder() / f"{digest({**_machine(), **facts})}.json"
     try:
-        first, second = json.loads(path.read_text(encoding="utf-8"))
-        return float(first), float(second)
+        kept: Any = tuple(float(seconds) for seconds in json.loads(path.read_text("utf-8")))
+        if len(kept) == count:
+            return kept
     except (OSError, ValueError, TypeError):
-        found = measure()
+        pass
+    found = measure()
     with suppress(OSError, GulliverError):  # a folder that cannot be written keeps nothing
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(found))

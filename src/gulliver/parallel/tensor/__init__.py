@@ -29,6 +29,7 @@ from gulliver.parallel.tensor._loss import cross_entropy
 from gulliver.parallel.tensor._modules import DROPOUTS, best_match, dropouts_of
 from gulliver.parallel.tensor._placed import Placed, TensorPlan
 from gulliver.parallel.tensor._plan import plan_tensor
+from gulliver.parallel.tensor._quantized import QuantizedColumn, QuantizedRow
 from gulliver.parallel.tensor._shared import SharedSequence
 from gulliver.parallel.tensor._table import DRAWN_ALIKE, STYLES, How
 
@@ -41,6 +42,8 @@ __all__ = [
     "ColumnLinear",
     "How",
     "Placed",
+    "QuantizedColumn",
+    "QuantizedRow",
     "RowConvolution",
     "RowLinear",
     "SequenceMode",

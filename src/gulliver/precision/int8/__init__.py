@@ -1,1 +1,81 @@
-"""Inference with int8 and int4 weights."""
+"""Inference with int8 and int4 weights.
+
+    model = gulliver.replace_module(model)            # in place
+    print(gulliver.precision.int8.report_of(model))
+
+Read `_replace.py` for how a model is treated, `_modules.py` for its layers, `_formats.py` for how
+numbers are kept, `_products.py` for the kernels and how they are chosen. Nothing here knows ranks
+or files: sharded layers are entered in `REPLACED` by those who have them, and `gulliver.quantize`
+reads checkpoints.
+"""
+
+from gulliver.precision.int8._formats import (
+    GROUP,
+    from_int4,
+    from_int8,
+    largest_of,
+    to_int4,
+    to_int8,
+)
+from gulliver.precision.int8._modules import (
+    QuantizedConvolution,
+    QuantizedEmbedding,
+    QuantizedLayer,
+    QuantizedLinear,
+)
+from gulliver.precision.int8._native import kernels_problem, native_table
+from gulliver.precision.int8._products import (
+    KERNELS,
+    MODES,
+    Stored,
+    chosen_kernel,
+    chosen_kernels,
+    forget_kernels,
+    largest_in_rows,
+    product,
+)
+from gulliver.precision.int8._replace import (
+    REPLACED,
+    Layer,
+    Report,
+    Ways,
+    layer_bytes,
+    matrix_of,
+    model_bytes,
+    quantized_linear,
+    replace_module,
+    report_of,
+)
+
+__all__ = [
+    "GROUP",
+    "KERNELS",
+    "MODES",
+    "REPLACED",
+    "Layer",
+    "QuantizedConvolution",
+    "QuantizedEmbedding",
+    "QuantizedLayer",
+    "QuantizedLinear",
+    "Report",
+    "Stored",
+    "Ways",
+    "chosen_kernel",
+    "chosen_kernels",
+    "forget_kernels",
+    "from_int4",
+    "from_int8",
+    "kernels_problem",
+    "largest_in_rows",
+    "largest_of",
+    "layer_bytes",
+    "matrix_of",
+    "model_bytes",
+    "native_table",
+    "product",
+    "quantized_linear",
+    "replace_module",
+    "report_of",
+    "to_int4",
+    "to_int8",
+]

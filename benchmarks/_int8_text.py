@@ -1,0 +1,49 @@
+"""A small byte-level language model, trained on the installed Python sources."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks._finetune_texts import sources
+
+LENGTH, BATCH, BYTES = 128, 16, 2_000_000
+
+
+def trained(steps: int) -> tuple[Any, Tensor]:
+    """Returns the model, and ids of a text that it was not trained on."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    learned, held_out = _texts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    for _ in range(steps):
+        starts = torch.randint(len(learned) - LENGTH, (BATCH,))
+        rows = torch.stack([learned[at : at + LENGTH] for at in starts.tolist()])
+        loss: Any = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model.eval(), held_out
+
+
+def _texts() -> tuple[Tensor, Tensor]:
+    files = sources()
+    random.Random(0).shuffle(files)
+    text = b"\n".join(path.read_bytes() for path in files[:200])[: BYTES + 32768]
+    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    return ids[:-32768], ids[-32768:]

@@ -1,0 +1,111 @@
+"""Weights as int8 rows and int4 groups, and back.
+
+A weight is a matrix ``[outputs, inputs]``. In int8 each row has a scale: its largest magnitude is
+127. In int4 each 128 inputs of a row have one: the value of largest magnitude is -8, and two values
+lie in a byte (`_packed` says which). Source: LLM.int8(), Dettmers et al., 2022 (arXiv 2208.07339);
+the groups are those of llama.cpp's Q4_0, of 128 instead of 32.
+
+Rows are independent of each other, and a shard of rows has the values of the whole's. A shard of
+inputs has them where it is given the whole's largest magnitudes (`largest=`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+
+GROUP = 128
+"""Inputs that share a scale in int4."""
+CHUNK = 1 << 20
+"""Elements that are converted at once, so that no float32 copy of a weight is made."""
+
+
+def _chunks(outputs: int, inputs: int) -> Iterator[slice]:
+    step = max(1, CHUNK // max(1, inputs))
+    yield from (slice(start, start + step) for start in range(0, outputs, step))
+
+
+def largest_of(weight: Tensor, path: str) -> Tensor:
+    """Returns the largest magnitude of each row, in float32.
+
+    Args:
+        weight: matrix ``[outputs, inputs]``.
+        path: path of its module, for errors.
+
+    Raises:
+        GulliverError: a value is not finite.
+    """
+    largest = weight.new_zeros(len(weight), dtype=torch.float32)
+    if weight.numel():
+        for rows in _chunks(*weight.shape):
+            largest[rows] = weight[rows].float().abs().amax(1)
+    if not weight.is_meta and not bool(largest.isfinite().all()):
+        raise GulliverError(
+            f"{path}.weight has values that are not finite: a quantised row would be lost; "
+            "load sound weights, or exclude the layer"
+        )
+    return largest
+
+
+@torch.no_grad()
+def to_int8(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds a weight to int8.
+
+    Args:
+        weight: matrix ``[outputs, inputs]``.
+        largest: largest magnitude of each row, of the whole where `weight` is a shard of inputs.
+
+    Returns:
+        Values ``[outputs, inputs]`` and scales ``[outputs]``, so that values times scales is nearly
+        the weight.
+    """
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    inverse = torch.where(largest > 1e-36, 127.0 / largest, 0.0)[:, None]
+    for rows in _chunks(*weight.shape):
+        values[rows] = (weight[rows].float() * inverse[rows]).round_().clamp_(-127, 127)
+    return values, largest / 127.0
+
+
+@torch.no_grad()
+def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds a weight to int4.
+
+    Args:
+        weight: matrix ``[outputs, inputs]``, of inputs that `GROUP` divides.
+
+    Returns:
+        Bytes ``[outputs, inputs / 2]`` as int8, and scales ``[outputs, inputs / GROUP]``.
+    """
+    outputs, inputs = weight.shape
+    packed = torch.empty(outputs, inputs // 2, dtype=torch.int8, device=weight.device)
+    scales = weight.new_empty(outputs, inputs // GROUP, dtype=torch.float32)
+    for rows in _chunks(outputs, inputs):
+        groups = weight[rows].float().unflatten(1, (-1, GROUP))
+        peak = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+        scale = peak / -8.0
+        inverse = torch.where(scale.abs() > 1e-36, 1.0 / scale, 0.0)
+        scales[rows] = scale.squeeze(2)
+        packed[rows] = _packed((groups * inverse).round_().clamp_(-8, 7) + 8)
+    return packed, scales
+
+
+def _packed(values: Tensor) -> Tensor:
+    """Packs ``[rows, groups, GROUP]`` of 0 to 15: byte i has values i (low) and i + 64 (high)."""
+    low, high = values.to(torch.uint8).chunk(2, dim=2)
+    return (low | (high << 4)).view(torch.int8).flatten(1)
+
+
+def from_int8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the matrix that int8 values and their scales stand for."""
+    return (values.float() * scales[:, None]).to(dtype)
+
+
+def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the matrix that int4 bytes and their scales stand for."""
+    groups = packed.view(torch.uint8).unflatten(1, (-1, GROUP // 2))
+    values = torch.cat([groups & 15, groups >> 4], dim=2).float() - 8.0
+    return (values * scales[:, :, None]).flatten(1).to(dtype)

@@ -1,0 +1,252 @@
+"""The kernels that a quantised product may run on, and which of them does, by measurement.
+
+| kernel | activations | taken from |
+|---|---|---|
+| native | int8 by row, or as they are | ``native/int8_*.cpp``, one pass over the weights |
+| int_mm | int8 by row | `torch._int_mm`, scales applied after it |
+| int8pack | bfloat16 as they are | `torch._weight_int8pack_mm`; in float32 it is naive, not used |
+| dequantised | as they are | `torch.nn.functional.linear` on pieces of the weight |
+
+All read the one int8 matrix that is kept. [Note: same bits] Integer sums are exact, and `native`
+and `int_mm` round what is around them in the same order: a choice that changes from run to run
+changes no output, but for outliers, whose few products may be summed in another order. Each row is
+quantised by itself, so that no sample sees another of its batch.
+
+Read `product`, then `_measured`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gulliver.hardware import kept_seconds
+from gulliver.precision.int8._formats import from_int4
+from gulliver.precision.int8._native import native_table
+
+MODES = ("int8", "int8_dynamic", "int4")
+PIECE = 16 << 20
+"""Elements of a weight that are dequantised at once."""
+NO_OUTLIERS = math.inf
+TINY = 1e-36
+TURNS = 5
+MOST_ROWS = 512
+"""Rows above which no measurement is made: that of so many holds."""
+
+
+Kernel = Callable[["Stored", Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+@dataclass
+class Stored:
+    """A quantised weight, and what its product needs.
+
+    Attributes:
+        mode: one of `MODES`.
+        values: int8 ``[outputs, inputs]``, or int4 bytes ``[outputs, inputs / 2]``.
+        scales: float32 ``[outputs]``, or ``[outputs, groups]``.
+        sums: sums of the rows of values, int32; None for int4.
+        inputs: number of inputs.
+        threshold: magnitude from which on an activation is not quantised.
+        known: kernels by rows, dtype and threads: a call at one row has no time to ask again.
+    """
+
+    mode: str
+    values: Tensor
+    scales: Tensor
+    sums: Tensor | None
+    inputs: int
+    threshold: float
+    known: dict[tuple[Any, ...], Kernel] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.outputs = self.values.shape[0]
+
+
+_chosen: dict[tuple[Any, ...], str] = {}
+_log = logging.getLogger("gulliver")
+
+
+# Of a tensor `len` takes microseconds, and shape[0] does not.
+
+
+def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
+    """Returns the product of rows with a quantised weight.
+
+    Args:
+        w: quantised weight.
+        x: activations ``[rows, inputs]``.
+        bias: bias ``[outputs]``, or None.
+        largest: largest magnitude below the threshold of each whole row, where `x` is a shard of
+            its inputs.
+    """
+    if not x.numel():
+        y = x.new_zeros(x.shape[0], w.outputs)
+        return y if bias is None else y + bias
+    asked = x.shape[0], x.dtype, torch.get_num_threads()
+    kernel = w.known.get(asked)
+    if kernel is None:
+        kernel = w.known[asked] = KERNELS[chosen_kernel(w, x.shape[0], x.dtype, x.device)]
+    return kernel(w, x, bias, largest)
+
+
+def chosen_kernel(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Returns the name of the fastest kernel for so many rows, measured where it is not known."""
+    rows = min(MOST_ROWS, 1 << (rows - 1).bit_length())
+    shape = (w.mode, w.outputs, w.inputs, rows, dtype, device, torch.get_num_threads())
+    if shape not in _chosen:
+        names = _candidates(w, rows, dtype, device)
+        _chosen[shape] = names[0] if len(names) == 1 else _measured(w, shape, names)
+    return _chosen[shape]
+
+
+def chosen_kernels() -> dict[tuple[Any, ...], str]:
+    """Returns what was chosen in this process, by mode, outputs, inputs, rows, dtype and device."""
+    return dict(_chosen)
+
+
+def forget_kernels() -> None:
+    """Lets kernels be chosen anew; measurements that are kept on disk stay."""
+    _chosen.clear()
+
+
+def _candidates(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> list[str]:
+    native = native_table() if device.type == "cpu" else None
+    names = []
+    if native is not None and (w.mode != "int4" or native[0] == "avx512-vnni"):
+        names.append("native")
+    if w.mode == "int8_dynamic" and _takes_int_mm(w, device):
+        names.append("int_mm")
+    if w.mode == "int8" and dtype == torch.bfloat16 and device.type == "cpu":
+        names.append("int8pack")
+    # Against int8 activations it never wins, but where nothing else can.
+    return names if w.mode == "int8_dynamic" and names else [*names, "dequantised"]
+
+
+def _takes_int_mm(w: Stored, device: torch.device) -> bool:
+    return device.type == "cpu" or (
+        device.type == "cuda" and w.inputs % 8 == 0 and w.outputs % 8 == 0
+    )
+
+
+def _measured(w: Stored, shape: tuple[Any, ...], names: list[str]) -> str:
+    """Times the candidates on this very weight, unless that was done on this machine before."""
+    mode, outputs, inputs, rows, dtype, device, _ = shape
+    native = native_table()
+
+    def measure() -> tuple[float, ...]:
+        x = torch.randn(rows, inputs, dtype=torch.float32).to(device, dtype)
+        best = dict.fromkeys(names, math.inf)
+        for _ in range(TURNS):
+            for name in names:
+                begun = time.perf_counter()
+                KERNELS[name](w, x, None, None)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                best[name] = min(best[name], time.perf_counter() - begun)
+        return tuple(best.values())
+
+    facts = {
+        "what": "int8 kernels 1",
+        "shape": (mode, outputs, inputs, rows, str(dtype), device.type),
+        "kernels": (*names, native[0] if native else ""),
+    }
+    seconds = kept_seconds(facts, measure, len(names))
+    took = dict(zip(names, seconds, strict=True))
+    name = min(names, key=took.__getitem__)
+    told = ", ".join(f"{other} {s * 1e6:.0f} us" for other, s in took.items())
+    _log.info("%s %dx%d, %d rows of %s: %s (%s)", mode, outputs, inputs, rows, dtype, name, told)
+    return name
+
+
+# --- the kernels ---------------------------------------------------------------------------------
+
+
+def _native(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -> Tensor:
+    table = native_table()
+    assert table is not None
+    given = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
+    given = given.contiguous()
+    out = given.new_empty(given.shape[0], w.outputs)
+    added = bias if bias is not None and bias.dtype == torch.float32 else None
+    table[1].run(
+        ("int8_dynamic", "int8", "int4").index(w.mode),
+        given.data_ptr(),
+        out.data_ptr(),
+        given.dtype == torch.bfloat16,
+        given.shape[0],
+        w.inputs,
+        w.outputs,
+        w.values.data_ptr(),
+        w.scales.data_ptr(),
+        0 if w.sums is None else w.sums.data_ptr(),
+        0 if added is None else added.data_ptr(),
+        0 if largest is None else largest.data_ptr(),
+        w.threshold,
+    )
+    if bias is not None and added is None:
+        out += bias
+    return out if out.dtype == x.dtype else out.to(x.dtype)
+
+
+def largest_in_rows(x: Tensor, threshold: float) -> Tensor:
+    """Returns the largest magnitude below a threshold of each row, in float32."""
+    size = x.float().abs()
+    return torch.where(size < threshold, size, 0.0).amax(1)
+
+
+def _int_mm(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -> Tensor:
+    values = x.float()
+    inside = values.abs() < w.threshold  # a NaN is not
+    kept = values if bool(inside.all()) else values.where(inside, 0.0)
+    largest = kept.abs().amax(1) if largest is None else largest
+    inverse = torch.where(largest > TINY, 127.0 / largest, 0.0)
+    rounded = (kept * inverse[:, None]).round_().to(torch.int8)
+    # CUDA's takes more than 16 rows only.
+    short = max(0, 17 - x.shape[0]) if x.is_cuda else 0
+    rounded = F.pad(rounded, (0, 0, 0, short)) if short else rounded
+    sums = torch._int_mm(rounded, w.values.t())[: x.shape[0]].float()
+    y = sums.mul_((largest / 127.0)[:, None] * w.scales)
+    if kept is not values:
+        outliers = values.where(~inside, 0.0)
+        columns = (~inside).any(0).nonzero().squeeze(1)
+        y += (outliers[:, columns] @ w.values[:, columns].float().t()) * w.scales
+    y = y if bias is None else y + bias
+    return y.to(x.dtype)
+
+
+def _int8pack(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -> Tensor:
+    assert x.dtype == torch.bfloat16, "naive in any other dtype"
+    y = torch._weight_int8pack_mm(x, w.values, torch.ones_like(w.scales, dtype=x.dtype))
+    y = y.float() * w.scales
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def _dequantised(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -> Tensor:
+    y = torch.empty(x.shape[0], w.outputs, dtype=x.dtype, device=x.device)
+    step = max(1, PIECE // w.inputs)
+    for start in range(0, w.outputs, step):
+        rows = slice(start, start + step)
+        if w.mode == "int4":
+            y[:, rows] = F.linear(x, from_int4(w.values[rows], w.scales[rows], x.dtype))
+        else:
+            # Whole numbers up to 127 are exact in any dtype: the scales come after the sum.
+            piece = F.linear(x, w.values[rows].to(x.dtype))
+            y[:, rows] = piece.float() * w.scales[rows]
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+KERNELS: dict[str, Kernel] = {
+    "native": _native,
+    "int_mm": _int_mm,
+    "int8pack": _int8pack,
+    "dequantised": _dequantised,
+}

@@ -1,0 +1,412 @@
+"""Replaces the layers of a model by quantised ones, in place, and says what was done to each.
+
+    model = replace_module(model)                      # int8 weights and activations
+    print(report_of(model))
+
+Read `replace_module`, `_Replacing`, then the table `REPLACED`, in which other rooms enter layers of
+their own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from gulliver._compat import share_forward_hooks
+from gulliver.errors import GulliverError, nearest
+from gulliver.options import size_text
+from gulliver.precision.int8._formats import (
+    GROUP,
+    from_int4,
+    from_int8,
+    largest_of,
+    to_int4,
+    to_int8,
+)
+from gulliver.precision.int8._modules import (
+    QuantizedConvolution,
+    QuantizedEmbedding,
+    QuantizedLayer,
+    QuantizedLinear,
+)
+from gulliver.precision.int8._products import MODES, chosen_kernels
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Model = TypeVar("Model", bound=nn.Module)
+NOTE = "_quantisation"
+"""Attribute of a model that has its report."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What became of one layer.
+
+    Attributes:
+        path: path in the model.
+        kind: its class.
+        shape: shape of its weight.
+        format: mode that it is in; empty where it was kept.
+        before: bytes of its weight.
+        after: bytes of its weight, scales and sums of rows.
+        why: why it was kept, or not in the mode that was asked for.
+        error: relative error of its weight in the Frobenius norm, where it was measured.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    format: str
+    before: int
+    after: int
+    why: str = ""
+    error: float | None = None
+
+
+@dataclass
+class Report:
+    """What became of a model's layers, and what its kernels are.
+
+    Attributes:
+        mode: mode that was asked for.
+        layers: all layers with a weight of two dims or more, replaced and kept.
+        before: bytes of the model's parameters and buffers.
+        after: those afterwards.
+    """
+
+    mode: str
+    layers: list[Layer] = field(default_factory=list)
+    before: int = 0
+    after: int = 0
+
+    @property
+    def replaced(self) -> list[Layer]:
+        """Layers that are quantised now."""
+        return [layer for layer in self.layers if layer.format]
+
+    @property
+    def kept(self) -> list[Layer]:
+        """Layers that are what they were."""
+        return [layer for layer in self.layers if not layer.format]
+
+    def __str__(self) -> str:
+        lines: dict[tuple[str, ...], int] = {}
+        for layer in self.layers:
+            path = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer.path)
+            shape = "x".join(map(str, layer.shape))
+            row = (path, layer.kind, shape, layer.format or "kept", layer.why)
+            lines[row] = lines.get(row, 0) + 1
+        widths = [max((len(row[i]) for row in lines), default=0) for i in range(4)]
+        text = [
+            f"{self.mode}: {len(self.replaced)} layers quantised, {len(self.kept)} kept; "
+            f"{size_text(self.before)} before, {size_text(self.after)} after"
+        ]
+        for row, count in lines.items():
+            cells = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False))
+            text.append(f"  {cells}  x{count}  {row[4]}".rstrip())
+        for shape, kernel in chosen_kernels().items():
+            mode, outputs, inputs, rows, dtype, *_ = shape
+            name = str(dtype).removeprefix("torch.")
+            text.append(f"  kernel of {mode} {outputs}x{inputs}, {rows} rows of {name}: {kernel}")
+        return "\n".join(text)
+
+
+@dataclass
+class Ways:
+    """How layers are to be quantised.
+
+    Attributes:
+        mode: one of `MODES`.
+        threshold: magnitude of activations that are not quantised.
+        load: fills a layer on meta before it is quantised, given its path.
+        errors: whether the error of each weight is measured.
+        path: path of the layer at hand.
+        key: what tells its weight from others; tied ones have the same.
+        made: quantised values and scales by weight, so that tied ones stay one.
+        error: relative error of the weight that was quantised last, in the Frobenius norm.
+    """
+
+    mode: str
+    threshold: float
+    load: Callable[[str, nn.Module], None] | None = None
+    errors: bool = False
+    path: str = ""
+    key: int = 0
+    made: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    error: float | None = None
+
+    def quantised(
+        self, weight: Tensor, mode: str, joined: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns values and scales of a matrix ``[outputs, inputs]``.
+
+        Args:
+            weight: matrix; tied ones get the same values.
+            mode: one of `MODES`.
+            joined: makes the largest magnitudes of the whole's rows of those of a shard's.
+        """
+        key = self.key, mode == "int4"
+        known = self.made.get(key)
+        if known is None:
+            largest = largest_of(weight, self.path)
+            largest = largest if joined is None else joined(largest)
+            known = to_int4(weight) if mode == "int4" else to_int8(weight, largest)
+            self.made[key] = known
+            back = (from_int4 if mode == "int4" else from_int8) if self.errors else None
+            self.error = None if back is None else _relative(weight, back(*known, weight.dtype))
+        return known
+
+
+Make = Callable[[Any, Ways], nn.Module]
+REPLACED: dict[type[nn.Module], Make] = {}
+"""Class of a layer to what makes a quantised one of it; for layers of other rooms."""
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a layer is transformers' Conv1D, whose weight is ``[inputs, outputs]``."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def replace_module(
+    model: Model,
+    mode: str = "int8_dynamic",
+    exclude: Iterable[str] = (),
+    outlier_threshold: float | None = 6.0,
+    embeddings: bool = False,
+    convolutions: bool = True,
+    only: Iterable[str] | None = None,
+    load: Callable[[str, nn.Module], None] | None = None,
+    errors: bool = False,
+) -> Model:
+    """Quantises a model's weights for inference, in place.
+
+    The weights must be loaded before. Tied weights stay tied where both layers are quantised. Of
+    what was done to each layer `report_of` tells.
+
+    Args:
+        model: any model; its linear layers (and transformers' Conv1D) and convolutions are
+            replaced by layers that have the same names in it.
+        mode: ``"int8_dynamic"``, int8 weights and activations as LLM.int8 has them, ``"int8"``,
+            weights only, or ``"int4"``, weights in groups of 128 inputs.
+        exclude: patterns (``"lm_head"``, ``"*.attn.*"``) of paths that are kept, each or its end.
+        outlier_threshold: magnitude from which on an activation is multiplied as it is instead of
+            as int8; None: all are quantised.
+        embeddings: whether embeddings are quantised, too.
+        convolutions: whether convolutions are.
+        only: patterns of the paths that are quantised; None for all.
+        load: fills a layer whose parameters are on meta, given its path and itself, before it is
+            quantised; its weight is let go afterwards.
+        errors: whether the report says the error of each weight.
+
+    Returns:
+        The model.
+
+    Raises:
+        GulliverError: the mode or a pattern is unknown, the threshold is not positive, the model is
+            quantised already, or a weight is not finite; nothing is changed then.
+    """
+    _check(model, mode, outlier_threshold)
+    threshold = math.inf if outlier_threshold is None else float(outlier_threshold)
+    replacing = _Replacing(model, Ways(mode, threshold, load, errors), embeddings, convolutions)
+    replacing.match(list(exclude), None if only is None else list(only))
+    replacing.run()
+    return model
+
+
+def report_of(model: nn.Module) -> Report:
+    """Returns what `replace_module` did to a model.
+
+    Raises:
+        GulliverError: nothing, so far.
+    """
+    report = vars(model).get(NOTE)
+    if report is None:
+        raise GulliverError("the model is not quantised: call replace_module(model) first")
+    return report
+
+
+def _check(model: nn.Module, mode: str, threshold: float | None) -> None:
+    if mode not in MODES:
+        raise GulliverError(f"unknown mode {mode!r}: {nearest(mode, MODES)}")
+    if threshold is not None and not threshold > 0:
+        raise GulliverError(f"outlier_threshold is {threshold}: it is above 0, or None")
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLayer):
+            raise GulliverError(
+                f"the model is quantised already ({path or 'it'} is {module.mode}): quantising "
+                "twice would round what is rounded; load its float weights anew"
+            )
+
+
+class _Replacing:
+    def __init__(self, model: nn.Module, ways: Ways, embeddings: bool, convolutions: bool) -> None:
+        self.model, self.ways = model, ways
+        self.embeddings, self.convolutions = embeddings, convolutions
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.exclude: set[str] = set()
+        self.report = Report(ways.mode, before=model_bytes(model))
+
+    def match(self, exclude: Sequence[str], only: Sequence[str] | None) -> None:
+        """Finds the paths that patterns keep; one that matches nothing is refused."""
+        for pattern in (*exclude, *(only or ())):
+            if not any(_matches(path, pattern) for path in self.modules):
+                raise GulliverError(f"no module matches {pattern!r}: name a path or its end")
+        for path in self.modules:
+            wanted = only is None or any(_matches(path, p) or _under(path, p) for p in only)
+            if not wanted or any(_matches(path, p) or _under(path, p) for p in exclude):
+                self.exclude.add(path)
+
+    def run(self) -> None:
+        new: dict[int, nn.Module | None] = {}
+        layers: list[tuple[str, nn.Module, nn.Module]] = []
+        for path, module in self.modules.items():
+            weight = _matrix_in(module)
+            if weight is None or id(module) in new:
+                continue
+            why, mode = self._why_kept(path, module)
+            made = None
+            if not why:
+                made, why = self._loaded(path, module, mode, weight)
+            new[id(module)] = made
+            self._note(path, module, weight, made, why)
+        # Only now: a weight that is refused leaves the model as it was.
+        for path, module in self.modules.items():
+            made = new.get(id(module))
+            if made is not None and path:
+                parent, _, name = path.rpartition(".")
+                layers.append((path, module, made))
+                setattr(self.model.get_submodule(parent), name, made)
+        for _, module, made in layers:
+            share_forward_hooks(module, made)
+            made.train(module.training)
+        self.report.after = model_bytes(self.model)
+        vars(self.model)[NOTE] = self.report
+
+    def _why_kept(self, path: str, module: nn.Module) -> tuple[str, str]:
+        """Returns why a layer is kept, or an empty text, and the mode that it will be in."""
+        parent = self.modules.get(path.rpartition(".")[0]) if path else None
+        mode = self.ways.mode
+        if path in self.exclude:
+            return "excluded", mode
+        if not path:
+            return "it is the model itself", mode
+        if isinstance(parent, nn.MultiheadAttention):
+            return "nn.MultiheadAttention reads its weights past the layer", mode
+        if parametrize.is_parametrized(module):
+            return "its weight is computed anew each time (parametrised)", mode
+        if isinstance(module, nn.Embedding):
+            return ("" if self.embeddings else "embeddings=False"), "int8"
+        if type(module) in CONVOLUTIONS:
+            return ("" if self.convolutions else "convolutions=False"), "int8"
+        if type(module) in REPLACED or _is_linear(module):
+            return "", mode
+        return f"no quantised {type(module).__name__} is known", mode
+
+    def _loaded(
+        self, path: str, module: Any, mode: str, weight: Tensor
+    ) -> tuple[nn.Module | None, str]:
+        """Makes the quantised layer, of one that is filled only for as long."""
+        self.ways.path, self.ways.key, self.ways.error = path, id(weight), None
+        if self.ways.load is not None:
+            self.ways.load(path, module)
+        made, why = self._made(module, mode)
+        if self.ways.load is not None:
+            module._parameters["weight"] = weight
+        return made, why
+
+    def _made(self, module: Any, mode: str) -> tuple[nn.Module | None, str]:
+        why = ""
+        if isinstance(module, nn.Embedding):
+            return self._embedding(module)
+        if type(module) in CONVOLUTIONS:
+            values, scales = self.ways.quantised(module.weight.detach().flatten(1), "int8")
+            values = values.view(module.weight.shape)
+            note = "" if self.ways.mode == "int8" else "weights only"
+            return QuantizedConvolution(module, self.ways.path, values, scales), note
+        if mode == "int4" and matrix_of(module).shape[1] % GROUP:
+            mode, why = "int8", f"int8: {GROUP} does not divide its inputs"
+        self.ways.mode, asked = mode, self.ways.mode
+        try:
+            return REPLACED.get(type(module), quantized_linear)(module, self.ways), why
+        finally:
+            self.ways.mode = asked
+
+    def _embedding(self, module: Any) -> tuple[nn.Module | None, str]:
+        if module.max_norm is not None or type(module).forward is not nn.Embedding.forward:
+            return None, "it does more than look up"
+        values, scales = self.ways.quantised(module.weight.detach(), "int8")
+        made = (self.ways.path, values, scales, module.weight.dtype, module.padding_idx)
+        return QuantizedEmbedding(*made), ""
+
+    def _note(
+        self, path: str, module: nn.Module, weight: Tensor, made: nn.Module | None, why: str
+    ) -> None:
+        inside = [m for m in made.modules() if isinstance(m, QuantizedLayer)] if made else []
+        after = sum(layer_bytes(m) for m in inside) if made else weight.nbytes
+        mode = inside[0].mode if inside else ""
+        said = path, type(module).__name__, tuple(weight.shape), mode, weight.nbytes, after
+        self.report.layers.append(Layer(*said, why, self.ways.error if made else None))
+
+
+def quantized_linear(module: Any, ways: Ways) -> nn.Module:
+    """Makes a quantised linear layer of `nn.Linear` or transformers' Conv1D."""
+    weight = matrix_of(module)
+    values, scales = ways.quantised(weight, ways.mode)
+    return QuantizedLinear(
+        ways.path, ways.mode, values, scales, weight.shape[1], module.bias, ways.threshold
+    )
+
+
+def matrix_of(module: Any) -> Tensor:
+    """Returns a linear layer's weight as ``[outputs, inputs]``, detached."""
+    weight = module.weight.detach()
+    return weight.t() if is_conv1d(module) or getattr(module, "transposed", False) else weight
+
+
+def _relative(weight: Tensor, back: Tensor) -> float:
+    return float((back - weight).norm() / weight.norm().clamp(min=1e-30))
+
+
+def _matrix_in(module: nn.Module) -> Tensor | None:
+    """Returns a module's weight, or else its largest own parameter, of two dims or more."""
+    own = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and weight.dim() > 1:
+        return weight
+    return max(own, key=Tensor.numel, default=None)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return is_conv1d(module) or type(module).forward is nn.Linear.forward
+
+
+def layer_bytes(layer: QuantizedLayer) -> int:
+    """Returns the bytes of a layer's values, scales and sums of rows."""
+    sums = 0 if layer.mode == "int4" or not isinstance(layer, QuantizedLinear) else layer.outputs
+    return layer.weight.nbytes + layer.weight_scale.nbytes + 4 * sums
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Returns the bytes of a model's parameters, buffers and sums of rows, each storage once."""
+    seen: dict[Any, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        # Those on meta have no address: each is its own.
+        key = id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
+        seen[key] = max(seen.get(key, 0), tensor.nbytes)
+    layers = (m for m in model.modules() if isinstance(m, QuantizedLinear) and m.mode != "int4")
+    return sum(seen.values()) + sum(4 * layer.outputs for layer in layers)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern) or path.endswith(f".{pattern}")
+
+
+def _under(path: str, pattern: str) -> bool:
+    parts = path.split(".")
+    return any(_matches(".".join(parts[:count]), pattern) for count in range(1, len(parts)))

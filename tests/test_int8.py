@@ -1,0 +1,319 @@
+"""int8 and int4 weights: numbers against float64, kernels against each other, refusals."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import gulliver
+from gulliver.errors import GulliverError
+from gulliver.precision import int8
+from gulliver.precision.int8 import (
+    KERNELS,
+    QuantizedConvolution,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    Stored,
+    from_int4,
+    from_int8,
+    largest_of,
+    native_table,
+    report_of,
+    to_int4,
+    to_int8,
+)
+
+needs_native = pytest.mark.skipif(native_table() is None, reason="no native products here")
+SHAPES = [(1, 64, 8), (3, 77, 5), (7, 130, 3), (9, 256, 34), (1, 5, 1), (17, 1025, 6)]
+"""Rows, inputs and outputs: whole vectors and not, one row and more than a tile has."""
+
+
+def stored(outputs: int, inputs: int, mode: str, threshold: float = math.inf) -> Stored:
+    weight = torch.randn(outputs, inputs)
+    if mode == "int4":
+        values, scales = to_int4(weight)
+        return Stored(mode, values, scales, None, inputs, threshold)
+    values, scales = to_int8(weight, largest_of(weight, "w"))
+    return Stored(mode, values, scales, values.sum(1, dtype=torch.int32), inputs, threshold)
+
+
+def exact(w: Stored, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product in float64, with the activations rounded as LLM.int8 rounds them."""
+    rounded, outliers = x.double(), torch.zeros_like(x, dtype=torch.float64)
+    if w.mode != "int8":
+        inside = x.abs() < w.threshold
+        outliers = x.double().where(~inside, 0.0)
+        kept = x.where(inside, 0.0)
+        step = kept.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+        rounded = torch.round(kept / step).double() * step.double() + outliers
+    dequantised = from_int4 if w.mode == "int4" else from_int8
+    y = rounded @ dequantised(w.values, w.scales, torch.float64).t()
+    return y if bias is None else y + bias
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, limit: float) -> None:
+    error = (found.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+    assert error < limit, float(error)
+
+
+def test_int8_rows_are_within_half_a_step_and_hold_extremes_exactly():
+    weight = torch.randn(6, 40)
+    weight[1] = 0
+    weight[2] *= 1e-20
+    weight[3, 0] = 1e4
+    values, scales = to_int8(weight, largest_of(weight, "w"))
+    back = from_int8(values, scales, torch.float32)
+    assert ((back - weight).abs() <= 0.501 * scales[:, None]).all()
+    assert back[1].eq(0).all()
+    assert values[3, 0] == 127
+    # Uniform rounding of normal values: a step's deviation is 1 / sqrt(12) of it.
+    normal = torch.randn(64, 4096)
+    values, scales = to_int8(normal, largest_of(normal, "w"))
+    error = (from_int8(values, scales, torch.float32) - normal).norm() / normal.norm()
+    assert 0.8 < error / (scales.mean() / math.sqrt(12)) < 1.2
+
+
+def test_int4_packs_what_it_unpacks_and_errs_within_a_step():
+    weight = torch.randn(5, 384)
+    packed, scales = to_int4(weight)
+    back = from_int4(packed, scales, torch.float32)
+    assert packed.shape == (5, 192)
+    assert scales.shape == (5, 3)
+    step = scales.abs().repeat_interleave(128, 1)
+    assert ((back - weight).abs() <= 1.01 * step).all()
+    again = from_int4(*to_int4(back), torch.float32)
+    torch.testing.assert_close(again, back)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8_dynamic"])
+@pytest.mark.parametrize("name", ["native", "int_mm", "dequantised", "int8pack"])
+def test_kernels_agree_with_float64(mode: str, name: str):
+    if (name == "native" and native_table() is None) or (
+        (name in ("dequantised", "int8pack")) != (mode == "int8") and name != "native"
+    ):
+        pytest.skip("not a kernel of this mode or machine")
+    for rows, inputs, outputs in SHAPES:
+        for dtype in (torch.bfloat16,) if name == "int8pack" else (torch.float32, torch.bfloat16):
+            if name == "int8pack" and inputs % 16:
+                continue
+            w = stored(outputs, inputs, mode, 6.0)
+            x = torch.randn(rows, inputs)
+            x[0, 2] = 40.0
+            bias = torch.randn(outputs)
+            found = KERNELS[name](w, x.to(dtype), bias, None)
+            assert found.dtype == dtype
+            limit = 1e-5 if dtype == torch.float32 else 2e-2
+            close(found, exact(w, x.to(dtype).float(), bias), limit)
+
+
+@needs_native
+def test_native_and_int_mm_give_the_same_bits_without_outliers():
+    for rows, inputs, outputs in SHAPES:
+        w = stored(outputs, inputs, "int8_dynamic")
+        x, bias = torch.randn(rows, inputs), torch.randn(outputs)
+        x[-1] = 0
+        one, other = (KERNELS[name](w, x, bias, None) for name in ("native", "int_mm"))
+        assert torch.equal(one, other)
+
+
+@needs_native
+def test_instruction_sets_give_the_same_integers(monkeypatch: pytest.MonkeyPatch):
+    w = stored(9, 333, "int8_dynamic", 6.0)
+    x = torch.randn(5, 333)
+    results = []
+    for name in ("avx512-vnni", "avx2"):
+        monkeypatch.setenv("GULLIVER_INT8", name)
+        native_table.cache_clear()
+        if native_table() is not None:
+            results.append(KERNELS["native"](w, x, None, None))
+    native_table.cache_clear()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_int4_products_agree_with_float64():
+    native = native_table()
+    names = ["native"] if native is not None and native[0] == "avx512-vnni" else []
+    for name in [*names, "dequantised"]:
+        for rows, outputs in ((1, 7), (6, 33)):
+            w = stored(outputs, 384, "int4", 6.0)
+            x = torch.randn(rows, 384)
+            x[0, 200] = -50.0
+            wanted = exact(w, x, None)
+            close(KERNELS[name](w, x, None, None), wanted, 1e-5 if name == "native" else 1e-2)
+
+
+@pytest.mark.parametrize("name", ["native", "int_mm"])
+def test_a_row_with_a_nan_or_an_infinity_is_alone_in_showing_it(name: str):
+    if name == "native" and native_table() is None:
+        pytest.skip("no native products here")
+    w = stored(4, 64, "int8_dynamic")
+    x = torch.randn(3, 64)
+    whole = KERNELS[name](w, x, None, None)
+    x[0, 3], x[1, 5] = math.nan, math.inf
+    y = KERNELS[name](w, x, None, None)
+    assert not y[:2].isfinite().any()
+    assert torch.equal(y[2], whole[2])
+
+
+def test_a_layer_is_the_same_for_a_row_alone_and_in_a_batch():
+    w = stored(16, 96, "int8_dynamic", 6.0)
+    x = torch.randn(40, 96) * torch.rand(40, 1) * 4
+    whole = int8.product(w, x, None)
+    for row in (0, 17, 39):
+        torch.testing.assert_close(int8.product(w, x[row : row + 1], None)[0], whole[row])
+
+
+def model() -> nn.Module:
+    tied = nn.Linear(48, 20, bias=False)
+    layers = {
+        "embed": nn.Embedding(20, 48),
+        "body": nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 48)),
+        "conv": nn.Conv1d(48, 48, 3, padding=1, groups=2, padding_mode="circular"),
+        "norm": nn.LayerNorm(48),
+        "attention": nn.MultiheadAttention(48, 4, batch_first=True),
+        "head": tied,
+    }
+    made = nn.ModuleDict(layers)
+    made["head"].weight = made["embed"].weight  # type: ignore[union-attr]
+    return made.eval()
+
+
+def run(m: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    layers: dict[str, nn.Module] = dict(m.named_children())
+    x = layers["embed"](ids)
+    x = x + layers["body"](x)
+    x = x + layers["conv"](x.transpose(1, 2)).transpose(1, 2)
+    x = layers["norm"](x)
+    x = x + layers["attention"](x, x, x)[0]
+    return layers["head"](x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["int8", "int8_dynamic", "int4"])
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_a_model_is_replaced_in_place_and_stays_near(mode: str, embeddings: bool):
+    torch.manual_seed(0)
+    whole, ids = model(), torch.randint(20, (2, 9))
+    wanted = run(whole, ids)
+    quantised = gulliver.replace_module(whole, mode=mode, embeddings=embeddings)
+    assert quantised is whole
+    layers = dict(whole.named_children())
+    assert isinstance(layers["head"], QuantizedLinear)
+    assert isinstance(layers["conv"], QuantizedConvolution)
+    assert isinstance(layers["embed"], QuantizedEmbedding) == embeddings
+    close(run(whole, ids), wanted.double(), 0.05)
+    if embeddings:
+        assert layers["head"].weight.data_ptr() == layers["embed"].weight.data_ptr()
+    report = report_of(whole)
+    kept = {layer.path: layer.why for layer in report.kept}
+    assert "MultiheadAttention" in kept["attention.out_proj"]
+    assert ("embed" in kept) == (not embeddings)
+    assert report.after < report.before
+    assert "body.*" in str(report)
+
+
+@torch.no_grad()
+def test_transformers_conv1d_is_a_linear_layer_and_bytes_are_a_quarter():
+    from transformers.pytorch_utils import Conv1D
+
+    layer = nn.Sequential(Conv1D(300, 512)).eval()
+    x = torch.randn(4, 512)
+    wanted = layer(x)
+    gulliver.replace_module(layer)
+    close(layer(x), wanted.double(), 0.02)
+    (entry,) = report_of(layer).replaced
+    assert entry.after <= 0.27 * entry.before
+
+
+@torch.no_grad()
+def test_state_dicts_go_out_and_into_a_model_of_the_same_form(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(1)
+    one = gulliver.replace_module(model(), mode="int8")
+    ids = torch.randint(20, (1, 5))
+    save_file({n: t.clone() for n, t in one.state_dict().items()}, tmp_path / "m.safetensors")
+    other = gulliver.replace_module(model(), mode="int8")
+    run(other, ids)  # what it derives from its weights is derived anew
+    other.load_state_dict(load_file(tmp_path / "m.safetensors"))
+    assert torch.equal(run(one, ids), run(other, ids))
+    assert torch.equal(run(copy.deepcopy(one), ids), run(one, ids))
+
+
+def test_scales_stay_float32_whatever_the_model_is_cast_to():
+    layer = gulliver.replace_module(nn.Sequential(nn.Linear(64, 64)))
+    before = layer[0].weight_scale.clone()
+    layer.to(torch.bfloat16)
+    assert torch.equal(layer[0].weight_scale, before)
+    with torch.no_grad():
+        assert layer(torch.randn(2, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing():
+    whole = model()
+    quantised = gulliver.replace_module(copy.deepcopy(whole), mode="int8")
+    with pytest.raises(GulliverError, match=r"quantised already \(body.0"):
+        gulliver.replace_module(quantised)
+    with pytest.raises(GulliverError, match="did you mean 'int8_dynamic'"):
+        gulliver.replace_module(whole, mode="int8_dynamc")
+    with pytest.raises(GulliverError, match="above 0"):
+        gulliver.replace_module(whole, outlier_threshold=0.0)
+    with pytest.raises(GulliverError, match="no module matches 'haed'"):
+        gulliver.replace_module(whole, exclude=["haed"])
+    with pytest.raises(GulliverError, match=r"body.0 is quantised to int8.*float32"):
+        quantised.load_state_dict(whole.state_dict())
+    nibbles = gulliver.replace_module(nn.Sequential(nn.Linear(128, 4)), mode="int4")
+    octets = gulliver.replace_module(nn.Sequential(nn.Linear(128, 4)), mode="int8")
+    with pytest.raises(GulliverError, match="another model or another mode"):
+        nibbles.load_state_dict(octets.state_dict())
+    with pytest.raises(RuntimeError, match="weight_scale"):
+        whole.load_state_dict(quantised.state_dict())
+    whole["body"][2].weight.data[3, 3] = math.nan  # type: ignore[index]
+    with pytest.raises(GulliverError, match=r"body.2.weight has values that are not finite"):
+        gulliver.replace_module(whole)
+    assert type(whole["body"][0]) is nn.Linear  # type: ignore[index]
+
+
+def test_nothing_is_trained_through_int8_and_the_layer_is_named():
+    layers = gulliver.replace_module(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
+    y = layers(torch.randn(3, 8, requires_grad=True))
+    with pytest.raises(GulliverError, match=r"2 has int8_dynamic weights.*no_grad"):
+        y.sum().backward()
+
+
+def test_patterns_exclude_layers_and_all_below_them():
+    whole = gulliver.replace_module(model(), exclude=["body", "head"], convolutions=False)
+    assert report_of(whole).replaced == []
+    whole = gulliver.replace_module(model(), only=["body.0"])
+    assert [layer.path for layer in report_of(whole).replaced] == ["body.0"]
+
+
+def test_a_model_on_meta_tells_its_bytes():
+    with torch.device("meta"):
+        whole = nn.Sequential(nn.Linear(4096, 4096), nn.Conv2d(64, 64, 3))
+    report = report_of(gulliver.replace_module(whole))
+    assert report.after < 0.27 * report.before
+    assert whole[0].weight.is_meta
+
+
+def test_the_kernel_is_the_fastest_that_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    monkeypatch.setenv("GULLIVER_CACHE", str(tmp_path))
+    int8.forget_kernels()
+    w = stored(8, 64, "int8_dynamic")
+    calls = []
+    monkeypatch.setitem(KERNELS, "int_mm", lambda *given: calls.append(1) or given[1])
+    if native_table() is None:
+        assert int8.chosen_kernel(w, 3, torch.float32, torch.device("cpu")) == "int_mm"
+    else:
+        int8.chosen_kernel(w, 3, torch.float32, torch.device("cpu"))
+        assert calls
+        # What was measured is kept: not again in another process, of which this is one.
+        calls.clear()
+        int8.forget_kernels()
+        int8.chosen_kernel(w, 3, torch.float32, torch.device("cpu"))
+        assert not calls
+    int8.forget_kernels()
