@@ -54,7 +54,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) 
 def test_answer_is_that_of_a_search(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Best grids, prices, what is enough, and the changed cluster, against independent searches."""
     told = json.loads(
-        printed(capsys, file, *ASKED, "--memory", "2MiB", "--what-if", "inner=x0.01", "--json")
+        printed(capsys, file, *ASKED, "--memory", "2MiB", "--what-if", "inner=x0.0001", "--json")
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**VALUES, use_cache=False))
@@ -77,7 +77,7 @@ def test_answer_is_that_of_a_search(file: Path, capsys: pytest.CaptureFixture[st
     least, _ = least_bytes(found.facts, cluster, 4)
     assert told["enough"]["bytes"] == least < 2**21
     assert not search(least - 1).best
-    changed = search("2MiB", changed_cluster(cluster, ["inner=x0.01"]))
+    changed = search("2MiB", changed_cluster(cluster, ["inner=x0.0001"]))
     assert told["what_if"][0]["text"] == str(changed.best[0].grid)
     assert told["what_if"][0]["seconds"]["step"] > steps[0]
 

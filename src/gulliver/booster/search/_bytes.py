@@ -206,7 +206,9 @@ class RankBytes:
             begin, rate = (whole, 0.0) if several else (0.0, float(facts.item))
             return _Gradients(begin, rate, 0.0, whole + incoming, shards)
         begin, rate = (shards + incoming, 0.0) if several else (0.0, home / parts)
-        return _Gradients(begin, rate, window, shards + window, shards)
+        # Stage 3 holds most while there are chunks to gather ahead, which are not sent yet.
+        ahead = min(1.0, AHEAD / COLLECTED * window / max(whole, 1)) if grid.stage == 3 else 0.0
+        return _Gradients(begin, rate, window, shards * (1 - ahead) + window, shards)
 
     def _embedded(self, grid: Grid, stage: Stage) -> float:
         """Bytes of the gradient of what is embedded, as the backward makes it."""
