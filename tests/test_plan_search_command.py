@@ -165,10 +165,10 @@ def test_a_page_is_written_with_what_a_command_prints(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = " ".join(map(str, ("plan", file, *ASKED)))
-    page = f"before\n```text\n$ gulliver {asked}\nold\n```\nafter\n"
+    page = f"before\n```text\n$ gulliver {asked}\nstale answer\n```\nafter\n"
     told = written(page)
     assert told.startswith(f"before\n```text\n$ gulliver {asked}\nconfig.json: LlamaForCausalLM")
-    assert "old" not in told
+    assert "stale answer" not in told
     assert len(re.findall(r"^  \d  ", told, re.MULTILINE)) == 3
     assert written(told) == told, "nothing of it changes from run to run"
     best = next(line for line in told.splitlines() if line.startswith("best: "))

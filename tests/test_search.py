@@ -97,7 +97,9 @@ def test_more_memory_is_never_slower_and_too_little_is_told_with_what_would_do(s
 def test_fewest_blocks_are_recomputed(small) -> None:
     _, _, facts = small
     scorer = Scorer(facts, named_cluster("h100x2"), 64, "cuda", 1.0)
-    grid = next(g for axes in axes_of(2, 64, 6, []) if axes.data == 2 for g in grids_of(axes, 64, 6))
+    grid = next(
+        g for axes in axes_of(2, 64, 6, []) if axes.data == 2 for g in grids_of(axes, 64, 6)
+    )
     sizes = [scorer.bytes_of(replace(grid, recomputed=n)) for n in range(7)]
     # Of so many samples activations are more than gradients; one recomputed block works with all
     # that it keeps, which none does otherwise.
