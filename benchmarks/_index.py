@@ -38,6 +38,7 @@ AREAS = {
     "loader": "Data loader",
     "cost": "Cost model: predicted beside measured",
     "memory": "Training under a limit of memory",
+    "memory_truth": "Bytes of grids: predicted beside counted",
     "finetune": "Fine-tuning beside transformers' Trainer, in 4 GiB, and of real text",
     "plan": "Plans: predicted beside measured",
     "stdit": "Text to video: ranks that share a clip",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from benchmarks._live_bytes import LiveBytes
+from benchmarks._planning_page import written
 
 from gulliver.booster.search import least_bytes, search_grids
 from gulliver.cli import main
-from gulliver.cli._plan_models import PUBLIC, built
+from gulliver.cli._plan_models import PUBLIC, adapt, built
 from gulliver.errors import GulliverError
 from gulliver.hardware import changed_cluster, named_cluster
 from gulliver.options import byte_size
@@ -50,7 +54,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) 
 def test_answer_is_that_of_a_search(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Best grids, prices, what is enough, and the changed cluster, against independent searches."""
     told = json.loads(
-        printed(capsys, file, *ASKED, "--memory", "2MiB", "--what-if", "inner=x0.01", "--json")
+        printed(capsys, file, *ASKED, "--memory", "2MiB", "--what-if", "inner=x0.0001", "--json")
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**VALUES, use_cache=False))
@@ -73,7 +77,7 @@ def test_answer_is_that_of_a_search(file: Path, capsys: pytest.CaptureFixture[st
     least, _ = least_bytes(found.facts, cluster, 4)
     assert told["enough"]["bytes"] == least < 2**21
     assert not search(least - 1).best
-    changed = search("2MiB", changed_cluster(cluster, ["inner=x0.01"]))
+    changed = search("2MiB", changed_cluster(cluster, ["inner=x0.0001"]))
     assert told["what_if"][0]["text"] == str(changed.best[0].grid)
     assert told["what_if"][0]["seconds"]["step"] > steps[0]
 
@@ -148,6 +152,71 @@ def test_other_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], file: 
     (lora,) = (use[kind]["bytes"]["all"] for kind in use if kind.startswith("LoRA"))
     assert held["inference"] < lora < held["training"]
     assert use["inference"]["bytes"]["gradients"] == 0 == out["trained"]
+
+
+@pytest.mark.full
+@pytest.mark.deadline(900)
+def test_the_page_has_the_answers_of_the_commands() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    assert written(page) == page, "run python -m benchmarks._planning_page docs/planning.md"
+
+
+def test_a_page_is_written_with_what_a_command_prints(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = " ".join(map(str, ("plan", file, *ASKED)))
+    page = f"before\n```text\n$ gulliver {asked}\nstale answer\n```\nafter\n"
+    told = written(page)
+    assert told.startswith(f"before\n```text\n$ gulliver {asked}\nconfig.json: LlamaForCausalLM")
+    assert "stale answer" not in told
+    assert len(re.findall(r"^  \d  ", told, re.MULTILINE)) == 3
+    assert written(told) == told, "nothing of it changes from run to run"
+    best = next(line for line in told.splitlines() if line.startswith("best: "))
+    assert best in printed(capsys, file, *ASKED)
+
+
+def test_inference_keeps_keys_and_values(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many bytes as a real model keeps, and its peak; LoRA's peak is that of a run, too."""
+    torch.manual_seed(0)
+    ids = torch.zeros(8, 128, dtype=torch.long)
+    options = ("--cluster", "cpux1", "--batch", "8", "--seq", "128", "--precision", "fp32")
+    told = json.loads(printed(capsys, file, *options, "--inference", "--json"))
+    with LiveBytes() as counter:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**VALUES)).eval()
+        gc.collect()
+        counter.peak = counter.live
+        with torch.no_grad():
+            found = model(input_ids=ids.clone(), use_cache=True)
+    kept = sum(t.nbytes for one in found.past_key_values.layers for t in (one.keys, one.values))
+    assert 8 * told["cached_of_a_sample"] == kept
+    assert whole_of(told)["bytes"]["all"] == pytest.approx(counter.peak, rel=0.05)
+
+
+def test_lora_holds_what_is_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--cluster", "cpux1", "--batch", "8", "--seq", "128", "--precision", "fp32")
+    told = json.loads(printed(capsys, file, *options, "--lora", "4", "--json"))
+    ids = torch.zeros(8, 128, dtype=torch.long)
+    with LiveBytes() as counter:
+        config = transformers.LlamaConfig(**VALUES, use_cache=False)
+        model = transformers.LlamaForCausalLM(config).train()
+        adapt(model, 4)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained)
+        for _ in range(2):
+            gc.collect()
+            counter.peak = counter.live
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert told["trained"] == sum(p.numel() for p in trained)
+    assert whole_of(told)["bytes"]["all"] == pytest.approx(counter.peak, rel=0.05)
+
+
+def whole_of(told: dict[str, Any]) -> dict[str, Any]:
+    """The grid of one rank that runs all samples at once."""
+    (found,) = told["best"]
+    assert found["grid"]["micro_batches"] == 1
+    return found
 
 
 def small() -> tuple[torch.nn.Module, torch.Tensor]:

@@ -70,16 +70,17 @@ def small():
 def test_the_best_is_the_best_of_all_grids(small) -> None:
     model, optimizer, facts = small
     cluster = named_cluster("h100x16")
-    for limit in (None, 60 << 20, 24 << 20):
-        found = search_grids(model, optimizer, None, cluster, 32, limit, facts=facts)
-        scorer = Scorer(facts, cluster, 32, "cuda", 1.0)
+    for limit in (None, 24 << 20):
+        found = search_grids(model, optimizer, None, cluster, 8, limit, facts=facts)
+        scorer = Scorer(facts, cluster, 8, "cuda", 1.0)
         every = []
-        for axes in axes_of(16, 32, 6, ["split_gather", "all_to_all", "ring_attn"]):
+        for axes in axes_of(16, 8, 6, ["split_gather", "all_to_all", "ring_attn"]):
             if scorer.refuses(axes):
                 continue
-            for grid in grids_of(axes, 32, 6):
+            bound = scorer.bound(axes)
+            for grid in grids_of(axes, 8, 6):
                 whole = scorer.score(grid)
-                assert scorer.bound(axes) <= whole.seconds.step * (1 + 1e-9)
+                assert bound <= whole.seconds.step * (1 + 1e-9)
                 fitting = scorer.least(grid, found.limit)
                 if fitting is not None:
                     assert fitting.bytes <= found.limit
@@ -106,10 +107,13 @@ def test_more_memory_is_never_slower_and_too_little_is_told_with_what_would_do(s
 
 def test_fewest_blocks_are_recomputed(small) -> None:
     _, _, facts = small
-    scorer = Scorer(facts, named_cluster("h100x2"), 8, "cuda", 1.0)
-    grid = next(g for axes in axes_of(2, 8, 6, []) if axes.data == 2 for g in grids_of(axes, 8, 6))
+    scorer = Scorer(facts, named_cluster("h100x2"), 64, "cuda", 1.0)
+    grid = next(
+        g for axes in axes_of(2, 64, 6, []) if axes.data == 2 for g in grids_of(axes, 64, 6)
+    )
     sizes = [scorer.bytes_of(replace(grid, recomputed=n)) for n in range(7)]
-    # One recomputed block works with all that it keeps, which none does otherwise.
+    # Of so many samples activations are more than gradients; one recomputed block works with all
+    # that it keeps, which none does otherwise.
     assert sizes[1:] == sorted(sizes[1:], reverse=True)
     assert sizes[6] < sizes[0]
     for number in range(1, 7):

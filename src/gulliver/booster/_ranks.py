@@ -231,7 +231,7 @@ def tensor_sizes(
     for name, parameter in named.items():
         given, trained = parameter in groups, parameter in groups and parameter.requires_grad
         dtype = _dtype_in(plan, name, parameter)
-        count = _cut_numel(name, parameter, tensor, place[1])
+        count = cut_numel(name, parameter, tensor, place[1])
         # An optimizer that looks at shapes is not given slices.
         shape = parameter.shape if count == parameter.numel() else (count,)
         kept = state_sizes(stepper, groups[parameter], shape) if given else ()
@@ -268,7 +268,8 @@ def _dtype_in(plan: Plan, name: str, parameter: nn.Parameter) -> torch.dtype:
     return parameter.dtype if half is None or kept or not parameter.is_floating_point() else half
 
 
-def _cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, rank: int) -> int:
+def cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, rank: int) -> int:
+    """Elements of a parameter that a rank of the tensor axis has."""
     path, _, own = name.rpartition(".")
     placed = None if tensor is None else tensor.modules.get(path)
     if tensor is None or placed is None or own not in placed.dims:

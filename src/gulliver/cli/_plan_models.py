@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -105,6 +105,7 @@ class Subject:
         sample: what a sample is, in a few words.
         tokens: tokens of a sample; 0 where it has none.
         notes: what is worth knowing of it.
+        cached: elements of the keys and values that it keeps of a sample when it generates.
     """
 
     model: nn.Module
@@ -113,6 +114,7 @@ class Subject:
     sample: str
     tokens: int = 0
     notes: tuple[str, ...] = ()
+    cached: int = 0
 
 
 def subject_of(options: Search) -> Subject:
@@ -190,7 +192,38 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
         batch["decoder_input_ids"] = ids
     most = getattr(config, "max_position_embeddings", None) or options.seq
     notes = (f"the model is made for {most} tokens, not {options.seq}",) * (options.seq > most)
-    return Subject(model, batch, name, f"{options.seq} tokens", options.seq, notes)
+    cached = cached_elements(model, batch) if options.inference else 0
+    return Subject(model, batch, name, f"{options.seq} tokens", options.seq, notes, cached)
+
+
+def cached_elements(model: nn.Module, batch: Mapping[str, Any]) -> int:
+    """Elements of the keys and values that a model of transformers on meta keeps of a batch.
+
+    Returns:
+        Their number; 0 for a model that keeps none, or that does not run on meta.
+    """
+    if not getattr(model, "can_generate", lambda: False)():
+        return 0
+    try:
+        with torch.no_grad():
+            found = model(**batch, use_cache=True)
+    except Exception:  # a model looks at data: what it keeps is told as not counted
+        return 0
+    return sum(t.numel() for t in _cached(getattr(found, "past_key_values", None)))
+
+
+def _cached(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors of a cache, of whatever layers it has."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _cached(inner)
+    elif hasattr(value, "__dict__"):
+        for name in ("self_attention_cache", "cross_attention_cache", "layers", "keys", "values"):
+            held = vars(value).get(name)
+            if held is not None:
+                yield from _cached(held)
 
 
 def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
@@ -269,7 +302,7 @@ def adapt(model: nn.Module, rank: int) -> None:
     if not names:
         raise GulliverError("--lora: the model has no linear layers")
     model.requires_grad_(False)
-    with torch.device("meta"):
+    with next(model.parameters()).device:
         inject_adapter_in_model(LoraConfig(r=rank, target_modules=names), model)
 
 

@@ -14,6 +14,7 @@ from gulliver.booster.search import (
     Found,
     Scored,
     enough,
+    facts_of,
     prices_of_memory,
     report,
     search_grids,
@@ -87,6 +88,13 @@ def _searched(options: Search, cluster: Cluster, best: int = 10) -> tuple[Subjec
     subject = subject_of(options)
     optimizer = trained_part(subject, options)
     limit = None if options.memory is None else byte_size("--memory", options.memory)
+    facts = None
+    if subject.cached:
+        on_cpu = cluster.device.to_device_rate is None
+        known = subject.model, optimizer, subject.batch, cluster.device, options.precision, on_cpu
+        facts = facts_of(*known)
+        heads = getattr(subject.model.config, "num_key_value_heads", None) or 1
+        facts = replace(facts, cached=facts.item * subject.cached, cached_heads=heads)
     found = search_grids(
         subject.model,
         optimizer,
@@ -96,6 +104,7 @@ def _searched(options: Search, cluster: Cluster, best: int = 10) -> tuple[Subjec
         limit,
         options.precision,
         best,
+        facts,
     )
     return subject, found
 
@@ -110,6 +119,7 @@ def plain(answer: Answer) -> dict[str, Any]:
         "trained": found.facts.trained,
         "flops_of_a_sample": analysis.flops // found.facts.samples,
         "kept_by_a_sample": found.facts.saved,
+        "cached_of_a_sample": found.facts.cached,
         "cluster": {
             "name": found.cluster.name,
             "ranks": found.cluster.size,

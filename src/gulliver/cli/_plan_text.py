@@ -32,7 +32,10 @@ NOT_COUNTED = (
     "not counted: input, what kernels work with inside, fragments of the allocator, text encoders "
     "and autoencoders"
 )
-CACHE = ", and the cache of keys and values that generating keeps: this is one forward"
+GENERATED = ", and the tokens that are generated: seconds are those of one forward, the prompt's"
+CACHE = GENERATED + ", nor its keys and values, which are not known"
+SAMPLES = (1, 8, 64)
+"""Numbers of samples that the memory of inference is told for."""
 HOUR, TRILLION = 3600.0, 1e12
 
 
@@ -81,8 +84,10 @@ def lines_of(answer: Answer, options: Search) -> list[str]:
         f"{facts.device.name}; keeps {size_text(facts.saved)} for the backward",
         f"{options.batch} samples a step on {cluster.size} ranks, {cluster.name}",
         _honest(found),
-        NOT_COUNTED + (CACHE if options.inference else ""),
+        NOT_COUNTED + ((GENERATED if facts.cached else CACHE) if options.inference else ""),
     ]
+    if facts.cached:
+        lines.append(_inference(found, subject.sample))
     lines += [*subject.notes, *facts.analysis.notes, *map(str, facts.analysis.opaque)]
     meshes, left = found.meshes
     lines.append(
@@ -127,12 +132,16 @@ def _grids(best: Sequence[Scored]) -> Table:
 
 
 def _memory(best: Scored) -> str:
-    parts = ", ".join(
+    return f"memory of the fullest rank: {size_text(best.bytes)} = {_kinds(best)}"
+
+
+def _kinds(best: Scored) -> str:
+    """Bytes of a rank by kind, in words."""
+    return ", ".join(
         f"{kind.replace('_', ' ')} {size_text(count)}"
         for kind, count in kinds_of_bytes(best).items()
         if count
     )
-    return f"memory of the fullest rank: {size_text(best.bytes)} = {parts}"
 
 
 def timeline(best: Scored) -> list[str]:
@@ -183,10 +192,24 @@ def _after(answer: Answer, options: Search) -> list[str]:
             continue
         best = one.best[0]
         lines.append(
-            f"{use}: {size_text(best.bytes)} of a rank, {seconds_text(best.seconds.step)} a step, "
-            f"{best.grid}"
+            f"{use}: {size_text(best.bytes)} of a rank ({_kinds(best)}), "
+            f"{seconds_text(best.seconds.step)} a step, {best.grid}; the least of a rank is "
+            f"{size_at_least(one.least.bytes)}, {one.least.grid}"
         )
+        if one.facts.cached:
+            lines.append(_inference(one, answer.subject.sample))
     return lines
+
+
+def _inference(found: Found, sample: str) -> str:
+    """The model and its keys and values, for several numbers of samples at once."""
+    facts = found.facts
+    model = facts.item * facts.parameters
+    sizes = ", ".join(f"{n}: {size_text(model + n * facts.cached)}" for n in SAMPLES)
+    return (
+        f"keys and values: {size_text(facts.cached)} of a sample ({sample}); with the parameters, "
+        f"of all ranks that share a model, by samples at once: {sizes}"
+    )
 
 
 def _changes(found: Found, changed: Found) -> list[str]:

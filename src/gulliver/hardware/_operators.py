@@ -2,7 +2,7 @@
 
 FLOPs are those of `torch.utils.flop_counter`: products of matrices, convolutions and attention; all
 else is charged by the bytes that it moves. Torch has no formula for the attention kernel of CPUs,
-which computes what the kernels of GPUs do: it takes theirs.
+which computes what the kernels of GPUs do and takes theirs, nor for grouped products of experts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
     from torch.utils.flop_counter import FlopCounterMode
 
     formulas = dict(FlopCounterMode(display=False).flop_registry)
+    formulas.setdefault(aten._grouped_mm, _grouped_flops)
     return formulas | {mine: formulas[other] for mine, other in ON_CPU.items()}
+
+
+def _grouped_flops(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of products of which each row, column or term belongs to one group, as one expert's."""
+    groups = one.shape[0] if one.ndim == 3 and other.ndim == 2 else 1
+    return 2 * one.numel() * other.shape[-1] // groups
 
 
 def operator_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:

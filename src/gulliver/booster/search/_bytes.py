@@ -1,96 +1,346 @@
-"""Bytes that a rank holds on a grid: model state, what it keeps for backward, what it works with.
+"""Bytes that a rank holds on a grid, at the moment of a step at which they are most.
 
-State is that of ZeRO (Rajbhandari et al. 2020), what is kept that of the micro-batches whose
-backward has not run, under the schedule of the pipeline. A plan that is made of a grid has its own
-bytes, chunk by chunk; these are for comparing thousands of grids.
+State is that of ZeRO (Rajbhandari et al. 2020) as our engine holds it, what is kept that of the
+micro-batches whose backward has not run. A plan that is made of a grid has its own bytes, chunk by
+chunk; these are for comparing thousands of grids.
+
+[Note: moments] Activations are most as a backward begins, gradients as it ends, and what the
+optimizer works with is there when neither grows. So a step is looked at where its bytes can be
+most: at the beginning of the backward of the head and of each block, at the end of the last
+backward, and in the update. Kinds of bytes are told as of the moment that is the largest.
+
+[Note: gradients] Stages 0 and 1 of ZeRO collect gradients in whole buffers, which stage 1 keeps
+from step to step. Stages 2 and 3 give a buffer back as soon as it is reduced. A pipeline collects
+those of all its micro-batches in whole buffers, whatever the stage: they are reduced once, when the
+schedule has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 
-from gulliver.booster.search._facts import Facts, Part, Shared
-from gulliver.booster.search._grids import Grid
+from gulliver.booster.search._facts import Facts, Shared
+from gulliver.booster.search._grids import CHUNKS_MB, Grid
+from gulliver.parallel.zero import IN_FLIGHT
 from gulliver.plan import SHARED_BY_TENSOR, MemoryPlan
 
 MIB = 1 << 20
-WINDOW = 4
-"""Chunks that are whole at once at stage 3: in use, ahead of use, and being reduced."""
+AHEAD = 2
+"""Chunks that stage 3 gathers ahead of the one in use, as plugins do by default."""
+GATHERED = AHEAD + 2
+"""Chunks that are whole at once at stage 3: those, the one in use, and the one before it."""
+COLLECTED = IN_FLIGHT + 1
+"""Chunks whose gradients are whole at once from stage 2 on: those that travel, one that fills."""
+WIDE = 4
+"""Bytes of a float32."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The blocks of a rank, summed up for one sample.
+    """The blocks of a rank.
 
     Attributes:
-        count: number of blocks.
-        parameters: elements of their parameters.
-        saved: bytes that they keep for the backward.
-        output: bytes of what they hand on, all together.
-        largest: most bytes that one of them keeps.
-        working: most bytes that one of them works with.
+        blocks: their numbers in the order in which the rank runs them.
         first: whether what runs before all blocks, such as embeddings, is there too.
         last: whether head and loss are.
+        cuts: number of stages of the rank whose output goes to another one.
     """
 
-    count: int
-    parameters: int
-    saved: int
-    output: int
-    largest: int
-    working: int
+    blocks: tuple[int, ...]
     first: bool
     last: bool
+    cuts: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
 
 
-def summed(parts: Sequence[Part], first: bool, last: bool) -> Stage:
-    """Sums up blocks; arguments as of `Stage`."""
-    return Stage(
-        len(parts),
-        sum(part.parameters for part in parts),
-        sum(part.saved for part in parts),
-        sum(part.output for part in parts),
-        max((part.saved + part.working for part in parts), default=0),
-        max((part.working for part in parts), default=0),
-        first,
-        last,
-    )
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes of one sample at a moment of the backward of one micro-batch.
+
+    Attributes:
+        kept: bytes that are kept for what follows.
+        working: bytes that are worked with.
+        after: elements of the rank's parameters whose gradients are there.
+    """
+
+    kept: float
+    working: float
+    after: float
 
 
-def held_bytes(
-    facts: Facts, grid: Grid, shared: Shared, stage: Stage, flying: float, batch: int
-) -> tuple[MemoryPlan, int]:
-    """Bytes that a rank holds by kind, and those that a block works with besides.
+@dataclass(frozen=True)
+class _Gradients:
+    """Bytes of gradients over the last backward of a step.
+
+    Attributes:
+        begin: bytes as it begins.
+        rate: bytes for each element that learns whose gradient has come.
+        window: bytes of whole buffers that come and go.
+        end: bytes when all have come.
+        step: bytes in the update.
+    """
+
+    begin: float
+    rate: float
+    window: float
+    end: float
+    step: float
+
+
+class RankBytes:
+    """Counts the bytes of ranks on grids of one model.
 
     Args:
         facts: model and batch in numbers.
-        grid: the grid.
-        shared: what tensor ranks share.
-        stage: blocks of the rank.
-        flying: micro-batches whose backward has not run.
-        batch: samples of a step.
+        batch: number of samples of a step.
     """
-    axes = grid.axes
-    before, after = facts.ends
-    # What both ends use, such as a tied embedding, a rank with both has once.
-    outside = min(stage.first * before + stage.last * after, facts.outside.parameters)
-    own = stage.parameters + outside
-    own = int(own * (1 - shared.parameters * (1 - 1 / axes.tensor)))
-    state = state_bytes_of(facts, grid, own, axes.data * axes.sequence, axes.tensor)
-    samples = batch // axes.data // grid.micro_batches
-    divided, whole = (1 - shared.saved * (1 - 1 / axes.tensor)) / axes.sequence, 1 / axes.sequence
-    if axes.mode in SHARED_BY_TENSOR:
-        divided = whole = 1 / axes.tensor
-    again = grid.recomputed / max(1, len(facts.blocks))
-    kept = samples * (stage.saved * (1 - again) * divided + stage.output * again * whole)
-    working = samples * (stage.largest if again else stage.working) * divided
-    if stage.last:
-        # Of head and loss only one micro-batch is under way.
-        kept += samples * facts.outside.saved * divided / flying
-        most = min(facts.outside.working, facts.outside.saved)
-        working = max(working, samples * most * divided)
-    return replace(state, activations=int(kept * flying)), int(working)
+
+    def __init__(self, facts: Facts, batch: int) -> None:
+        self.facts, self.batch = facts, batch
+        self._moments = lru_cache(None)(self._moments_of)
+        self._sizes = lru_cache(None)(self._sizes_of)
+        self._windows = lru_cache(None)(self._windows_of)
+        self._learns = facts.trained / max(1, facts.parameters)
+
+    def held(self, grid: Grid, stage: Stage, flying: float) -> tuple[MemoryPlan, int]:
+        """Bytes of a rank by kind when they are most, and those that it works with besides.
+
+        Args:
+            grid: the grid.
+            stage: blocks of the rank.
+            flying: micro-batches whose backward has not run, in parts of the rank's blocks.
+        """
+        axes, learns = grid.axes, self._learns
+        samples = self.batch // axes.data
+        micro = samples // grid.micro_batches
+        inputs = samples * self.facts.analysis.inputs / self.facts.samples / axes.sequence
+        inputs += samples * self._cached(grid, stage)
+        parameters, window, state = self._state(grid, stage)
+        moments, whole = self._moments(
+            stage, axes.tensor, axes.sequence, axes.mode in SHARED_BY_TENSOR, grid.recomputed
+        )
+        found = []
+        for gradients, others in self._backwards(grid, stage, flying):
+            # Of head and loss one micro-batch is under way, but where all forwards come first.
+            heads = others if grid.schedule == "gpipe" and stage.last else 0.0
+            kept = micro * (others * whole + heads * self._head(grid)) + inputs
+            for moment in moments:
+                come = learns * moment.after
+                grads = gradients.begin + gradients.rate * come
+                grads += min(gradients.window, self.facts.item * come)
+                ours = kept + micro * moment.kept, micro * moment.working
+                found.append((parameters + window, grads, *ours))
+        gradients = self._gradients(grid, stage)
+        found.append((parameters + window, gradients.end, inputs, self._embedded(grid, stage)))
+        found.append((parameters, gradients.step, inputs, self._updating(grid, stage)))
+        held, grads, kept, working = map(int, max(found, key=sum))
+        return MemoryPlan(held, grads, int(state), kept), working
+
+    def _backwards(
+        self, grid: Grid, stage: Stage, flying: float
+    ) -> Iterator[tuple[_Gradients, float]]:
+        """Yields backwards of a step, and how many micro-batches are kept besides their own."""
+        several = grid.micro_batches > 1
+        if grid.axes.pipeline > 1 and several:
+            # With the first one gradients come; after it a forward follows, if there is one.
+            yield self._gradients(replace(grid, micro_batches=1), stage), flying - 1
+            runs_on = grid.schedule != "gpipe" and grid.micro_batches > flying
+            yield self._gradients(grid, stage), flying - 1 if runs_on else max(0.0, flying - 2)
+        else:
+            yield self._gradients(grid, stage), flying - 1
+
+    def state(self, grid: Grid, stage: Stage) -> MemoryPlan:
+        """Bytes of parameters, gradients and optimizer state of a rank when they are most."""
+        parameters, window, state = self._state(grid, stage)
+        gradients = self._gradients(grid, stage)
+        last = gradients.begin + gradients.rate * self._learns * sum(
+            self._sizes(stage, grid.axes.tensor)
+        )
+        most = max(gradients.end, gradients.begin + gradients.window, last)
+        return MemoryPlan(int(parameters + window), int(most), int(state))
+
+    # Model state.
+
+    def _parts(self, grid: Grid) -> int:
+        return grid.axes.data * grid.axes.sequence if grid.stage else 1
+
+    def _state(self, grid: Grid, stage: Stage) -> tuple[float, float, float]:
+        """Bytes of parameters that stay, that come and go, and of optimizer state."""
+        facts, parts = self.facts, self._parts(grid)
+        own = sum(self._sizes(stage, grid.axes.tensor))
+        learned = own * self._learns
+        copies = WIDE if facts.copied else 0
+        state = learned * (WIDE * facts.states + copies) / parts
+        if grid.stage < 3:
+            return facts.item * own, 0.0, state
+        # Of 16 bits that learn, the shards are the float32 copies.
+        shards = own - learned if facts.copied else own
+        window = self._windows(stage, grid.axes.tensor, _chunk_bytes(self.facts, grid))[0]
+        return facts.item * shards / parts, window, state
+
+    def _gradients(self, grid: Grid, stage: Stage) -> _Gradients:
+        """Bytes of gradients; see the note above."""
+        facts, parts = self.facts, self._parts(grid)
+        learned = self._learns * sum(self._sizes(stage, grid.axes.tensor))
+        home = WIDE if facts.copied else facts.item
+        whole, shards = facts.item * learned, home * learned / parts
+        several, line = grid.micro_batches > 1, grid.axes.pipeline > 1
+        if parts == 1:
+            copies = WIDE * learned if facts.copied else 0
+            begin = whole if several else 0.0
+            rate = 0.0 if several else facts.item
+            rate += WIDE if facts.copied and not line else 0.0
+            return _Gradients(begin, rate, 0.0, whole + copies, copies or whole)
+        if grid.stage == 1:
+            rate = 0.0 if line else home / parts
+            return _Gradients(whole, rate, 0.0, whole + shards, whole + shards)
+        together = self._windows(stage, grid.axes.tensor, _chunk_bytes(self.facts, grid))[1]
+        window = min(together * self._learns, whole)
+        incoming = window * home / facts.item / parts
+        if line:
+            begin, rate = (whole, 0.0) if several else (0.0, float(facts.item))
+            return _Gradients(begin, rate, 0.0, whole + incoming, shards)
+        begin, rate = (shards + incoming, 0.0) if several else (0.0, home / parts)
+        # Stage 3 holds most while there are chunks to gather ahead, which are not sent yet.
+        ahead = min(1.0, AHEAD / COLLECTED * window / max(whole, 1)) if grid.stage == 3 else 0.0
+        return _Gradients(begin, rate, window, shards * (1 - ahead) + window, shards)
+
+    def _embedded(self, grid: Grid, stage: Stage) -> float:
+        """Bytes of the gradient of what is embedded, as the backward makes it."""
+        before, *_ = self._shared(grid.axes.tensor).ends
+        return self.facts.item * max(before, default=0) * stage.first * self._learns
+
+    def _updating(self, grid: Grid, stage: Stage) -> float:
+        """Bytes that an update works with: one number for each it steps at once, on a CPU two."""
+        facts, parts = self.facts, self._parts(grid)
+        if facts.states < 2:
+            return 0.0
+        sizes = self._sizes(stage, grid.axes.tensor)
+        if facts.device.to_device_rate is None:
+            return 2 * WIDE * max(sizes, default=0) * (self._learns > 0) / parts
+        # Stages 1 and 2 step chunk by chunk, the others all in one call.
+        whole = WIDE * self._learns * sum(sizes)
+        apart = parts > 1 and grid.stage < 3
+        chunk = WIDE / facts.item * _chunk_bytes(facts, grid)
+        return (min(whole, chunk) if apart else whole) / parts
+
+    # What a rank has.
+
+    def _shared(self, tensor: int) -> Shared:
+        shared = self.facts.shared(tensor)
+        assert shared is not None, "grids are counted whose tensors can be cut"
+        return shared
+
+    def _sizes_of(self, stage: Stage, tensor: int) -> tuple[int, ...]:
+        """Elements of the rank's parameters, in order, before they are sharded."""
+        shared = self._shared(tensor)
+        before, after, both = shared.ends
+        found = list(before) if stage.first else []
+        for block in stage.blocks:
+            found += shared.sizes[block]
+        if stage.last:
+            found += after
+        # What both ends use, such as a tied embedding, a rank with both has once.
+        return (
+            (*found[: len(found) - len(after)], *both) if stage.first and stage.last else (*found,)
+        )
+
+    def _windows_of(self, stage: Stage, tensor: int, capacity: int) -> tuple[int, int]:
+        """Most bytes of chunks that are whole at once at stage 3, and of gradients from 2 on."""
+        chunks = _chunks(self._sizes(stage, tensor), capacity // self.facts.item)
+        gathered, collected = (_most_together(chunks, n) for n in (GATHERED, COLLECTED))
+        return self.facts.item * gathered, self.facts.item * collected
+
+    # Activations.
+
+    def _cached(self, grid: Grid, stage: Stage) -> float:
+        """Bytes of keys and values of a sample that blocks of a rank keep to generate after it."""
+        axes, facts = grid.axes, self.facts
+        ranks = min(axes.tensor, facts.cached_heads) * axes.sequence
+        return facts.cached * stage.count / max(1, len(facts.blocks)) / ranks
+
+    def _head(self, grid: Grid) -> float:
+        """Bytes of a sample that head and loss keep."""
+        return self.facts.outside.saved * self._divided(grid.axes.tensor, grid.axes.sequence)[1]
+
+    def _divided(self, tensor: int, sequence: int) -> tuple[float, float]:
+        """Share of what blocks, and of what head and loss keep, that a rank has."""
+        shared, rest = self._shared(tensor), 1 - 1 / tensor
+        return (1 - shared.saved * rest) / sequence, (1 - shared.outside * rest) / sequence
+
+    def _moments_of(
+        self, stage: Stage, tensor: int, sequence: int, by_tensor: bool, recomputed: int
+    ) -> tuple[tuple[_Moment, ...], float]:
+        """Moments of a backward at which a rank may hold most, and what a micro-batch keeps."""
+        facts, number = self.facts, len(self.facts.blocks)
+        inside, outside = self._divided(tensor, sequence)
+        whole = 1 / sequence
+        if by_tensor:
+            inside = whole = 1 / tensor
+        again = {place * number // recomputed for place in range(recomputed)}
+        parts = [facts.parts[block] for block in stage.blocks]
+        kept = [
+            part.output * whole if block in again else part.saved * inside
+            for block, part in zip(stage.blocks, parts, strict=True)
+        ]
+        # What goes to another stage stays as the root of its backward.
+        roots = stage.cuts * facts.hidden * whole
+        total = sum(kept) + roots
+        sizes = [sum(self._shared(tensor).sizes[block]) for block in stage.blocks]
+        left = sum(self._shared(tensor).ends[1]) if stage.last else 0
+        found = []
+        if stage.last or not parts:
+            working = facts.outside.working * outside
+            found.append(_Moment(total + facts.outside.saved * outside, working, 0.0))
+        sums = list(accumulate(kept))
+        for place in reversed(range(len(parts))):
+            block, part = stage.blocks[place], parts[place]
+            working = part.working * inside
+            if by_tensor:  # gathered where it goes into columns
+                working += part.output * (1 - whole)
+            if block in again:
+                working += max(0.0, part.saved * inside - kept[place])
+            found.append(_Moment(sums[place] + roots, working, left))
+            left += sizes[place]
+        return tuple(_undominated(found)), total
+
+
+def _undominated(moments: Sequence[_Moment]) -> Iterator[_Moment]:
+    """Yields the moments, in their order, that hold more than each later one does."""
+    most, found = -1.0, []
+    for moment in reversed(moments):
+        if moment.kept + moment.working > most:
+            most = moment.kept + moment.working
+            found.append(moment)
+    yield from reversed(found)
+
+
+def _chunk_bytes(facts: Facts, grid: Grid) -> int:
+    return facts.chunk_bytes or (grid.chunk_mb or CHUNKS_MB[0]) * MIB
+
+
+def _chunks(sizes: Sequence[int], capacity: int) -> list[int]:
+    """Elements of the chunks that parameters are packed into, as `plan_chunks` does."""
+    found = list[int]()
+    for size in sizes:
+        if found and found[-1] + size <= capacity:
+            found[-1] += size
+        else:
+            found.append(size)
+    return found
+
+
+def _most_together(chunks: Sequence[int], count: int) -> int:
+    """The largest sum of so many chunks, one after the other."""
+    starts = range(max(1, len(chunks) - count + 1))
+    return max(sum(chunks[start : start + count]) for start in starts)
 
 
 def stages_of(rank: int, ranks: int, chunks: int, folded: bool) -> list[int]:
@@ -116,33 +366,3 @@ def under_way(grid: Grid, rank: int) -> float:
     if chunks > 1:
         return min(micro, ((chunks - 1) * ranks + 2 * (ranks - rank - 1) + 1) / chunks)
     return min(micro, ranks - rank)
-
-
-def state_bytes_of(facts: Facts, grid: Grid, own: int, replicas: int, tensor: int) -> MemoryPlan:
-    """Bytes of parameters, gradients and optimizer state (ZeRO, Rajbhandari et al. 2020).
-
-    Args:
-        facts: the model.
-        grid: grid, whose stage of ZeRO and size of a chunk count.
-        own: elements of the rank's parameters, before they are sharded.
-        replicas: number of ranks that share them.
-        tensor: number of ranks that share each.
-    """
-    learns = facts.trained / max(1, facts.parameters)
-    chunk = max(grid.chunk_mb * MIB, facts.item * facts.largest_in_blocks // tensor)
-    # An embedding is a chunk of its own, of which one is whole at a time.
-    widest = max(chunk, facts.item * facts.largest // tensor)
-    window = min(widest + (WINDOW - 1) * chunk, facts.item * own)
-    parts = replicas if grid.stage else 1
-    parameters = facts.item * own
-    if grid.stage == 3:
-        # Of 16 bits, the shards are the float32 copies.
-        parameters = window + (0 if facts.copied else facts.item * own // replicas)
-    gradients = facts.item * own * learns
-    if grid.stage >= 2:
-        gradients = min(gradients, window) + 4 * own * learns / replicas
-    elif facts.copied:
-        gradients += 4 * own * learns / parts
-    copies = 4 if facts.copied else 0
-    state = own * learns * (4 * facts.states + copies) / parts
-    return MemoryPlan(int(parameters), int(gradients), int(state))

@@ -18,6 +18,7 @@ from torch import nn
 
 from gulliver.booster._blocks import recomputable_blocks
 from gulliver.booster._measure import ADDED_UP, entries_of, shared_paths
+from gulliver.booster._ranks import cut_numel
 from gulliver.errors import GulliverError
 from gulliver.hardware import Device, update_seconds
 from gulliver.parallel import state_sizes
@@ -36,7 +37,7 @@ class Part:
         backward_s: seconds of its backward, alike.
         saved: bytes that it keeps for the backward.
         output: bytes of what it hands on.
-        working: most bytes of its forward or backward beyond what it keeps.
+        working: most bytes of its forward or backward beyond what it keeps and those before it.
         parameters: elements of its parameters.
         operators: number of operators of its forward and of its backward.
     """
@@ -57,11 +58,14 @@ class Shared:
     Attributes:
         size: number of ranks.
         seconds: share of the forward's seconds that they divide.
-        saved: share of the kept bytes that they divide.
+        saved: share of the bytes that blocks keep which they divide.
         parameters: share of the parameters that they divide.
         forward: bytes of each output that they add up in a forward, for one sample.
         backward: bytes of each gradient that they add up in a backward.
         again: bytes of those outputs that recomputed blocks add up again.
+        outside: share of the bytes that head and loss keep which they divide.
+        sizes: elements of a rank's parameters of each block, in order.
+        ends: those of what runs before all blocks, of head and loss, and of both without the first.
     """
 
     size: int
@@ -71,6 +75,9 @@ class Shared:
     forward: tuple[int, ...] = ()
     backward: tuple[int, ...] = ()
     again: tuple[int, ...] = ()
+    outside: float = 0.0
+    sizes: tuple[tuple[int, ...], ...] = ()
+    ends: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
 
 
 @dataclass
@@ -87,6 +94,9 @@ class Facts:
         item: bytes of a parameter as it computes.
         copied: whether the optimizer steps float32 copies.
         trained: elements of the parameters that learn.
+        chunk_bytes: size of every chunk of ZeRO; 0 leaves it to the grid.
+        cached: bytes of keys and values that all blocks keep of a sample, to generate after it.
+        cached_heads: number of their heads, over which tensor ranks can share them.
     """
 
     model: nn.Module
@@ -98,6 +108,9 @@ class Facts:
     item: int
     copied: bool
     trained: int
+    chunk_bytes: int = 0
+    cached: int = 0
+    cached_heads: int = 1
     refused: dict[int, str] = field(default_factory=dict)
     _shared: dict[int, Shared | None] = field(default_factory=dict)
 
@@ -160,7 +173,7 @@ class Facts:
             rest(self._each(whole.seconds(self.device, BACKWARD), backward), "backward_s"),
             int(rest(whole.saved.activations / n, "saved")),
             0,
-            int(max(0, whole.peak / n - whole.saved.activations / n)),
+            int(max(0, self._peak_behind() - whole.saved.activations - whole.inputs) / n),
             int(rest(self.parameters, "parameters")),
             tuple(
                 max(0, count - sum(part.operators[n] for part in self.parts))
@@ -173,35 +186,47 @@ class Facts:
         return max(0.0, seconds - self.device.launch_s * operators) / self.samples
 
     @cached_property
-    def ends(self) -> tuple[int, int]:
-        """Elements of the parameters that the first and the last rank of a pipeline have besides.
+    def ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the parameters that the first and the last rank of a pipeline have besides.
 
-        Those of modules that every rank keeps are in both.
+        Those of modules that every rank keeps are in both; without a pipeline the first has all.
         """
+        inside = {f"{path}." for path in self.blocks}
+
+        def rest(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(n for n in names if not any(n.startswith(path) for path in inside))
+
         if not self.has_stack or len(self.blocks) < 2:
-            return self.outside.parameters, self.outside.parameters
+            return rest(name for name, _ in self.model.named_parameters()), ()
         stack = stack_of(self.model, None)
         first = len(self.blocks) // 2
         halves = cut(self.model, stack, 2, at=(first, len(self.blocks) - first))
-        held = [names_held(self.model, stack, halves, ((0,), (1,)), place) for place in (0, 1)]
-        blocks = [self.parts[:first], self.parts[first:]]
         before, after = (
-            max(0, sum(p.numel() for p in names.values()) - sum(p.parameters for p in parts))
-            for names, parts in zip(held, blocks, strict=True)
+            rest(names_held(self.model, stack, halves, ((0,), (1,)), place)) for place in (0, 1)
         )
         return before, after
+
+    def _peak_behind(self) -> int:
+        """Most bytes while head and loss run, forward and backward."""
+        operators = self.analysis.operators
+        own = _within(self.analysis, self.blocks)
+        inside = [number for number, operator in enumerate(operators) if own(operator)]
+        last = max((n for n in inside if operators[n].phase == FORWARD), default=-1)
+        first = min((n for n in inside if operators[n].phase != FORWARD), default=len(operators))
+        return max((o.live for o in operators[last + 1 : first]), default=0)
 
     def _part(self, path: str) -> Part:
         analysis, n = self.analysis, self.samples
         costs = analysis.module(path)
         elements = sum(p.numel() for p in self.model.get_submodule(path).parameters())
-        working = max(costs.forward_peak - costs.saved, costs.backward_peak)
+        # The gradient of what it hands on comes from behind it.
+        working = max(costs.forward_peak - costs.saved, costs.backward_peak + costs.handed)
         forward, backward = costs.forward.operators, costs.backward.operators
         return Part(
             self._each(analysis.seconds(self.device, FORWARD, path), forward),
             self._each(analysis.seconds(self.device, BACKWARD, path), backward),
             costs.saved // n,
-            costs.output // n,
+            costs.handed // n,
             max(0, working) // n,
             elements,
             (forward, backward),
@@ -254,18 +279,6 @@ class Facts:
         """Seconds of a step of the optimizer on one device."""
         return update_seconds(self.device, 4 * self.trained, self.states)
 
-    @cached_property
-    def largest(self) -> int:
-        """Elements of the largest parameter."""
-        return max((p.numel() for p in self.model.parameters()), default=0)
-
-    @cached_property
-    def largest_in_blocks(self) -> int:
-        """Elements of the largest parameter of a block."""
-        blocks = {self.analysis.followed(path): path for path in self.blocks}.values()
-        own = (p.numel() for b in blocks for p in self.model.get_submodule(b).parameters())
-        return max(own, default=self.largest)
-
     def shared(self, size: int) -> Shared | None:
         """What `size` tensor ranks share; None where the model cannot be cut so: see `refused`."""
         if size not in self._shared:
@@ -276,23 +289,61 @@ class Facts:
         return self._shared[size]
 
     def _shares(self, tensor: TensorPlan) -> Shared:
+        sizes, ends = self._elements(tensor)
         if tensor.size == 1:
-            return Shared(1)
-        cut = shared_paths(tensor)
-        inside = _within(self.analysis, cut)
+            return Shared(1, sizes=sizes, ends=ends)
+        inside = _within(self.analysis, shared_paths(tensor))
         seconds = [(self._time(o), inside(o)) for o in self._of(FORWARD)]
-        kept = [(o.saved * o.count, inside(o)) for o in self._of(FORWARD)]
         forward = [p for p, placed in tensor.modules.items() if placed.how.kind in ADDED_UP]
         again = [p for p in forward if any(p.startswith(f"{block}.") for block in self.blocks)]
+        kept, outside = self._divided(tensor)
         return Shared(
             tensor.size,
             _share(seconds),
-            _share(kept),
+            kept,
             tensor.share_of(self.model),
             tuple(self._bytes(p, "outputs") for p in forward),
             tuple(self._bytes(p, "inputs") for p in entries_of(tensor)),
             tuple(self._bytes(p, "outputs") for p in again),
+            outside,
+            sizes,
+            ends,
         )
+
+    def _elements(self, tensor: TensorPlan) -> tuple[Any, Any]:
+        """Elements of a rank's parameters: of each block, and of what is outside of all."""
+        named, known = dict(self.model.named_parameters()), dict[str, tuple[int, ...]]()
+        # Of a tied parameter each name counts.
+        every = dict(self.model.named_parameters(remove_duplicate=False))
+
+        def counts(names: Iterable[str]) -> tuple[int, ...]:
+            return tuple(cut_numel(name, every[name], tensor, 0) for name in names)
+
+        found = []
+        for path in self.blocks:
+            stands = self.analysis.followed(path)
+            if stands not in known:
+                own = self.model.get_submodule(path).named_parameters()
+                known[stands] = counts(f"{path}.{name}" for name, _ in own)
+            found.append(known[stands])
+        before, after = self.ends
+        rest = [name for name in after if name not in before and name in named]
+        return tuple(found), (counts(before), counts(after), counts(rest))
+
+    def _divided(self, tensor: TensorPlan) -> tuple[float, float]:
+        """Shares of what blocks, and of what head and loss keep, that tensor ranks divide."""
+        analysis, kept = self.analysis, self.analysis.kept
+        own, apart = _within(analysis, self.blocks), _apart(analysis, tensor)
+        cut, seen = [0, 0], set[int]()
+        for operator in self._of(FORWARD):
+            for value in operator.outputs:
+                if value.storage in kept and value.storage not in seen:
+                    seen.add(value.storage)
+                    nbytes = kept[value.storage] * operator.count
+                    cut[own(operator)] += nbytes if value.storage in apart else 0
+        inside = self.samples * sum(part.saved for part in self.parts)
+        outside = self.samples * self.outside.saved
+        return min(1.0, cut[1] / max(1, inside)), min(1.0, cut[0] / max(1, outside))
 
     def _of(self, phase: str) -> Iterable[Operator]:
         return (o for o in self.analysis.operators if o.phase == phase)
@@ -322,6 +373,33 @@ def _within(analysis: Analysis, paths: Iterable[str]) -> Callable[[Operator], bo
         return any(".".join(parts[:end]) in heads for end in range(1, len(parts) + 1))
 
     return inside
+
+
+def _apart(analysis: Analysis, tensor: TensorPlan) -> set[int]:
+    """Memories of a forward of which each tensor rank has a part: what comes of a cut parameter.
+
+    What a row adds up is whole on all ranks again, and so is what a module of experts gives.
+    """
+    cut = {analysis.followed(path): placed for path, placed in tensor.modules.items()}
+    found = dict[int, str]()
+    for operator in analysis.operators:
+        if operator.phase != FORWARD:
+            continue
+        placed = cut.get(operator.path)
+        if placed is not None and placed.how.kind in (*ADDED_UP, "summed"):
+            for value in () if operator.view else operator.outputs:
+                found.pop(value.storage, None)
+            continue
+        within = operator.path if placed is not None and placed.how.kind == "experts" else ""
+        parts = [found[v.storage] for v in operator.inputs if v.storage in found]
+        taken = any(scope in ("", operator.path) for scope in parts)
+        if taken or (placed is not None and any(_is_cut(v.name, placed) for v in operator.inputs)):
+            found |= {value.storage: within for value in operator.outputs if not value.name}
+    return set(found)
+
+
+def _is_cut(name: str, placed: Any) -> bool:
+    return bool(name) and name.rpartition(".")[2] in placed.dims
 
 
 def _share(found: Iterable[tuple[float, bool]]) -> float:

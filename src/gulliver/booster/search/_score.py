@@ -26,14 +26,7 @@ from gulliver.booster._predict import (
     passes,
     zero_messages,
 )
-from gulliver.booster.search._bytes import (
-    MIB,
-    Stage,
-    held_bytes,
-    stages_of,
-    summed,
-    under_way,
-)
+from gulliver.booster.search._bytes import MIB, RankBytes, Stage, stages_of, under_way
 from gulliver.booster.search._facts import Facts, Shared
 from gulliver.booster.search._grids import CHUNKS_MB, Axes, Grid
 from gulliver.errors import GulliverError
@@ -111,6 +104,7 @@ class Scorer:
         self._sharded = lru_cache(None)(self._sharded_of)
         self._chunk = lru_cache(None)(self._chunk_of)
         self._volume = lru_cache(None)(self._volume_of)
+        self._bytes = RankBytes(facts, batch)
 
     def shared(self, axes: Axes) -> Shared | None:
         """What the tensor ranks of a mesh share; None where they cannot."""
@@ -179,7 +173,7 @@ class Scorer:
             self.cluster.device.launch_s,
         )
         seconds = by_kind(costs)
-        memory, working = self._held(grid, shared)
+        memory, working = self._held(grid)
         return Scored(grid, seconds, memory, working, self.batch)
 
     def least(self, grid: Grid, limit: int | None) -> Scored | None:
@@ -199,9 +193,7 @@ class Scorer:
 
     def bytes_of(self, grid: Grid) -> int:
         """Bytes of the rank that holds most."""
-        grid, shared = self.settled(grid), self.shared(grid.axes)
-        assert shared is not None, "grids are priced whose tensors can be cut"
-        memory, working = self._held(grid, shared)
+        memory, working = self._held(self.settled(grid))
         return sum(vars(memory).values()) + working
 
     # Seconds.
@@ -238,7 +230,8 @@ class Scorer:
 
     def settled(self, grid: Grid) -> Grid:
         """The grid with a size of a chunk: that whose messages show least beside the passes."""
-        if grid.chunk_mb or grid.axes.data * grid.axes.sequence == 1:
+        alone = grid.axes.data * grid.axes.sequence == 1
+        if grid.chunk_mb or self.facts.chunk_bytes or alone:
             return grid
         chunk = self._chunk(grid.axes, grid.stage, self._part(grid))
         return replace(grid, chunk_mb=chunk)
@@ -349,34 +342,38 @@ class Scorer:
         shares = tuple(sum(costs[a:b]) / whole for a, b in itertools.pairwise(bounds))
         return sizes, shares
 
-    def _held(self, grid: Grid, shared: Shared) -> tuple[MemoryPlan, int]:
-        """Bytes of the rank that holds most, by kind, and what it works with."""
-        axes = grid.axes
+    def state_of(self, grid: Grid) -> MemoryPlan:
+        """Bytes of the model state of the rank that has most of it, when it is most."""
+        grid = self.settled(grid)
+        every = [self._bytes.state(grid, stage) for stage in self._stages(grid)]
+        return max(every, key=lambda found: found.total)
+
+    def _stages(self, grid: Grid) -> list[Stage]:
         folded = grid.axes.pipeline > 1 and STYLES[grid.schedule].folded
-        stages = self._summed(axes.pipeline, grid.chunks, folded)
-        ranks = {0, axes.pipeline - 1, max(range(len(stages)), key=lambda n: stages[n].count)}
-        every = [
-            held_bytes(self.facts, grid, shared, stages[rank], under_way(grid, rank), self.batch)
-            for rank in sorted(ranks)
-        ]
+        return self._summed(grid.axes.pipeline, grid.chunks, folded)
+
+    def _held(self, grid: Grid) -> tuple[MemoryPlan, int]:
+        """Bytes of the rank that holds most, by kind, and what it works with."""
+        stages = self._stages(grid)
+        ranks = {0, len(stages) - 1, max(range(len(stages)), key=lambda n: stages[n].count)}
+        every = [self._bytes.held(grid, stages[n], under_way(grid, n)) for n in sorted(ranks)]
         return max(every, key=lambda found: sum(vars(found[0]).values()) + found[1])
 
     def _summed_of(self, ranks: int, chunks: int, folded: bool) -> list[Stage]:
-        """Sums over the blocks of each rank of a pipeline."""
-        facts = self.facts
+        """The blocks of each rank of a pipeline."""
         if ranks == 1:
-            return [summed(facts.parts, True, True)]
+            return [Stage(tuple(range(len(self.facts.parts))), True, True)]
         sizes, _ = self._dealt(ranks * chunks)
         starts = [sum(sizes[:n]) for n in range(len(sizes))]
-        found = []
+        found, last = [], ranks * chunks - 1
         for rank in range(ranks):
             mine = stages_of(rank, ranks, chunks, folded)
-            parts = [
-                facts.parts[block]
+            blocks = tuple(
+                block
                 for stage in mine
                 for block in range(starts[stage], starts[stage] + sizes[stage])
-            ]
-            found.append(summed(parts, 0 in mine, ranks * chunks - 1 in mine))
+            )
+            found.append(Stage(blocks, 0 in mine, last in mine, len(mine) - (last in mine)))
         return found
 
 

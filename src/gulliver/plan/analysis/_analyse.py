@@ -26,9 +26,9 @@ from gulliver.errors import GulliverError
 from gulliver.memory import FakeTensors, stand_in_loss, without_traces
 from gulliver.plan.analysis._kernels import kernels_of
 from gulliver.plan.analysis._known import Known
-from gulliver.plan.analysis._opaque import drafts_of, left_out, widened
+from gulliver.plan.analysis._opaque import left_out, operators_of, widened
 from gulliver.plan.analysis._recorder import Recorder
-from gulliver.plan.analysis._records import Analysis, Opaque, Operator
+from gulliver.plan.analysis._records import Analysis, Opaque
 from gulliver.plan.analysis._repeats import Repeats
 from gulliver.plan.analysis._sums import summed
 
@@ -171,10 +171,10 @@ class _Step:
         """A model of which only parameters and batch are known."""
         tensors = [t for t in pytree.tree_leaves(self.batch) if isinstance(t, Tensor)]
         first = max(tensors, key=Tensor.numel)
-        drafts = drafts_of(self.model, "", tensors, first)
+        operators = operators_of(self.model, "", tensors, first)
         trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
         return Analysis(
-            tuple(Operator(**vars(draft)) for draft in drafts),
+            operators,
             {},
             inputs=sum(t.nbytes for t in tensors),
             gradients=trained,

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from gulliver._compat import needs_data
 from gulliver.errors import GulliverError
 from gulliver.hardware import BACKWARD_OF_LINEAR, linear_flops
-from gulliver.plan.analysis._recorder import Draft, Recorder
-from gulliver.plan.analysis._records import BACKWARD, FORWARD, OPAQUE, Opaque
+from gulliver.plan.analysis._recorder import Recorder
+from gulliver.plan.analysis._records import BACKWARD, FORWARD, OPAQUE, Opaque, Operator
 from gulliver.plan.analysis._repeats import calls_through
 from gulliver.plan.analysis._replay import Given, Template, replay
 
@@ -123,12 +123,12 @@ def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> A
     if first is None:
         # The module around it stays whole then.
         raise ValueError(f"what {path} gives is not known")
-    forward, backward = drafts_of(module, path, tensors, first)
+    forward, backward = operators_of(module, path, tensors, first)
     forward.inputs = recorder.values(tensors)
     recorder.stand_in(forward)
     trained = [p for p in module.parameters() if p.requires_grad]
     grads = torch.is_grad_enabled() and bool(trained or any(t.requires_grad for t in tensors))
-    like = replace(Given.of(first, len(recorder.drafts) - 1), requires_grad=grads)
+    like = replace(Given.of(first, len(recorder.operators) - 1), requires_grad=grads)
     kept = [n for n, t in enumerate(tensors) if t.is_floating_point()] if grads else []
     template = Template(
         path,
@@ -140,13 +140,13 @@ def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> A
     )
     output = replay(recorder, template, tensors)
     forward.outputs = recorder.values([output])
-    backward.forward = len(recorder.drafts) - 1
+    backward.forward = len(recorder.operators) - 1
     return output
 
 
-def drafts_of(
+def operators_of(
     module: nn.Module, path: str, tensors: list[Tensor], first: Tensor
-) -> tuple[Draft, Draft]:
+) -> tuple[Operator, Operator]:
     """Forward and backward of a module of which only parameters and input are known.
 
     Args:
@@ -160,8 +160,8 @@ def drafts_of(
     rows = first.numel() // max(1, first.shape[-1] if first.ndim else 1)
     read = sum(t.nbytes for t in (*tensors, *parameters))
     flops = int(linear_flops(weights, rows))
-    forward = Draft(OPAQUE, FORWARD, path, (), (), flops=flops, read=read, written=first.nbytes)
-    backward = Draft(
+    forward = Operator(OPAQUE, FORWARD, path, (), (), flops=flops, read=read, written=first.nbytes)
+    backward = Operator(
         *(OPAQUE, BACKWARD, path, (), ()),
         flops=int(BACKWARD_OF_LINEAR * flops),
         read=read + first.nbytes,

@@ -36,30 +36,7 @@ from gulliver._compat import newest_node, running_node, saving_hooks
 from gulliver.hardware import operator_bytes, operator_flops
 from gulliver.memory import StorageCounter
 from gulliver.plan.analysis._known import ASKED, Known
-from gulliver.plan.analysis._records import BACKWARD, FORWARD, RECOMPUTE, Value
-
-
-@dataclass
-class Draft:
-    """An operator that is being written down; the attributes are those of `Operator`."""
-
-    name: str
-    phase: str
-    path: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    arguments: tuple[Any, ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
-    flops: int = 0
-    read: int = 0
-    written: int = 0
-    saved: int = 0
-    forward: int = -1
-    in_place: bool = False
-    view: bool = False
-    live: int = 0
-    count: int = 1
-    seconds: float | None = None
+from gulliver.plan.analysis._records import BACKWARD, FORWARD, RECOMPUTE, Operator, Value
 
 
 @dataclass
@@ -95,6 +72,8 @@ class Call:
         ended: number of moments as it ended.
         kept: bytes that it saved which were not saved before.
         output: bytes of its output.
+        handed: bytes of those of its outputs that have the form of an input.
+        taken: forms of its inputs.
         span: first and last moment of its backward.
         open: whether it was called outside of what is computed again.
     """
@@ -108,6 +87,8 @@ class Call:
     ended: int = -1
     kept: int = 0
     output: int = 0
+    handed: int = 0
+    taken: frozenset[Any] = frozenset()
     span: list[int] = field(default_factory=list)
     open: bool = True
 
@@ -136,7 +117,7 @@ class Recorder(StorageCounter):
         known: values of small tensors; None where all have their values.
 
     Attributes:
-        drafts: operators.
+        operators: operators.
         moments: memory, in the order of what happened.
         calls: calls of modules.
         packed: memories that were saved, in their order and as often as they were.
@@ -152,7 +133,7 @@ class Recorder(StorageCounter):
     def __init__(self, model: nn.Module, inputs: list[Tensor], known: Known | None = None) -> None:
         super().__init__()
         self.known = known
-        self.drafts: list[Draft] = []
+        self.operators: list[Operator] = []
         self.moments: list[Moment] = []
         self.calls: list[Call] = []
         self.packed: list[Packed] = []
@@ -286,21 +267,21 @@ class Recorder(StorageCounter):
         # Autograd wraps what it had saved in a tensor of its own, which is no operator of anybody.
         if self._replayed or (phase == BACKWARD and func is torch.ops.aten.detach.default):
             return
-        index = len(self.drafts)
+        index = len(self.operators)
         forward = self._nodes.get(node, -1) if phase == BACKWARD else -1
         if phase != BACKWARD and node != self._node:
             self._nodes[node] = index
             self._node = node
-        draft = self._draft(func, call, taken, given, phase)
-        draft.forward = forward
+        operator = self._operator(func, call, taken, given, phase)
+        operator.forward = forward
         owner = self.running or self._region(phase)
         if phase == RECOMPUTE and owner is not None:
-            draft.path = owner.path
+            operator.path = owner.path
         if phase == BACKWARD:
-            draft.path = self.drafts[forward].path if forward >= 0 else self._last_path()
+            operator.path = self.operators[forward].path if forward >= 0 else self._last_path()
             owner = self._operator_calls[forward] if forward >= 0 else None
         self._operator_calls.append(owner)
-        self.drafts.append(draft)
+        self.operators.append(operator)
         self.moment(index)
         self._spans(owner, phase)
 
@@ -309,7 +290,11 @@ class Recorder(StorageCounter):
         return (running_node() if phase == BACKWARD else newest_node()), phase
 
     def _last_path(self) -> str:
-        return self.drafts[-1].path if self.drafts and self.drafts[-1].phase == BACKWARD else ""
+        return (
+            self.operators[-1].path
+            if self.operators and self.operators[-1].phase == BACKWARD
+            else ""
+        )
 
     def _region(self, phase: str) -> Call | None:
         """The call in whose forward the checkpoint lies that is computed again now."""
@@ -336,16 +321,16 @@ class Recorder(StorageCounter):
         before = self._before if operator >= 0 else self.live
         self.moments.append(Moment(before, self.live, self.gradients, operator, replayed))
 
-    def _draft(
+    def _operator(
         self,
         func: Any,
         call: tuple[Any, Any, Any],
         taken: list[Tensor],
         given: list[Tensor],
         phase: str,
-    ) -> Draft:
+    ) -> Operator:
         args, kwargs, output = call
-        index = len(self.drafts)
+        index = len(self.operators)
         changed = _changed(func)
         inputs = tuple(self._value(tensor) for tensor in taken)
         storages = {value.storage for value in inputs}
@@ -356,7 +341,7 @@ class Recorder(StorageCounter):
         read, written = (0, 0) if view else operator_bytes(func, taken, given)
         numbers = iter(range(len(taken)))
         plain = pytree.tree_map_only(Tensor, lambda _: f"%{next(numbers)}", (args, kwargs))
-        return Draft(
+        return Operator(
             *(func.name(), phase, self.path, inputs, outputs),
             *(tuple(plain[0]), tuple(plain[1].items())),
             operator_flops(func, args, kwargs, output),
@@ -425,14 +410,15 @@ class Recorder(StorageCounter):
         self.saved += nbytes
         # What an operator takes is saved before it runs.
         if not self.quiet:
-            owner = self._nodes.get(newest_node(), len(self.drafts))
+            owner = self._nodes.get(newest_node(), len(self.operators))
             self.claims[owner] = self.claims.get(owner, 0) + nbytes
 
     # Modules.
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any) -> None:
         if module in self._paths:
-            self.enter(self._paths[module])
+            call = self.enter(self._paths[module])
+            call.taken = frozenset((t.shape, t.dtype) for t in args if isinstance(t, Tensor))
 
     def enter(self, path: str) -> Call:
         """Begins the call of a module."""
@@ -458,7 +444,9 @@ class Recorder(StorageCounter):
             if call.path == path:
                 leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
                 own = {self.serial(t): t.untyped_storage().nbytes() for t in leaves}
+                like = {self.serial(t) for t in leaves if (t.shape, t.dtype) in call.taken}
                 call.output = sum(own.values())
+                call.handed = sum(own[serial] for serial in like) or call.output
                 call.ended, call.kept = len(self.moments), self.saved - call.saved
                 break
         self.path = self._running[-1].path if self._running else ""
@@ -480,12 +468,12 @@ class Recorder(StorageCounter):
         self.moment(replayed=(what, backward))
         self._spans(owner, BACKWARD if backward else FORWARD)
 
-    def stand_in(self, draft: Draft) -> None:
+    def stand_in(self, operator: Operator) -> None:
         """Writes down an operator that stands for a module."""
-        draft.live, self._before = self.live, self.live
+        operator.live, self._before = self.live, self.live
         self._operator_calls.append(self.running)
-        self.drafts.append(draft)
-        self.moment(len(self.drafts) - 1)
+        self.operators.append(operator)
+        self.moment(len(self.operators) - 1)
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:

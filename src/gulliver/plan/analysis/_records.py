@@ -46,9 +46,9 @@ class Value:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Operator:
-    """An operation below autograd, as torch ran it.
+    """An operation below autograd, as torch ran it; a recorder fills it in as a step goes on.
 
     Attributes:
         name: name with its overload, such as ``aten::addmm``.
@@ -144,6 +144,7 @@ class ModuleCosts:
         backward: work of the backward.
         saved: bytes that the forward leaves for the backward and nothing before it left.
         output: bytes of the output of a call.
+        handed: bytes of what a call hands on: its outputs in the form of an input, or all of them.
         forward_peak: most bytes during a forward, above what was there as it began.
         backward_peak: most bytes during its backward, above what was there as it began; what is
             computed again included, gradients of parameters not.
@@ -158,6 +159,7 @@ class ModuleCosts:
     backward: Cost = Cost()
     saved: int = 0
     output: int = 0
+    handed: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
     alike: str = ""
@@ -224,6 +226,7 @@ class Analysis:
         peak_with_gradients: the same with the gradients, as they come.
         gradients: bytes of the gradients of parameters.
         parameters: bytes of the parameters.
+        kept: bytes of each memory that the step computes and autograd keeps, by its number.
         opaque: modules that could not be followed.
         notes: sentences about what was done otherwise than one would expect.
     """
@@ -237,6 +240,7 @@ class Analysis:
     peak_with_gradients: int = 0
     gradients: int = 0
     parameters: int = 0
+    kept: Mapping[int, int] = field(default_factory=dict)
     opaque: tuple[Opaque, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -149,21 +149,21 @@ class Repeats:
         """Follows a call, and keeps what it leaves if it is the second of its kind."""
         recorder = self._recorder
         assert recorder is not None
-        operators, packed, live = len(recorder.drafts), len(recorder.packed), recorder.live
+        operators, packed, live = len(recorder.operators), len(recorder.packed), recorder.live
         calls, recorder.made = len(recorder.calls), []
         try:
             output = run()
             made, recorder.made = recorder.made, None
         finally:
             recorder.made = None
-        ran = [(d.name, d.inputs and d.inputs[0].shape) for d in recorder.drafts[operators:]]
+        ran = [(d.name, d.inputs and d.inputs[0].shape) for d in recorder.operators[operators:]]
         if kind.first is None:
             kind.first = ran
             return output
         found = _left(recorder, path, leaves, output, made, packed)
         if isinstance(found, Template):
             found.call = recorder.calls[calls]
-            found.operators = operators, len(recorder.drafts)
+            found.operators = operators, len(recorder.operators)
             trained = (p for p in module.parameters() if p.requires_grad)
             found.gradients = sum(p.nbytes for p in trained)
             held = sum(_nbytes(leaf) for leaf in found.leaves if isinstance(leaf, Given))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from gulliver.plan.analysis._recorder import Call, Draft, Moment, Packed, Recorder
+from gulliver.plan.analysis._recorder import Call, Moment, Packed, Recorder
 from gulliver.plan.analysis._records import (
     BACKWARD,
     FORWARD,
@@ -36,23 +36,22 @@ def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Ana
         repeats: what was replayed; None for nothing.
     """
     templates = [t for t in repeats.templates if t.forwards] if repeats is not None else []
-    drafts, moments = recorder.drafts, recorder.moments
+    operators, moments = recorder.operators, recorder.moments
     for template in templates:
         assert template.call is not None
-        _extend(template.call, moments, drafts)
-        if not _in_one_piece(template, moments, drafts):
+        _extend(template.call, moments, operators)
+        if not _in_one_piece(template, moments, operators):
             return None
-        _count(template, moments, drafts)
+        _count(template, moments, operators)
     for index, nbytes in recorder.claims.items():
-        if index < len(drafts):
-            drafts[index].saved = nbytes
+        if index < len(operators):
+            operators[index].saved = nbytes
     peaks = Peaks(moments)
-    operators = tuple(Operator(**vars(draft)) for draft in drafts)
     alike = dict(repeats.alike) if repeats is not None else {}
     refused = repeats.refused if repeats is not None else {}
     total = peaks.most(0, len(moments))
     return Analysis(
-        operators,
+        tuple(operators),
         dict(_modules(model, recorder, operators, peaks, [t.path for t in templates])),
         alike,
         _saved(recorder.kept.values()),
@@ -61,6 +60,7 @@ def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Ana
         max(recorder.inputs, total[1]),
         recorder.gradients,
         sum(p.nbytes for p in model.parameters()),
+        {packed.serial: packed.nbytes for packed in recorder.kept.values() if not packed.name},
         notes=tuple(f"each {kind} is followed: {why}" for kind, why in refused.items()),
     )
 
@@ -115,45 +115,47 @@ class Peaks:
         return self._known[key]
 
 
-def _extend(call: Call, moments: Sequence[Moment], drafts: Sequence[Draft]) -> None:
+def _extend(call: Call, moments: Sequence[Moment], operators: Sequence[Operator]) -> None:
     """Takes in what autograd adds up right after the backward of a call."""
     while call.span and call.span[1] + 1 < len(moments):
         after = moments[call.span[1] + 1]
-        if after.operator < 0 or not _added_up(drafts[after.operator]):
+        if after.operator < 0 or not _added_up(operators[after.operator]):
             return
         call.span[1] += 1
 
 
-def _added_up(draft: Draft) -> bool:
+def _added_up(operator: Operator) -> bool:
     """Whether an operator is the engine's own, which no node has called."""
-    return draft.phase == BACKWARD and draft.forward < 0
+    return operator.phase == BACKWARD and operator.forward < 0
 
 
-def _in_one_piece(template: Template, moments: Sequence[Moment], drafts: Sequence[Draft]) -> bool:
+def _in_one_piece(
+    template: Template, moments: Sequence[Moment], operators: Sequence[Operator]
+) -> bool:
     """Whether all of the backward of a call is its own."""
     assert template.call is not None
     if not template.call.span:
         return not template.backwards
     first, last = template.call.span
     for moment in moments[first : last + 1]:
-        draft = drafts[moment.operator]
-        path = moment.replayed[0].path if moment.replayed is not None else draft.path
+        operator = operators[moment.operator]
+        path = moment.replayed[0].path if moment.replayed is not None else operator.path
         own = f"{path}.".startswith(f"{template.path}.")
-        if not own and (moment.replayed is not None or not _added_up(draft)):
+        if not own and (moment.replayed is not None or not _added_up(operator)):
             return False
     return True
 
 
-def _count(template: Template, moments: Sequence[Moment], drafts: Sequence[Draft]) -> None:
+def _count(template: Template, moments: Sequence[Moment], operators: Sequence[Operator]) -> None:
     """Counts the operators of a call as often as it was replayed."""
     call = template.call
     assert call is not None
-    for draft in drafts[slice(*template.operators)]:
-        draft.count += template.forwards
+    for operator in operators[slice(*template.operators)]:
+        operator.count += template.forwards
     if call.span:
         for moment in moments[call.span[0] : call.span[1] + 1]:
             if moment.operator >= 0:
-                drafts[moment.operator].count += template.backwards
+                operators[moment.operator].count += template.backwards
 
 
 def _saved(kept: Iterator[Packed] | object) -> Saved:
@@ -186,6 +188,7 @@ def _modules(
                 *(work.get((path, phase), Cost()) for phase in (FORWARD, RECOMPUTE, BACKWARD)),
                 saved=sum(call.kept for call in own),
                 output=max(call.output for call in own),
+                handed=max(call.handed for call in own),
                 forward_peak=max(peaks.forward(call) for call in own),
                 backward_peak=max(peaks.backward(call) for call in own),
             ),

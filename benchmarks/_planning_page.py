@@ -1,0 +1,62 @@
+"""Writes the answers on `docs/planning.md` anew: what each command on the page prints now.
+
+`python -m benchmarks._planning_page docs/planning.md` runs every block that begins with
+``$ gulliver plan`` and keeps its first three grids. Refusals, sources and the seconds that the
+search itself took are left out. `--check` only says which answers differ.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+from gulliver.cli import main as command
+
+BLOCK = re.compile(r"```text\n\$ gulliver (plan [^\n]*)\n(.*?)```", re.DOTALL)
+GRIDS = 3
+LEFT_OUT = ("seconds at", "not counted", "refused:", "the model is made for")
+
+
+def shown(arguments: str) -> str:
+    """What a command prints, as the page shows it."""
+    text = StringIO()
+    with redirect_stdout(text):
+        try:
+            command(shlex.split(arguments))
+        except SystemExit as ended:
+            if ended.code:
+                raise RuntimeError(f"gulliver {arguments} ended with {ended.code}") from None
+    found, grids = list[str](), 0
+    for line in text.getvalue().splitlines():
+        if line.startswith("\u2502"):  # a row of the table
+            grids += 1
+            row = "  ".join(cell.strip() for cell in line.strip("\u2502 ").split("\u2502"))
+            found += [f"  {row}"] if grids <= GRIDS else []
+        elif line and line[0] not in "\u250f\u2503\u2521\u2514" and not line.startswith(LEFT_OUT):
+            found.append(re.sub(r"(meshes) in [^,]*,", r"\1,", line))
+    return "\n".join(found) + "\n"
+
+
+def written(page: str) -> str:
+    """The page with the answers of now."""
+    return BLOCK.sub(lambda m: f"```text\n$ gulliver {m[1]}\n{shown(m[1])}```", page)
+
+
+def main() -> None:
+    """Writes the page, or checks it."""
+    path, check = Path(sys.argv[1]), "--check" in sys.argv
+    page = path.read_text()
+    now = written(page)
+    if not check:
+        path.write_text(now)
+    elif now != page:
+        old, new = page.splitlines(), now.splitlines()
+        sys.exit("\n".join(line for line in new if line not in old) or "answers differ")
+
+
+if __name__ == "__main__":
+    main()

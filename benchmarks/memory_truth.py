@@ -1,0 +1,244 @@
+"""Bytes of a rank as the search over grids predicts them, beside those that a run holds.
+
+`python -m benchmarks.memory_truth` trains a small Llama on every grid of `CASES`, counts all
+storages of each rank from the making of the model on, and prints the most of the third step on the
+fullest rank beside `Scorer.score(grid).bytes`.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+import tyro
+from torch import nn
+
+from benchmarks._harness import Report, at_least, at_most, finish
+from benchmarks._live_bytes import LiveBytes
+from gulliver.booster import Booster
+from gulliver.booster.search import Axes, Engine, Grid, Scorer, facts_of, plugin_of
+from gulliver.comm import init_world
+from gulliver.hardware import named_cluster
+
+CHUNK = 1 << 17
+"""Bytes of a chunk of ZeRO: of such small models a usual one would hold all."""
+SAMPLES, LENGTH = 8, 64
+STEPS, BLOCKS = 3, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run.
+
+    Attributes:
+        grid: way to lay the model over the ranks.
+        precision: ``fp32`` or ``bf16``.
+        blocks: number of blocks.
+    """
+
+    grid: Grid
+    precision: str = "fp32"
+    blocks: int = BLOCKS
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.grid.axes.size
+
+    def __str__(self) -> str:
+        return f"{self.precision}, {self.grid}"
+
+
+def llama(blocks: int) -> nn.Module:
+    """A small Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=blocks,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all runs."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def _line(ranks: int, schedule: str, stage: int = 0, data: int = 1, again: int = 0) -> Grid:
+    chunks = {"interleaved": 2, "zbv": 2}.get(schedule, 1)
+    return Grid(Axes(data, pipeline=ranks), stage, 4, schedule, chunks, again)
+
+
+GRIDS = (
+    Grid(Axes()),
+    Grid(Axes(), recomputed=8),
+    *(Grid(Axes(data=2), stage) for stage in range(4)),
+    *(Grid(Axes(data=2), stage, 2) for stage in range(4)),
+    *(Grid(Axes(data=2), stage, recomputed=8) for stage in range(4)),
+    Grid(Axes(data=4), 1),
+    Grid(Axes(data=4), 3),
+    Grid(Axes(tensor=2)),
+    Grid(Axes(tensor=2), recomputed=8),
+    Grid(Axes(tensor=2, mode="split_gather")),
+    Grid(Axes(2, tensor=2), 1),
+    Grid(Axes(2, tensor=2), 3),
+    Grid(Axes(sequence=2, mode="all_to_all"), 1),
+    Grid(Axes(sequence=2, mode="ring_attn"), 3),
+    *(_line(2, schedule) for schedule in ("gpipe", "1f1b", "interleaved", "zbv")),
+    _line(2, "1f1b", again=8),
+    _line(4, "1f1b"),
+    *(_line(2, "1f1b", stage, 2) for stage in (1, 2, 3)),
+    Grid(Axes(tensor=2, pipeline=2), 0, 4, "1f1b"),
+)
+CASES = (
+    *(Case(grid) for grid in GRIDS),
+    *(Case(Grid(Axes(data=2), stage), "bf16") for stage in range(4)),
+    Case(Grid(Axes(tensor=2)), "bf16"),
+    Case(_line(2, "1f1b"), "bf16"),
+)
+
+
+@cache
+def predicted(case: Case) -> dict[str, int]:
+    """Bytes of the fullest rank by kind, as the search has them."""
+    with torch.device("meta"):
+        model = llama(case.blocks)
+        ids = torch.zeros(1, LENGTH, dtype=torch.long)
+    cluster = named_cluster(f"cpux{case.ranks}")
+    batch = {"input_ids": ids, "labels": ids}
+    facts = facts_of(model, adam(model), batch, cluster.device, case.precision, True)
+    facts = replace(facts, chunk_bytes=CHUNK)
+    scored = Scorer(facts, cluster, SAMPLES, "cpu", 0.0).score(case.grid)
+    return {**vars(scored.memory), "working": scored.working}
+
+
+def counted(case: Case) -> int:
+    """Most bytes of this rank in the last step of a run; every rank calls it."""
+    torch.manual_seed(0)
+    counter = LiveBytes()
+    with counter:
+        step = _running(case)
+        for number in range(STEPS):
+            if number == STEPS - 1:
+                gc.collect()
+                counter.peak = counter.live
+            step()
+    return counter.peak
+
+
+def _running(case: Case) -> Any:
+    """Boosts a model, and returns a step of it."""
+    grid, model = case.grid, llama(case.blocks)
+    inner = adam(model)
+    plan = plugin_of(grid, case.precision).make_plan(model, inner)
+    assert plan.zero is not None
+    zero = replace(plan.zero, chunk_bytes=CHUNK, tuning="off", chunks=())
+    again = plan.recompute[:: max(1, len(plan.recompute) // max(1, grid.recomputed))]
+    booster = Booster(plan=replace(plan, zero=zero, recompute=again), verbose=False)
+    model, optimizer, *_ = booster.boost(model, inner)
+    # What a CPU keeps to use again, as the allocator of a GPU does behind all this.
+    optimizer.shards.pool.kept = 0
+    optimizer.shards.pool.clear()
+    accumulate = 1 if grid.axes.pipeline > 1 else grid.micro_batches
+    each = SAMPLES // grid.axes.data
+    found: Any = None
+    engine = Engine(booster, model, optimizer, found, grid, accumulate, each, ())
+    place, places = booster.plugin.data_place()
+    ids = torch.randint(512, (SAMPLES, LENGTH)).chunk(places)[place].clone()
+
+    def step() -> None:
+        engine.run({"input_ids": ids, "labels": ids})
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def peaks(cases: Sequence[Case]) -> list[int]:
+    """Most bytes of this rank in each of some runs; every rank calls it."""
+    return [counted(case) for case in cases]
+
+
+def _rank(rank: int, ranks: int, port: int, cases: Sequence[Case], answers: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    init_world()
+    answers.put((rank, peaks(cases)))
+
+
+def on_ranks(ranks: int, cases: Sequence[Case]) -> list[int]:
+    """Runs cases on fresh processes; most bytes of the fullest rank of each."""
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    members = [
+        context.Process(target=_rank, args=(rank, ranks, port, cases, answers))
+        for rank in range(ranks)
+    ]
+    for member in members:
+        member.start()
+    found = [answers.get(timeout=600)[1] for _ in members]
+    for member in members:
+        member.join()
+    return [max(bytes_of) for bytes_of in zip(*found, strict=True)]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes of the run."""
+
+    ranks: tuple[int, ...] = (1, 2, 4)
+    keep: bool = False
+    """Write benchmarks/results."""
+
+
+def main() -> None:
+    """Runs all grids, and reports."""
+    options = tyro.cli(Options, description=__doc__)
+    report = Report(
+        "memory_truth",
+        "Most bytes of the fullest rank in a step: predicted by the search, counted in a run",
+        ("grid", "predicted", "counted", "error"),
+    )
+    chosen = sorted((c for c in CASES if c.ranks in options.ranks), key=lambda case: case.ranks)
+    errors = []
+    for ranks, cases in groupby(chosen, key=lambda case: case.ranks):
+        members = list(cases)
+        for case, real in zip(members, on_ranks(ranks, members), strict=True):
+            told = predicted(case)
+            error = sum(told.values()) / real - 1
+            errors.append(abs(error))
+            sizes = (f"{n / 2**20:.2f} MiB" for n in (sum(told.values()), real))
+            report.rows.append((str(case), *sizes, f"{error:+.1%}"))
+            report.figures[str(case)] = {**asdict(case), "predicted": told, "counted": real}
+    report.bars = [
+        at_least("configurations", len(errors), 30),
+        at_most("largest error of the peak", max(errors), 0.05),
+    ]
+    report.notes.append(
+        f"Llama of {BLOCKS} blocks of width 128, {SAMPLES} samples of {LENGTH} tokens, AdamW, "
+        f"chunks of {CHUNK // 1024} KiB; buffers that a CPU keeps for later are given back"
+    )
+    finish(report, options.keep)
+
+
+if __name__ == "__main__":
+    main()
