@@ -16,6 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import tyro
+from tests.solver_cases import (
+    conversion_case,
+    free_case,
+    joint_case,
+    milp_case,
+    partition_case,
+    recompute_case,
+    small_chain,
+)
 
 from benchmarks._harness import Report, at_least, at_most, finish
 from gulliver.solve import (
@@ -28,15 +37,6 @@ from gulliver.solve import (
     least_memory,
     rematerialize,
     solve_joint,
-)
-from tests.solver_cases import (
-    conversion_case,
-    free_case,
-    joint_case,
-    milp_case,
-    partition_case,
-    recompute_case,
-    small_chain,
 )
 
 OPERATORS, STRATEGIES = 10, 6

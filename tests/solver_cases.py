@@ -197,7 +197,6 @@ def joint_case(seed: int, operators: int = 3, largest: int = 6000) -> bool:
     return True
 
 
-
 def milp_case(seed: int) -> bool:
     """Compares picks with those of HiGHS, in cases that are too large for brute force."""
     draw = random.Random(seed)
@@ -230,7 +229,6 @@ def every_placement(fleet: Fleet) -> list[list[float]]:
                     steps = zip(itertools.pairwise(devices), inner, strict=True)
                     found.append(servers + [float(fleet.links[a, b, at]) for (a, b), at in steps])
     return found
-
 
 
 def compare_placements(fleet: Fleet) -> bool:
@@ -278,7 +276,7 @@ def conversion_case(seed: int, axes: int = 3) -> bool:
         return prices.setdefault((move.kind, move.axes, move.before, move.after), rng.random())
 
     def layout() -> Sharding:
-        cuts, terms = [(), (), ()], list[int]()
+        cuts, terms = [tuple[int, ...]()] * 3, list[int]()
         for axis in range(axes):
             dim = rng.randint(0, 4)
             if dim < 3:
@@ -322,7 +320,6 @@ def schedules(first: int, last: int) -> Iterator[tuple[Step, ...]]:
         for above in schedules(j, last):
             for below in schedules(first, j - 1):
                 yield *swept, *above, *below
-
 
 
 def small_chain(draw: random.Random, most: int) -> tuple[list[Stage], int]:

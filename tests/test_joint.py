@@ -23,6 +23,7 @@ from gulliver.solve import (
 )
 from tests.solver_cases import joint_case, small_network
 
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_no_picks_are_better(seed: int) -> None:

@@ -314,9 +314,7 @@ class _Network:
         return column
 
 
-def _of(
-    picks: dict[Pick, int], values: Sequence[float], choices: Sequence[Choice] = ()
-) -> Terms:
+def _of(picks: dict[Pick, int], values: Sequence[float], choices: Sequence[Choice] = ()) -> Terms:
     """What picks take, by their strategy, of all choices or of some."""
     return {
         column: values[pick.strategy]
@@ -325,8 +323,6 @@ def _of(
     }
 
 
-def _at(
-    split: Iterable[tuple[int, Pick, int]], values: Sequence[Sequence[float]]
-) -> Terms:
+def _at(split: Iterable[tuple[int, Pick, int]], values: Sequence[Sequence[float]]) -> Terms:
     """What conversions take, by the strategies of producer and consumer."""
     return {column: values[s][pick.strategy] for s, pick, column in split}

@@ -1,7 +1,7 @@
 """Recomputation of a chain with nothing prescribed: checkpoints may go before they have served.
 
-The schedules of `_rematerialize.py` hold a checkpoint until the backward has passed it. Here one may
-be dropped to make room, and computed again. Three things need no look: what a stage saves stays
+The schedules of `_rematerialize.py` hold a checkpoint until the backward has passed it. Here one
+may be dropped to make room, and computed again. Three things need no look: what a stage saves stays
 until its backward, or its forward had better saved nothing; each stage is saved once, so forwards
 that save nothing are all that differs; and an output need not go before its room is needed. What is
 left is a shortest path over
