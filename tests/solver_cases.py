@@ -276,7 +276,7 @@ def conversion_case(seed: int, axes: int = 3) -> bool:
         return prices.setdefault((move.kind, move.axes, move.before, move.after), rng.random())
 
     def layout() -> Sharding:
-        cuts, terms = [(), (), ()], list[int]()
+        cuts, terms = [tuple[int, ...]()] * 3, list[int]()
         for axis in range(axes):
             dim = rng.randint(0, 4)
             if dim < 3:

@@ -127,7 +127,8 @@ def test_fewest_blocks_are_recomputed(small) -> None:
 def test_closed_forms_of_pipelines_are_those_of_the_schedules(name: str) -> None:
     chunks = STYLES[name].chunks
     for ranks in (2, 4):
-        for micro in (1, ranks - 1, ranks, 2 * ranks, 4 * ranks):
+        few = (1, ranks - 1) if name in ("gpipe", "interleaved", "zero_bubble", "zbv") else ()
+        for micro in (*few, ranks, 2 * ranks, 4 * ranks):
             stages = [1.0 / chunks] * (ranks * chunks)
             for link in (0.0, 0.05):
                 exact = predict(name, ranks, micro, stages, [2 * s for s in stages], link).seconds

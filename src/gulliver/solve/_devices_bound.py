@@ -10,8 +10,9 @@ bisection. Only runs within a limit of the slowest device count, so this gives l
 
     makespan(m) >= min over limits of (least(limit) + (m - 1) x limit)
 
-whose limits are halved until the interval with the lowest bound is `CLOSE` to it. No limit is below
-the least one with which runs have as much work as there is: that alone bounds endless ones.
+whose limits are halved until the interval with the lowest bound is `CLOSE` to it. No limit is
+below the least one with which runs have as much work as there is: that alone bounds endless
+micro-batches.
 As runs are whole, bytes that are left over on a device help no more than they do in truth.
 
 In the second, layers may be split between devices, and each has a price of its own on each device.

@@ -43,8 +43,11 @@ from gulliver.solve._joint_bound import Bound, Guide, Relaxation
 from gulliver.solve._joint_milp import joint_by_milp
 from gulliver.solve._pareto import Floats, Ints, front, groups_of, rounded
 
-QUICK, STATES, LAST = 24, 64, 8
-HOPES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, math.inf)
+QUICK, STATES, LAST = 48, 64, 8
+"""States kept of one kind: in quick rounds and the wide one; times more in the last block."""
+NARROW, NEAR = 20, 4e-3
+"""States that are kept where more than so much above the bound is looked at, as there is more."""
+HOPES = (1e-3, 2e-3, 4e-3, 8e-3, 0.016, 0.032, math.inf)
 """Shares above the bound that are tried, the least first: with less there is less to look at."""
 CLOSED = 1e-6
 """Relative gap that HiGHS leaves."""
@@ -103,7 +106,7 @@ def solve_joint(
     """
     chosen = _possible(allowed, link)
     _check(blocks, chosen)
-    lean, _ = _Chain(blocks, Rules(chosen, states, timed=False), link).best(math.inf)
+    lean, _ = _Chain(blocks, Rules(chosen, max(states, STATES), timed=False), link).best(math.inf)
     least = joint_cost(blocks, lean, link)
     if least.peak > budget:
         raise GulliverError(_too_little(blocks, budget, least))
@@ -111,7 +114,7 @@ def solve_joint(
     bound = lower = relaxation.bound()
     guides = relaxation.guides(bound)
     picks, cost, exact = lean, least, False
-    rounds = [(min(QUICK, states), above) for above in HOPES]
+    rounds = [(min(QUICK if above <= NEAR else NARROW, states), above) for above in HOPES]
     # The wide round takes longer than all others, and wins little where a gap is good enough.
     for most, above in rounds if tolerance else [*rounds, (states, 0.0)]:
         if exact or cost.seconds <= lower.seconds * (1 + max(SAME, tolerance)):
@@ -126,6 +129,8 @@ def solve_joint(
         if found:
             picks, cost = found, joint_cost(blocks, found, link)
         exact = whole and (cost is not least or hope == cost.seconds)
+        if whole and not found:
+            lower = replace(lower, seconds=max(lower.seconds, hope))
     if cost.at[0] < len(blocks) - 1 and not exact:
         lower = max(lower, relaxation.bound(cost.at[0]), key=lambda b: b.seconds)
     exact = exact or cost.seconds <= lower.seconds * (1 + SAME)
