@@ -112,7 +112,8 @@ def test_kernels_agree_with_float64(mode: str, name: str):
 
 @needs_native
 def test_native_and_int_mm_give_the_same_bits_without_outliers():
-    for rows, inputs, outputs in SHAPES:
+    # Many rows: that a reciprocal was rounded shows in few.
+    for rows, inputs, outputs in [*SHAPES, (400, 64, 8)]:
         w = stored(outputs, inputs, "int8_dynamic")
         x, bias = torch.randn(rows, inputs), torch.randn(outputs)
         x[-1] = 0

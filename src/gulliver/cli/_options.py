@@ -185,7 +185,7 @@ class QuantizeConfig:
     """Patterns of layers that are kept, such as lm_head."""
     embeddings: bool = False
     """Quantise embeddings, too."""
-    outlier_threshold: float = 6.0
+    outlier_threshold: Annotated[float, POSITIVE] = 6.0
     """Magnitude from which on an activation is not rounded to int8."""
     report: bool = False
     """Print each layer's error, and perplexity and speed before and after."""

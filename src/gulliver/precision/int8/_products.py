@@ -208,7 +208,8 @@ def _int_mm(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -
     inside = values.abs() < w.threshold  # a NaN is not
     kept = values if bool(inside.all()) else values.where(inside, 0.0)
     largest = kept.abs().amax(1) if largest is None else largest
-    inverse = torch.where(largest > TINY, 127.0 / largest, 0.0)
+    # Tensor by tensor: 127.0 / largest would be a product with a rounded reciprocal.
+    inverse = torch.where(largest > TINY, torch.full_like(largest, 127.0) / largest, 0.0)
     rounded = (kept * inverse[:, None]).round_().to(torch.int8)
     # CUDA's takes more than 16 rows only.
     short = max(0, 17 - x.shape[0]) if x.is_cuda else 0
