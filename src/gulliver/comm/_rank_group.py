@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from gulliver.precision.wire import IDENTITY, WireFormat
+
 
 @dataclass(frozen=True)
 class RankGroup:
@@ -16,11 +18,14 @@ class RankGroup:
         rank: number of this process among them.
         process_group: process group that they all belong to; None for a group of one rank, and for
             the whole world.
+        wire: format in which activations are shared among them, and their gradients; who shares
+            what must be exact, such as a sum of losses, does not look at it.
     """
 
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     process_group: dist.ProcessGroup | None = None
+    wire: WireFormat = IDENTITY
 
     @property
     def size(self) -> int:
