@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from gulliver.booster._model import HALVES
 from gulliver.booster._plugins import DEFAULT_CHUNK_MB, MIB, Plugin
 from gulliver.booster._tiers import TierOptions, plan_tiers
+from gulliver.booster._wires import WireOptions
 from gulliver.comm import current_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster
@@ -54,6 +56,11 @@ class GeminiPlugin(Plugin):
             larger than memory; without weights its modules initialise themselves, by
             ``reset_parameters``.
         verbose: print the plan when the model is boosted.
+        communication_dtype: format of what travels between ranks, as of `LowLevelZeroPlugin`, or of
+            some kinds of it: ``reduce``.
+        force_communication_dtype: the same as in `LowLevelZeroPlugin`, as are the next two.
+        error_feedback: add what packing loses of a gradient to the next one.
+        wire_gate: compare gradients with unpacked ones now and then.
 
     Raises:
         GulliverError: a size, a share or a name of no sense; what would be right is said.
@@ -81,7 +88,14 @@ class GeminiPlugin(Plugin):
         broadcast_buffers: bool = True,
         weights: Path | str | None = None,
         verbose: bool = True,
+        communication_dtype: str | Mapping[str, str] | None = None,
+        force_communication_dtype: bool = False,
+        error_feedback: bool = False,
+        wire_gate: bool = True,
     ) -> None:
+        self.wires = WireOptions.of(
+            communication_dtype, force_communication_dtype, error_feedback, wire_gate
+        )
         self.memory = TierOptions(
             memory_limit,
             host_limit,

@@ -39,6 +39,7 @@ from gulliver.memory import FreedMemory
 from gulliver.parallel.pipeline import predict as predict_pipeline
 from gulliver.parallel.sequence import Volume, volume
 from gulliver.plan import AXES, SHARED_BY_TENSOR, Moved, Plan, Predicted, Seconds
+from gulliver.precision.wire import wire_format
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -233,6 +234,7 @@ def _costs(
     cut = own / plan.mesh.of("tensor") if plan.mesh.of("tensor") > 1 else own
     messages = list(shared_messages(plan, links["replicas"]))
     messages += model_messages(plan, links, again, max(blocks, 1) * own, own, attention)
+    messages = [_packed(plan, message, links) for message in messages]
     return predict_step(
         own * (forward + backward),
         own * repeated,
@@ -241,6 +243,24 @@ def _costs(
         bubble,
         free,
     )
+
+
+def wire_kind(message: Message, links: dict[str, list[tuple[int, Link]]]) -> str:
+    """Kind of what a message carries, of `gulliver.plan.WIRE_KINDS`."""
+    if message.kind == "all_to_all":
+        return "sequence"
+    if message.kind == "sends":
+        return "pipeline" if message.axes is links.get("pipeline") else "sequence"
+    if message.axes is links["replicas"]:
+        return "gather" if message.kind == "all_gather" else "reduce"
+    return "tensor"
+
+
+def _packed(plan: Plan, message: Message, links: dict[str, list[tuple[int, Link]]]) -> Message:
+    """A message in the format of the plan."""
+    wire = wire_format(getattr(plan.wire, wire_kind(message, links)))
+    half = plan.precision.parameters != "none"
+    return replace(message, bytes=int(message.bytes * wire.ratio(2 if half else 4)))
 
 
 def by_kind(costs: StepCosts) -> Seconds:

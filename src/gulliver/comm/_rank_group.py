@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -26,6 +26,12 @@ class RankGroup:
     rank: int = 0
     process_group: dist.ProcessGroup | None = None
     wire: WireFormat = IDENTITY
+    # Groups live as long as the rank groups that they were made for: see `_groups.py`.
+    _origin: RankGroup | None = field(default=None, compare=False, repr=False)
+
+    def packed(self, wire: WireFormat) -> RankGroup:
+        """The same ranks, which share activations in another format."""
+        return self if wire == self.wire else replace(self, wire=wire, _origin=self)
 
     @property
     def size(self) -> int:

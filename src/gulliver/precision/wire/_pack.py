@@ -41,11 +41,13 @@ _EXPONENT = 0x7F800000
 """Bits of a float32 that are its exponent: alone they are a power of two."""
 _lock = threading.Lock()
 _nonfinite = 0
+_on_devices: dict[torch.device, Tensor] = {}
+"""Counts of devices: they are read when somebody asks, for to read one waits for the device."""
 
 
 def nonfinite_blocks() -> int:
     """Blocks with an infinity or a nan that this process has packed since it began."""
-    return _nonfinite
+    return _nonfinite + sum(int(count) for count in list(_on_devices.values()))
 
 
 def pack(
@@ -172,11 +174,16 @@ def _scale(run: Tensor, buffer: Tensor, scales: Tensor, kind: Kind) -> None:
     if run.dtype is not torch.float32:
         run = buffer.copy_(run)
     largest = torch.maximum(run.amax(1), run.amin(1).neg_())  # nan where one is
-    if not math.isfinite(float(largest.sum())):
-        finite = largest.isfinite()
+    on_device = run.device.type != "cpu"
+    if on_device or not math.isfinite(float(largest.sum())):
+        bad = largest.isfinite().logical_not_()
+        count = bad.sum()
         with _lock:
-            _nonfinite += finite.numel() - int(finite.sum())
-        largest.masked_fill_(~finite, float("nan"))
+            if on_device:
+                _on_devices[run.device] = _on_devices.get(run.device, 0) + count
+            else:
+                _nonfinite += int(count)
+        largest.masked_fill_(bad, float("nan"))
     # With the largest of scales no product is above the largest float32.
     largest.div_(kind.largest)
     torch.clamp(largest, LEAST_SCALE, _LARGEST / kind.largest * (1 - 2.0**-22), out=scales)

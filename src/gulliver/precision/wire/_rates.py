@@ -25,10 +25,12 @@ class PackRates:
     Attributes:
         pack_s: seconds that packing takes.
         unpack_s: seconds that unpacking takes.
+        call_s: seconds of packing and unpacking next to nothing.
     """
 
     pack_s: float
     unpack_s: float
+    call_s: float = 0.0
 
 
 @lru_cache
@@ -38,9 +40,12 @@ def pack_rates(wire: WireFormat, device: str = "cpu") -> PackRates:
         return PackRates(0.0, 0.0)
     sample = torch.randn(SAMPLE, device=device, generator=torch.Generator(device).manual_seed(1))
     packed = pack(sample, wire)
+    few = sample[: wire.block]
+    little = pack(few, wire)
     return PackRates(
         _seconds(lambda: pack(sample, wire, out=packed), device) / SAMPLE,
         _seconds(lambda: unpack(packed, wire, SAMPLE, out=sample), device) / SAMPLE,
+        _seconds(lambda: unpack(pack(few, wire, out=little), wire, len(few)), device),
     )
 
 
