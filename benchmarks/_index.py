@@ -31,6 +31,7 @@ AREAS = {
     "sequence": "Sequence parallelism beside torch's ring",
     "pipeline": "Pipeline parallelism beside torch's schedules",
     "partition": "Layers over unequal devices",
+    "wire": "Formats of what travels between ranks",
     "tuner": "Sizes of ZeRO's chunks: tuned beside a sweep",
     "torus": "Collectives along a torus beside flat ones",
     "checkpoint": "Checkpoints beside torch.save and dcp.async_save",

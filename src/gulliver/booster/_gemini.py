@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from gulliver.booster._fp8 import fp8_plan
 from gulliver.booster._model import HALVES
 from gulliver.booster._plugins import DEFAULT_CHUNK_MB, MIB, Plugin
 from gulliver.booster._tiers import TierOptions, plan_tiers
+from gulliver.booster._wires import WireOptions
 from gulliver.comm import current_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster
@@ -57,6 +59,11 @@ class GeminiPlugin(Plugin):
         verbose: print the plan when the model is boosted.
         use_fp8: the same as in `TorchDDPPlugin`.
         fp8_emulation: the same as in `TorchDDPPlugin`.
+        communication_dtype: format of what travels between ranks, as of `LowLevelZeroPlugin`, or of
+            some kinds of it: ``reduce``.
+        force_communication_dtype: the same as in `LowLevelZeroPlugin`, as are the next two.
+        error_feedback: add what packing loses of a gradient to the next one.
+        wire_gate: compare gradients with unpacked ones now and then.
 
     Raises:
         GulliverError: a size, a share or a name of no sense; what would be right is said.
@@ -86,8 +93,15 @@ class GeminiPlugin(Plugin):
         verbose: bool = True,
         use_fp8: bool | str | Fp8Plan = False,
         fp8_emulation: bool = False,
+        communication_dtype: str | Mapping[str, str] | None = None,
+        force_communication_dtype: bool = False,
+        error_feedback: bool = False,
+        wire_gate: bool = True,
     ) -> None:
         self.fp8 = fp8_plan(use_fp8, fp8_emulation)
+        self.wires = WireOptions.of(
+            communication_dtype, force_communication_dtype, error_feedback, wire_gate
+        )
         self.memory = TierOptions(
             memory_limit,
             host_limit,

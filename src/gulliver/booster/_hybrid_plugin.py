@@ -18,6 +18,7 @@ from gulliver.booster._model import HALVES
 from gulliver.booster._plugins import DEFAULT_CHUNK_MB, MIB, STAGES, Plugin
 from gulliver.booster._resolve import recomputable
 from gulliver.booster._tiers import TierOptions, plan_tiers
+from gulliver.booster._wires import WireOptions
 from gulliver.booster.hybrid import (
     NO_BLOCKS,
     SHORT,
@@ -111,6 +112,12 @@ class HybridParallelPlugin(Plugin):
         verbose: print the plan when the model is boosted.
         use_fp8: the same as in `TorchDDPPlugin`.
         fp8_emulation: the same as in `TorchDDPPlugin`.
+        communication_dtype: format of what travels between ranks, as of `LowLevelZeroPlugin`, or of
+            some kinds of it: ``reduce`` and ``gather`` of the replicas,
+            ``tensor``, ``sequence``, ``pipeline``.
+        force_communication_dtype: the same as in `LowLevelZeroPlugin`, as are the next two.
+        error_feedback: add what packing loses of a gradient to the next one.
+        wire_gate: compare gradients with unpacked ones now and then.
 
     Raises:
         GulliverError: an argument or a combination that is not supported.
@@ -155,8 +162,15 @@ class HybridParallelPlugin(Plugin):
         disk: Path | str | None = None,
         use_fp8: bool | str | Fp8Plan = False,
         fp8_emulation: bool = False,
+        communication_dtype: str | Mapping[str, str] | None = None,
+        force_communication_dtype: bool = False,
+        error_feedback: bool = False,
+        wire_gate: bool = True,
     ) -> None:
         self.fp8 = fp8_plan(use_fp8, fp8_emulation)
+        self.wires = WireOptions.of(
+            communication_dtype, force_communication_dtype, error_feedback, wire_gate
+        )
         self.tp_size, self.pp_size = tp_size, pp_size
         stage = (0 if memory_limit is None else 3) if zero_stage is None else zero_stage
         self.mode, self.zero_stage = sequence_parallelism_mode, stage

@@ -25,6 +25,7 @@ from gulliver.booster._model import HALVES, unwrapped
 from gulliver.booster._predict import predict, with_mixed, with_work
 from gulliver.booster._resolve import differences, resolve
 from gulliver.booster._tiers import TierOptions, plan_tiers
+from gulliver.booster._wires import WireOptions, decide
 from gulliver.comm import World, broadcast_object, choose_axes, current_world
 from gulliver.data import DataLoader
 from gulliver.errors import GulliverError, nearest
@@ -56,6 +57,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
     """A way to make plans."""
 
     verbose: bool = True
+    wires = WireOptions()
     takes: tuple[str, ...] = ()
     """Kinds of devices that parameters may be on besides the rank's own."""
 
@@ -111,6 +113,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
         """
         ranks = current_world().size if cluster is None else cluster.size
         model, choices = unwrapped(model), self.choices(ranks, precision)
+        choices = self.wires.asked(choices)
         choices = choices if work is None else replace(choices, work=work)
         if sample is not None and choices.limited:
             # What is chosen under a limit depends on what a batch takes.
@@ -125,6 +128,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
         plan = resolve(choices, model, optimizer, cluster)
         if sample is not None and not plan.limited:
             plan = with_work(plan, model, optimizer, sample)
+        plan = decide(plan, model, self.wires, cluster)
         plan = predict(plan, model, optimizer, cluster)
         # Ranks measure different times, and have one plan.
         return broadcast_object(plan) if current_world().size == ranks > 1 else plan
@@ -138,7 +142,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
             GulliverError: the plugin cannot run it; what is wrong is named.
         """
         ranks = current_world().size
-        choices = self.choices(ranks, precision)
+        choices = self.wires.asked(self.choices(ranks, precision))
         check_plan(choices, ranks)
         check_choices(choices, model, optimizer)
 
@@ -151,8 +155,11 @@ class Plugin(ABC, metaclass=_NamedArguments):
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
         """Plans and runs: the model and optimizer as they will run, and the plan that says how."""
         plain, plans = unwrapped(model), list[Plan]()
-        choices = self.for_model(self.choices(world.size, precision), plain, optimizer, None)
+        self.wires.agree()
+        choices = self.wires.asked(self.choices(world.size, precision))
+        choices = self.for_model(choices, plain, optimizer, None)
         agreed(lambda: plans.append(resolve(choices, plain, optimizer)))
+        plans = [decide(plans[0], plain, self.wires)]
         known = choices.work.samples or choices.limited
         plan = predict(plans[0], plain, optimizer) if known else plans[0]
         boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
@@ -238,6 +245,11 @@ class TorchDDPPlugin(Plugin):
         use_fp8: linear layers compute in FP8, where that is predicted to pay: True, a scaling
             (``tensorwise``, ``rowwise``, ``delayed``), or a `gulliver.plan.Fp8Plan`.
         fp8_emulation: compute the numerics of FP8 without units for it: slower, for experiments.
+        communication_dtype: format of what travels between ranks, as of `LowLevelZeroPlugin`, or of
+            some kinds of it: ``reduce``.
+        force_communication_dtype: the same as in `LowLevelZeroPlugin`, as are the next two.
+        error_feedback: add what packing loses of a gradient to the next one.
+        wire_gate: compare gradients with unpacked ones now and then.
     """
 
     def __init__(
@@ -248,8 +260,15 @@ class TorchDDPPlugin(Plugin):
         verbose: bool = True,
         use_fp8: bool | str | Fp8Plan = False,
         fp8_emulation: bool = False,
+        communication_dtype: str | Mapping[str, str] | None = None,
+        force_communication_dtype: bool = False,
+        error_feedback: bool = False,
+        wire_gate: bool = True,
     ) -> None:
         self.fp8 = fp8_plan(use_fp8, fp8_emulation)
+        self.wires = WireOptions.of(
+            communication_dtype, force_communication_dtype, error_feedback, wire_gate
+        )
         self.find_unused_parameters = find_unused_parameters
         self.bucket_cap_mb, self.static_graph, self.verbose = bucket_cap_mb, static_graph, verbose
 
@@ -305,6 +324,12 @@ class LowLevelZeroPlugin(Plugin):
         weights: checkpoint that stage 3 fills the model from, as of `GeminiPlugin`.
         use_fp8: the same as in `TorchDDPPlugin`.
         fp8_emulation: the same as in `TorchDDPPlugin`.
+        communication_dtype: format of what travels between ranks: ``bf16``, ``fp8``, ``int8`` and
+            others, for all of it, or by kind, such as ``{"reduce": "fp8"}``; None for none. Where
+            the plan predicts that packing costs more than it spares it stays off.
+        force_communication_dtype: pack nevertheless.
+        error_feedback: add what packing loses of a gradient to the next one; see docs/wire.md.
+        wire_gate: compare gradients with unpacked ones now and then; stop if they are far off.
 
     Raises:
         GulliverError: another stage or precision, or a size that is not positive.
@@ -333,8 +358,15 @@ class LowLevelZeroPlugin(Plugin):
         weights: Path | str | None = None,
         use_fp8: bool | str | Fp8Plan = False,
         fp8_emulation: bool = False,
+        communication_dtype: str | Mapping[str, str] | None = None,
+        force_communication_dtype: bool = False,
+        error_feedback: bool = False,
+        wire_gate: bool = True,
     ) -> None:
         self.fp8 = fp8_plan(use_fp8, fp8_emulation)
+        self.wires = WireOptions.of(
+            communication_dtype, force_communication_dtype, error_feedback, wire_gate
+        )
         if isinstance(axes, str) and axes != "auto":
             raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
         if isinstance(chunk_mb, str) and chunk_mb not in TUNED:

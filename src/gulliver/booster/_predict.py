@@ -41,6 +41,7 @@ from gulliver.memory import FreedMemory
 from gulliver.parallel.pipeline import predict as predict_pipeline
 from gulliver.parallel.sequence import Volume, volume
 from gulliver.plan import AXES, SHARED_BY_TENSOR, Moved, Plan, Predicted, Seconds, Work
+from gulliver.precision.wire import wire_format
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -247,6 +248,7 @@ def _costs(
     messages = list(shared_messages(plan, links["replicas"], times))
     whole = model_messages(plan, links, again, max(blocks, 1) * own, own, attention)
     messages += [in_parts(m, times) for m in whole]
+    messages = [_packed(plan, message, links) for message in messages]
     return predict_step(
         (own * forward, own * backward),
         own * repeated,
@@ -284,6 +286,24 @@ def in_parts(message: Message, times: int) -> Message:
     behind = None if message.behind_s is None else message.behind_s / times
     size, count = message.bytes // times, message.count * times
     return replace(message, bytes=size, count=count, behind_s=behind)
+
+
+def wire_kind(message: Message, links: dict[str, list[tuple[int, Link]]]) -> str:
+    """Kind of what a message carries, of `gulliver.plan.WIRE_KINDS`."""
+    if message.kind == "all_to_all":
+        return "sequence"
+    if message.kind == "sends":
+        return "pipeline" if message.axes is links.get("pipeline") else "sequence"
+    if message.axes is links["replicas"]:
+        return "gather" if message.kind == "all_gather" else "reduce"
+    return "tensor"
+
+
+def _packed(plan: Plan, message: Message, links: dict[str, list[tuple[int, Link]]]) -> Message:
+    """A message in the format of the plan."""
+    wire = wire_format(getattr(plan.wire, wire_kind(message, links)))
+    half = plan.precision.parameters != "none"
+    return replace(message, bytes=int(message.bytes * wire.ratio(2 if half else 4)))
 
 
 def by_kind(costs: StepCosts) -> Seconds:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gulliver.booster._limited import LimitedManager, keep_to_limit
 from gulliver.booster._model import RUNNING, broadcast_all, no_optimizer, unwrapped
+from gulliver.booster._wires import BucketHook, zero_wires
 from gulliver.booster.hybrid import HybridMesh, HybridOptimizer, WholeModel, say
 from gulliver.comm import Torus, World
 from gulliver.parallel import (
@@ -49,6 +50,8 @@ def share_ddp(
             static_graph=plan.ddp.static_graph,
             gradient_as_bucket_view=True,
         )
+        if plan.wire.reduce != "identity":
+            model.register_comm_hook(None, BucketHook(plan.wire, names).reduce)
     boosted = _DDPOptimizer(optimizer, names, model)
     boosted.given_groups = given
     return model, boosted
@@ -80,6 +83,7 @@ def share_zero(
         "manager": manager,
         "step_in_backward": zero.steps_in_backward,
         "order": list(dict.fromkeys([*order, *whole.order])),
+        "wires": zero_wires(plan),
     }
     if mesh is not None:
         frozen = [p for p, name in rest.items() if whole.aliases[name] in whole.frozen]

@@ -37,6 +37,7 @@ from gulliver.comm._layout import ChosenAxes, choose_axes
 from gulliver.comm._messages import Messages, sent_bytes
 from gulliver.comm._point_to_point import (
     Flight,
+    PackedTensors,
     exchange,
     gather_integers,
     operations,
@@ -67,6 +68,7 @@ __all__ = [
     "Group",
     "Handle",
     "Messages",
+    "PackedTensors",
     "Purpose",
     "RankGroup",
     "ReduceChoice",

@@ -15,16 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
-from gulliver.comm import _chained, _steps
+from gulliver.comm import _chained, _packed, _steps
 from gulliver.comm._axes import Torus
 from gulliver.comm._choice import choose_all_reduce
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
 from gulliver.comm._flight_recorder import ANY, Purpose
 from gulliver.comm._messages import count_sent, next_tag
 from gulliver.comm._progress import Exchange, Steps, start
-from gulliver.comm._rank_group import rank_group_of
+from gulliver.comm._rank_group import RankGroup, rank_group_of
 from gulliver.comm._wire import IDENTITY, WireFormat, check_wire
 from gulliver.errors import GulliverError, nearest
+from gulliver.precision.wire import pack, unpack
 
 Op = Literal["sum", "mean", "max"]
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -74,6 +75,8 @@ def all_reduce(
     any_order: bool = False,
     wire: WireFormat = IDENTITY,
     purpose: Purpose = ANY,
+    error: Tensor | None = None,
+    finish: Callable[[], None] | None = None,
 ) -> Handle:
     """Replaces `tensor` on every rank by the reduction over all ranks.
 
@@ -89,13 +92,22 @@ def all_reduce(
             in other pieces.
         wire: format that the elements travel in.
         purpose: all ranks pass the same; those that differ are told, over gloo.
+        error: what the last packing has lost, of the tensor's size: it is made up for, and what
+            this one loses stands there afterwards. Nothing of it is used where nothing is packed.
+        finish: called by a thread of its own as soon as the result is there, where it is packed.
     """
     _check(tensor, op)
     check_wire(wire)
     _check_sum(tensor.dtype)
     size = group_size(group)
+    wire = wire.of(tensor, tensor.numel() // size)
     if size == 1:
         return Handle()
+    if wire is not IDENTITY:
+        packer = _packer(wire, op, group, "all_reduce", tensor, purpose)
+        tensor = tensor.detach()
+        steps = _packed.all_reduce(tensor, op == "mean", packer, error)
+        return _finished(Handle(_packed.run(steps, packer, [tensor], finish)), async_op)
     if isinstance(group, Torus):
         rank_groups = group.ways("all_reduce", tensor.nbytes)
         if sends_directly(rank_groups[0].process_group, tensor):
@@ -106,8 +118,7 @@ def all_reduce(
         if not async_op and tensor.nbytes <= _steps.DIRECT_BYTES:
             return _sent(_steps.all_reduce(tensor, op, (rank_group_of(group),), purpose), async_op)
         if _backend_is_cheaper(tensor, op, group, any_order):
-            if purpose is not ANY:
-                next_tag(group, 1, purpose)  # the backend has tags of its own: only noted
+            next_tag(group, 1, purpose)  # the backend has tags of its own: only noted
             return backend_all_reduce(tensor, op, group, async_op)
         return _finished(Handle(_all_reduce_directly(tensor, op, group, size, purpose)), async_op)
     return backend_all_reduce(tensor, op, group, async_op)
@@ -131,10 +142,11 @@ def reduce_scatter(
     accumulate_dtype: torch.dtype | None = None,
     purpose: Purpose = ANY,
     wire: WireFormat = IDENTITY,
+    error: Tensor | None = None,
 ) -> Handle:
     """Writes this rank's part of the reduction of `input` to `output`.
 
-    Over gloo the terms are added in the order of the ranks.
+    Over gloo the terms are added in the order of the ranks, of packed ones the own one first.
 
     Args:
         output: flat, 1 / size of the input; it may be this rank's part of the input itself.
@@ -145,17 +157,24 @@ def reduce_scatter(
         accumulate_dtype: dtype of the sum and of `output`, where it is wider than what travels.
         purpose: all ranks pass the same; those that differ are told, over gloo.
         wire: format that the elements travel in.
+        error: the same as in `all_reduce`, of the size of the input, to which it is added.
     """
     check_wire(wire)
     _check(output, op)
     _check(input, op)
     _check_sum(output.dtype)
     size = group_size(group)
+    wire = wire.of(input, output.numel())
     _check_parts(output, input, size, accumulate_dtype or input.dtype)
     if size == 1:
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
         return Handle()
+    if wire is not IDENTITY:
+        packer = _packer(wire, op, group, "reduce_scatter", input, purpose)
+        output, input = output.detach(), input.detach()
+        steps = _packed.reduce_scatter(output, input, op == "mean", packer, error)
+        return _finished(Handle(_packed.run(steps, packer, [output, input], None)), async_op)
     if isinstance(group, Torus):
         rank_groups = group.ways("reduce_scatter", input.nbytes)
         if sends_directly(rank_groups[0].process_group, input):
@@ -193,17 +212,24 @@ def all_gather(
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
         purpose: all ranks pass the same; those that differ are told, over gloo.
-        wire: format that the elements travel in.
+        wire: format that the elements travel in. All ranks then have the same bits, those of the
+            packed elements, also of the own part: its exact values stay in `input` alone.
     """
     check_wire(wire)
     _check(output, "sum")
     _check(input, "sum")
     size = group_size(group)
+    wire = wire.of(input)
     _check_parts(input, output, size)
     if size == 1:
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
         return Handle()
+    if wire is not IDENTITY:
+        packer = _packer(wire, "sum", group, "all_gather", output, purpose)
+        output, input = output.detach(), input.detach()
+        steps = _packed.all_gather(output, input, packer)
+        return _finished(Handle(_packed.run(steps, packer, [output, input], None)), async_op)
     if isinstance(group, Torus):
         rank_groups = group.ways("all_gather", output.nbytes)
         if sends_directly(rank_groups[0].process_group, input):
@@ -244,12 +270,39 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
     return [values[_plain(group, r)[1]] for r in range(len(values))]
 
 
-def broadcast(tensor: Tensor, src: int = 0, group: Group = None) -> None:
-    """Replaces `tensor` on every rank by that of rank `src` of the group."""
+def broadcast(
+    tensor: Tensor, src: int = 0, group: Group = None, wire: WireFormat = IDENTITY
+) -> None:
+    """Replaces `tensor` on every rank by that of rank `src` of the group.
+
+    Packed in a wire format all ranks get the same bits, rank `src` too.
+    """
     _check(tensor, "sum")
-    if group_size(group) > 1:
-        plain, place = _plain(group, src)
+    check_wire(wire)
+    wire = wire.of(tensor)
+    if group_size(group) == 1:
+        return
+    plain, place = _plain(group, src)
+    if wire is IDENTITY:
         dist.broadcast(tensor, group=plain, group_src=place)
+        return
+    packed = pack(tensor, wire)  # of the others for its size
+    dist.broadcast(packed, group=plain, group_src=place)
+    unpack(packed, wire, tensor.numel(), out=tensor.detach().view(-1))
+
+
+def _packer(
+    wire: WireFormat, op: str, group: Group, collective: str, whole: Tensor, purpose: Purpose
+) -> _packed.Packer:
+    """What packs and exchanges, along the axes of a torus or straight."""
+    _packed.check_packed(op, wire)
+    rank_groups: tuple[RankGroup, ...]
+    if isinstance(group, Torus):
+        rank_groups = group.ways(collective, int(whole.numel() * wire.ratio()))
+    else:
+        rank_groups = (rank_group_of(group),)
+    gloo = sends_directly(rank_groups[0].process_group, whole)
+    return _packed.Packer(wire, rank_groups, purpose, gloo)
 
 
 def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:

@@ -44,10 +44,12 @@ class Purpose:
     Attributes:
         text: continues "rank 1 ...".
         code: number, 1 to 2046; no two purposes that may meet have the same.
+        wire: number of the format that elements travel in; see `gulliver.comm._wire.told`.
     """
 
     text: str = ""
     code: int = 0
+    wire: int = 0
 
 
 ANY = Purpose()

@@ -11,7 +11,7 @@ It does not know what the messages are for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,9 +22,12 @@ from torch import Tensor
 from gulliver.comm._flight_recorder import ANY, Purpose, flight_recorder
 from gulliver.comm._wire import as_bytes
 
-_TAGS = 1 << 20
+TAGS = 1 << 20
 """Tags of one purpose; the first so many are left to others. Those of gloo have 31 bits."""
+_NUMBERS = 1 << 15
+"""Those of one purpose in one wire format; many more than can be under way."""
 _counters: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_exchanges: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 _lock = threading.Lock()
 _kept_bytes = _sent_bytes = 0
@@ -33,15 +36,26 @@ KEPT_BYTES = 128 << 20
 
 
 class Messages:
-    """Point-to-point messages under way."""
+    """Point-to-point messages under way.
 
-    def __init__(self, works: list[Any], keep: Any = None) -> None:
-        self._works, self._keep = works, keep
+    Args:
+        works: works of the backend.
+        keep: what must live until they are done.
+        finish: called once when they are, such as to unpack what arrived.
+    """
+
+    def __init__(
+        self, works: list[Any], keep: Any = None, finish: Callable[[], None] | None = None
+    ) -> None:
+        self._works, self._keep, self._finish = works, keep, finish
 
     def wait(self) -> None:
         """Waits for all of them."""
         for work in self._works:
             work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         self._works, self._keep = [], None
 
 
@@ -101,11 +115,23 @@ def next_tag(group: dist.ProcessGroup | None, count: int = 1, purpose: Purpose =
     key = group or dist.group.WORLD
     with _lock:
         number = _counters.get(key, 0)
-        if number + count > _TAGS:
+        if number + count > _NUMBERS:
             number = 0
         _counters[key] = number + count
     flight_recorder.note(key, number, purpose)
-    return (1 + purpose.code) * _TAGS + number
+    return (1 + purpose.code) * TAGS + purpose.wire * _NUMBERS + number
+
+
+def note_exchange(group: dist.ProcessGroup | None, purpose: Purpose) -> None:
+    """Notes what all ranks of a group do by messages whose tags are their own.
+
+    Numbered by themselves, below those of collectives, whose tags stay what they are.
+    """
+    key = group or dist.group.WORLD
+    with _lock:
+        _exchanges[key] = (_exchanges.get(key, 0) + 1) % TAGS
+        number = _exchanges[key] - TAGS
+    flight_recorder.note(key, number, purpose)
 
 
 def take_buffer(numel: int, dtype: torch.dtype) -> Tensor:

@@ -7,22 +7,28 @@ send waits for another's. All ranks post in the same order, which is what NCCL g
 the tags too. What arrives is waited for before it is read or sent on: NCCL would keep that order by
 itself, gloo does not.
 
-Tags below `_messages._TAGS` are the callers' own; collectives count theirs from there on.
+Tags below `_messages.TAGS` are the callers' own; collectives count theirs from there on.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.comm._messages import Messages, count_sent
+from gulliver.comm._flight_recorder import ANY
+from gulliver.comm._messages import TAGS, Messages, count_sent, note_exchange
 from gulliver.comm._rank_group import RankGroup
-from gulliver.comm._wire import IDENTITY, WireFormat, as_bytes, check_wire
+from gulliver.comm._wire import IDENTITY, WireFormat, as_bytes, check_wire, told
+from gulliver.errors import GulliverError
+from gulliver.precision.wire import pack, packed_bytes, unpack
 
 EXCHANGE_TAG = 300
+PACKED_CODE = 1900
+"""Purposes from here on are no collectives': messages in wire formats, told apart by them."""
 Addressed = Iterable[tuple[int, Tensor]]
 """Ranks of the world, and the tensor that comes from or goes to each; contiguous, of any dtype."""
 
@@ -55,12 +61,14 @@ def operations(
         outgoing: ranks to send to, and what.
         group: process group that they all belong to.
         tag: number that both ends give to a message.
-        wire: format that the elements travel in.
+        wire: identity: who posts by itself packs by itself, see `PackedTensors`.
 
     Raises:
-        GulliverError: an unknown wire format.
+        GulliverError: an unknown wire format, or another one.
     """
     check_wire(wire)
+    if wire.name != "identity":
+        raise GulliverError(f"operations are not packed as {wire}: post the bytes of PackedTensors")
     outgoing = list(outgoing)
     count_sent(sum(tensor.nbytes for _, tensor in outgoing))
     # Both sides know the sizes, so a message without content is sent by neither.
@@ -80,9 +88,71 @@ def post(
     wire: WireFormat = IDENTITY,
 ) -> Messages:
     """Begins to receive and to send; arguments as of `operations`."""
+    check_wire(wire)
     kept = list(incoming), list(outgoing)
-    calls = operations(*kept, group, tag, wire)
-    return Messages(dist.batch_isend_irecv(calls) if calls else [], kept)
+    if wire.name == "identity":
+        calls = operations(*kept, group, tag)
+        return Messages(dist.batch_isend_irecv(calls) if calls else [], kept)
+    packed = PackedTensors(wire, tag)
+    coming = [(peer, packed.receiving(tensor)) for peer, tensor in kept[0]]
+    going = [(peer, packed.sending(tensor)) for peer, tensor in kept[1]]
+    calls = operations(coming, going, group, packed.tag(tag))
+    works = dist.batch_isend_irecv(calls) if calls else []
+    return Messages(works, (kept, going), packed.unpack)
+
+
+class PackedTensors:
+    """Bytes of tensors that are sent or received in a wire format.
+
+    Both ends know shape and dtype of every tensor, so both find the same bytes; whole numbers, and
+    what would not become smaller, travel as they are.
+
+    Args:
+        wire: format.
+        number: number from which random numbers of stochastic rounding follow.
+    """
+
+    def __init__(self, wire: WireFormat, number: int = 0) -> None:
+        self.wire, self._number = wire, number
+        self._arriving: list[tuple[Tensor, Tensor, WireFormat]] = []
+
+    def tag(self, tag: int) -> int:
+        """The tag of a message: no end takes one in another format for its own."""
+        return (1 + PACKED_CODE + self.wire.code) * TAGS + tag
+
+    def sending(self, tensor: Tensor) -> Tensor:
+        """What is sent of a tensor."""
+        wire = self.wire.of(tensor)
+        if wire is IDENTITY:
+            return tensor
+        generator = None
+        if wire.rounding == "stochastic":
+            generator = torch.Generator(tensor.device).manual_seed(_next_seed(self._number))
+        return pack(tensor, wire, generator=generator)
+
+    def receiving(self, tensor: Tensor) -> Tensor:
+        """Where what is sent of a tensor is received; it is there after `unpack`."""
+        wire = self.wire.of(tensor)
+        if wire is IDENTITY:
+            return tensor
+        packed = tensor.new_empty(packed_bytes(tensor.numel(), wire), dtype=torch.uint8)
+        self._arriving.append((packed, tensor.detach().view(-1), wire))
+        return packed
+
+    def unpack(self) -> None:
+        """Writes what was received to its tensors."""
+        arriving, self._arriving = self._arriving, []
+        for packed, tensor, wire in arriving:
+            unpack(packed, wire, tensor.numel(), out=tensor)
+
+
+_seeds = itertools.count(1)
+
+
+def _next_seed(number: int) -> int:
+    """Another seed for each message and rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return (next(_seeds) * 4096 + number % 4096) * 1024 + rank % 1024
 
 
 def shift(
@@ -97,6 +167,8 @@ def shift(
         tag: number of the messages; those with one tag arrive in the order they were sent in.
         wire: format that the elements travel in.
     """
+    check_wire(wire)
+    _note(rank_group, wire)
     before, after = (
         rank_group.ranks[(rank_group.rank + step) % rank_group.size] for step in (-1, 1)
     )
@@ -120,7 +192,11 @@ def exchange(
         counts: elements that come from each rank.
         wire: format that the elements travel in.
     """
+    check_wire(wire)
     own = outgoing[rank_group.rank]
+    if rank_group.size == 1:
+        return [own]
+    _note(rank_group, wire)
     order = [(rank_group.rank + step) % rank_group.size for step in range(1, rank_group.size)]
     arriving = [own if p == rank_group.rank else own.new_empty(n) for p, n in enumerate(counts)]
     # Each begins with its neighbour, so that not all send to one.
@@ -128,6 +204,14 @@ def exchange(
     sent = [(rank_group.ranks[p], outgoing[p]) for p in order]
     post(incoming, sent, rank_group.process_group, EXCHANGE_TAG, wire).wait()
     return arriving
+
+
+def _note(rank_group: RankGroup, wire: WireFormat) -> None:
+    """Notes what all ranks of a group exchange, so that those of another format are told.
+
+    Over NCCL nothing has tags, and formats are agreed upon when a model is boosted.
+    """
+    note_exchange(rank_group.process_group, told(ANY, wire))
 
 
 def gather_integers(

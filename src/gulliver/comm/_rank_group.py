@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
+
+from gulliver.precision.wire import IDENTITY, WireFormat
 
 
 @dataclass(frozen=True)
@@ -16,11 +18,20 @@ class RankGroup:
         rank: number of this process among them.
         process_group: process group that they all belong to; None for a group of one rank, and for
             the whole world.
+        wire: format in which activations are shared among them, and their gradients; who shares
+            what must be exact, such as a sum of losses, does not look at it.
     """
 
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     process_group: dist.ProcessGroup | None = None
+    wire: WireFormat = IDENTITY
+    # Groups live as long as the rank groups that they were made for: see `_groups.py`.
+    _origin: RankGroup | None = field(default=None, compare=False, repr=False)
+
+    def packed(self, wire: WireFormat) -> RankGroup:
+        """The same ranks, which share activations in another format."""
+        return self if wire == self.wire else replace(self, wire=wire, _origin=self)
 
     @property
     def size(self) -> int:

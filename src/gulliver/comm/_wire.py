@@ -1,35 +1,20 @@
 """Wire formats: how the elements of a tensor travel between ranks.
 
-Every collective, exchange and message takes one. There is one so far, the elements as they are.
+Every collective, exchange and message takes one. What they are, and how elements are packed, is
+told by `gulliver.precision.wire`; how packed elements are shared by `_packed.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.comm._flight_recorder import Purpose
+from gulliver.precision.wire import IDENTITY, WireFormat, wire_format
 
-
-@dataclass(frozen=True)
-class WireFormat:
-    """A wire format.
-
-    Attributes:
-        name: what it is called.
-    """
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-IDENTITY = WireFormat("identity")
-"""The elements as they are."""
-FORMATS = {IDENTITY.name: IDENTITY}
+__all__ = ["IDENTITY", "WireFormat", "as_bytes", "check_wire", "told"]
 
 
 def check_wire(wire: WireFormat) -> None:
@@ -38,8 +23,16 @@ def check_wire(wire: WireFormat) -> None:
     Raises:
         GulliverError: the format is not known.
     """
-    if FORMATS.get(str(wire)) is not wire:
-        raise GulliverError(f"unknown wire format {str(wire)!r}: {nearest(str(wire), FORMATS)}")
+    if wire is not IDENTITY:
+        wire_format(wire)
+
+
+def told(purpose: Purpose, wire: WireFormat) -> Purpose:
+    """A purpose that says the format: ranks that disagree about it never meet, and are told."""
+    if wire.name == "identity":
+        return purpose
+    text = f"{purpose.text or 'shares a tensor'}, packed as {wire.name} in {wire.block}s"
+    return replace(purpose, text=text, wire=wire.code)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

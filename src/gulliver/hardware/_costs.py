@@ -23,6 +23,7 @@ Attention over several ranks has a file of its own, `_attention.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -162,6 +163,34 @@ def all_reduce_ways(link: Link, ranks: int, count: int) -> dict[str, float]:
 def all_to_all_seconds(axes: Axes, count: int) -> float:
     """Seconds for `count` bytes on each rank, a part for each: all cross every axis."""
     return sum(_one_axis("all_to_all", size, link, count) for size, link in axes if size > 1)
+
+
+def packing_seconds(
+    collective: str,
+    axes: Axes,
+    elements: int,
+    pack_s: float,
+    unpack_s: float,
+    call_s: float = 0.0,
+) -> float:
+    """Seconds that a rank packs and unpacks for a collective in a wire format.
+
+    Args:
+        collective: name of the collective, or "sends" for a message that comes and one that goes.
+        axes: size and link of each axis.
+        elements: elements of the whole tensor.
+        pack_s: seconds of packing an element.
+        unpack_s: seconds of unpacking one.
+        call_s: seconds of packing and unpacking next to nothing.
+    """
+    ranks = max(1, math.prod(size for size, _ in axes))
+    others = 1 - 1 / ranks
+    packed, unpacked, parts = {
+        "all_gather": (1 / ranks, 1.0, ranks),
+        "reduce_scatter": (others, others, 2 * ranks),
+        "all_reduce": (1.0, 1.0 + others, 3 * ranks),
+    }.get(collective, (1.0, 1.0, 2))
+    return elements * (packed * pack_s + unpacked * unpack_s) + parts * call_s
 
 
 def broadcast_seconds(axes: Axes, count: int) -> float:

@@ -20,6 +20,7 @@ from gulliver.plan._tree import (
     TensorLayout,
     Tiers,
 )
+from gulliver.precision.wire import wire_format
 
 LONGEST = 120
 """Most characters of a value that a message shows."""
@@ -36,7 +37,8 @@ def check_plan(plan: Plan, ranks: int) -> None:
             raise GulliverError(text)
         return
     checks = _mesh(plan, ranks), _shards(plan), _unused(plan), _sequence(plan), _pipeline(plan)
-    for contradictions in (*checks, _tiers(plan), _step_in_backward(plan), _fp8(plan)):
+    last = _tiers(plan), _step_in_backward(plan), _fp8(plan), _wire(plan)
+    for contradictions in (*checks, *last):
         for text in contradictions:
             raise GulliverError(text)
 
@@ -230,6 +232,35 @@ def _tiers(plan: Plan) -> Iterator[str]:
                 f"activations: keep, or recompute, or leave the axis {name} out"
             )
     yield from _shares(plan, tiers)
+
+
+def _wire(plan: Plan) -> Iterator[str]:
+    sizes = {kind: plan.mesh.of(kind) for kind in ("tensor", "sequence", "pipeline")}
+    sizes |= {"gather": plan.mesh.replicas, "reduce": plan.mesh.replicas}
+    packed = {k: f for k, f in plan.wire.formats.items() if wire_format(f).name != "identity"}
+    for kind in packed:
+        told = plan.told(f"wire.{kind}")
+        if sizes[kind] == 1:
+            axis = "data" if kind in ("gather", "reduce") else kind
+            yield (
+                f"{plan.told(f'mesh.axes.{axis}')} and {told}: with one rank nothing travels; "
+                f"right would be wire.{kind}: identity"
+            )
+        if kind == "gather":
+            yield (
+                f"{told}: parameters travel as they are, for what is read between steps would be "
+                "rounded; right would be wire.gather: identity"
+            )
+    if plan.wire.error_feedback and "reduce" not in packed:
+        yield (
+            f"{plan.told('wire.reduce')} and {plan.told('wire.error_feedback')}: gradients lose "
+            "nothing that could be fed back; right would be error_feedback: false"
+        )
+    if plan.wire.error_feedback and plan.limited:
+        yield (
+            f"{plan.told('zero.tiers.limit')} and {plan.told('wire.error_feedback')}: what is fed "
+            "back takes as much memory as all gradients; right would be error_feedback: false"
+        )
 
 
 def _step_in_backward(plan: Plan) -> Iterator[str]:

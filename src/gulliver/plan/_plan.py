@@ -30,6 +30,7 @@ from gulliver.plan._tree import (
     Predicted,
     SequenceLayout,
     TensorLayout,
+    Wire,
     Work,
     ZeroPlan,
     choice,
@@ -49,6 +50,7 @@ class Plan:
         zero: sharding over the replicas; None where DDP runs.
         ddp: torch's DDP; None where ZeRO runs.
         precision: number formats.
+        wire: formats of what travels between ranks.
         tensor: how modules lie over the tensor axis.
         sequence: how sequences lie over ranks.
         pipeline: how blocks are dealt to stages.
@@ -72,6 +74,7 @@ class Plan:
     zero: ZeroPlan | None = None
     ddp: DDPPlan | None = None
     precision: Precision = field(default_factory=Precision)
+    wire: Wire = field(default_factory=Wire)
     tensor: TensorLayout = field(default_factory=TensorLayout)
     sequence: SequenceLayout = field(default_factory=SequenceLayout)
     pipeline: PipelineLayout = field(default_factory=PipelineLayout)
@@ -220,6 +223,11 @@ class Plan:
                 f"  operators of {len(self.operators.blocks)} kinds of blocks: {told}; at most "
                 f"{size_text(self.operators.peak)} of {size_text(self.operators.budget)}"
             )
+        formats = {k: f for k, f in self.wire.formats.items() if f != "identity"}
+        if formats:
+            told = ", ".join(f"{kind} {wire}" for kind, wire in formats.items())
+            feedback = ", with error feedback" if self.wire.error_feedback else ""
+            lines.append(f"  on the wire: {told}{feedback}")
         if self.recompute:
             lines.append(f"  backward recomputes {len(self.recompute)} blocks")
         return lines

@@ -309,6 +309,38 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Wire:
+    """Formats in which numbers travel between ranks; see `gulliver.precision.wire`.
+
+    Attributes:
+        gather: format of the parameters that ZeRO gathers; the identity so far.
+        reduce: format of gradients of the replicas.
+        tensor: format of activations and their gradients between tensor ranks.
+        sequence: format of what attention exchanges between ranks of a sequence.
+        pipeline: format of activations and their gradients between stages.
+        error_feedback: whether what packing loses of a gradient is added to the next one.
+        gate: whether gradients are compared with unpacked ones now and then.
+    """
+
+    gather: str = "identity"
+    reduce: str = "identity"
+    tensor: str = "identity"
+    sequence: str = "identity"
+    pipeline: str = "identity"
+    error_feedback: bool = False
+    gate: bool = True
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Format of each kind."""
+        return {kind: getattr(self, kind) for kind in WIRE_KINDS}
+
+
+WIRE_KINDS = ("gather", "reduce", "tensor", "sequence", "pipeline")
+"""What travels."""
+
+
+@dataclass(frozen=True)
 class Model:
     """The model that a plan is of; a result.
 

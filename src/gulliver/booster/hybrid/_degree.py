@@ -68,7 +68,8 @@ class Degree:
         if degree not in self._made:
             ulysses = math.gcd(whole.ulysses, degree)
             inner = math.gcd(whole.inner, degree // ulysses)
-            plan = SequencePlan(ulysses, degree // (ulysses * inner), inner, whole.layout)
+            outer = degree // (ulysses * inner)
+            plan = SequencePlan(ulysses, outer, inner, whole.layout, whole.wire)
             rows = [
                 ranks[first : first + degree]
                 for ranks in self.planned.sequences

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gulliver.comm import ALONE, Axes, RankGroup, make_axes
+from gulliver.comm import ALONE, IDENTITY, Axes, RankGroup, WireFormat, make_axes
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence import SequenceGroups, SequencePlan, make_groups
 
@@ -78,13 +78,21 @@ def check_size(name: str, size: object) -> None:
         raise GulliverError(f"{name} must be a whole number of at least 1, not {size!r}")
 
 
-def make_mesh(sizes: Mapping[str, int], sequence: SequencePlan, device_type: str) -> HybridMesh:
+def make_mesh(
+    sizes: Mapping[str, int],
+    sequence: SequencePlan,
+    device_type: str,
+    tensor_wire: WireFormat = IDENTITY,
+    pipeline_wire: WireFormat = IDENTITY,
+) -> HybridMesh:
     """Makes all groups of a grid, once; every rank of the world calls it.
 
     Args:
         sizes: sizes of the axes, as `size_axes` gives them.
         sequence: plan of the sequence axis; its degree is that axis's size.
         device_type: device type of the tensors.
+        tensor_wire: format of activations between tensor ranks; that of sequences is in their plan.
+        pipeline_wire: format of activations between stages.
     """
     assert sequence.degree == sizes["sp"], "the sequence plan is of the sequence axis"
     axes = make_axes(sizes, device_type=device_type)
@@ -97,10 +105,10 @@ def make_mesh(sizes: Mapping[str, int], sequence: SequencePlan, device_type: str
 
     return HybridMesh(
         sizes=dict(sizes),
-        pipeline=rank_group("pp"),
+        pipeline=rank_group("pp").packed(pipeline_wire),
         data=rank_group("dp"),
         sequence=make_groups(sequence, _sequences(axes)),
-        tensor=rank_group("tp"),
+        tensor=rank_group("tp").packed(tensor_wire),
         # Ranks of one sequence, too: each counts the loss that it shows as one of its own, which
         # [Note: gradients] of parallel/sequence/_shard.py explains.
         replicas=axes.flat(("dp", "sp")),

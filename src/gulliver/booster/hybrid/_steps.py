@@ -35,6 +35,7 @@ from gulliver.parallel.pipeline import Pipeline, Stage, checkpoint_blocks, make_
 from gulliver.parallel.sequence import SequencePlan
 from gulliver.parallel.tensor import TensorPlan, apply_tensor
 from gulliver.plan import Plan
+from gulliver.precision.wire import wire_format
 
 SHORT = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 """Names of the grid's axes in the arguments of plugins."""
@@ -43,13 +44,15 @@ SHORT = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 def sequence_plan(plan: Plan) -> SequencePlan:
     """How a sequence lies over its ranks."""
     s = plan.sequence
-    return SequencePlan(s.ulysses, s.outer, s.inner, s.layout)  # type: ignore[arg-type]
+    layout: Any = s.layout
+    return SequencePlan(s.ulysses, s.outer, s.inner, layout, wire_format(plan.wire.sequence))
 
 
 def grid(plan: Plan) -> HybridMesh:
     """The groups of all axes; every rank of the world calls it."""
     sizes = {short: plan.mesh.of(name) for short, name in SHORT.items()}
-    return make_mesh(sizes, sequence_plan(plan), plan.mesh.device)
+    wires = wire_format(plan.wire.tensor), wire_format(plan.wire.pipeline)
+    return make_mesh(sizes, sequence_plan(plan), plan.mesh.device, *wires)
 
 
 def cut_stages(model: nn.Module, stages: Stages | None, mesh: HybridMesh | None) -> Stage | None:

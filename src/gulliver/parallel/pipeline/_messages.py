@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gulliver.comm import IDENTITY, PackedTensors, RankGroup, operations, post
 from gulliver.comm import Messages as UnderWay
-from gulliver.comm import RankGroup, operations, post
 from gulliver.errors import GulliverError
 
 HEADER = 64
@@ -98,6 +98,7 @@ class Messages:
         self.micro_batches = micro_batches
         self._known: dict[tuple[int, str], tuple[Meta, ...]] = {}
         self._headers: list[UnderWay] = []
+        self._packed: dict[tuple[int, int], PackedTensors] = {}
 
     def metas(self, cut: int, kind: str) -> tuple[Meta, ...] | None:
         """Returns what crosses the cut before stage `cut` for a kind of micro-batches, if known."""
@@ -164,17 +165,32 @@ class Messages:
     def _operations(
         self, sends: bool, cut: int, tensors: Sequence[Tensor | None], micro: int
     ) -> list[dist.P2POp]:
+        packed, identity = (
+            PackedTensors(self.rank_group.wire, micro),
+            self.rank_group.wire is IDENTITY,
+        )
         forward = sends == (cut == self.stage + 1)
         peer = self._peer(cut if cut == self.stage + 1 else cut - 1)
         if peer is None:
             return []
         found = []
         for entry, tensor in enumerate(tensors):
+            tag = self._tag(cut, int(not forward), micro, entry)
+            if tensor is not None and not identity:
+                tensor = packed.sending(tensor) if sends else packed.receiving(tensor)
+                tag = packed.tag(tag)
             messages = [] if tensor is None else [(peer, tensor)]
             ways = ([], messages) if sends else (messages, [])
-            tag = self._tag(cut, int(not forward), micro, entry)
             found += operations(*ways, self.rank_group.process_group, tag)
+        if not sends:
+            self._packed[cut, micro] = packed
         return found
+
+    def arrived(self, cut: int, micro: int) -> None:
+        """Unpacks what came over the cut before stage `cut`, which was waited for."""
+        packed = self._packed.pop((cut, micro), None)
+        if packed is not None:
+            packed.unpack()
 
     def _peer(self, stage: int) -> int | None:
         """Rank of a neighbouring stage; None where it is this rank's own."""

@@ -172,6 +172,7 @@ class Runner:
     ) -> Any:
         """Runs a micro-batch through the stage."""
         run, kind = self._run, self._run.kinds[micro]
+        self.messages.arrived(self.stage_index, micro)
         carry = self._received.pop(micro, ())
         if self.has_backward and not self.is_first:
             metas = self.messages.metas(self.stage_index, kind)
@@ -232,6 +233,7 @@ class Runner:
         """Runs the backward of a micro-batch, of its inputs only if not `full_backward`."""
         if not self.has_backward:
             return
+        self.messages.arrived(self.stage_index + 1, micro)
         kept = self._kept.pop(micro)
         roots, gradients, passing = self._roots(kept, loss, self._gradients.pop(micro, ()))
         inputs = [t for t in kept.carry if t.requires_grad]

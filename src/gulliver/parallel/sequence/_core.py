@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gulliver.comm import IDENTITY, WireFormat
 from gulliver.parallel.sequence._kernels import precise
 from gulliver.parallel.sequence._layout import Interval, Layout, part_of, size_of
 from gulliver.parallel.sequence._partial import (
@@ -40,6 +41,7 @@ from gulliver.parallel.sequence._partial import (
 from gulliver.parallel.sequence._plan import SequenceGroups
 from gulliver.parallel.sequence._ring import Visit, round_trip, turn
 from gulliver.parallel.sequence._tiles import Tile, tiles
+from gulliver.precision.wire import pack, packed_bytes, unpack
 
 Circulate = Literal["kv", "q"]
 
@@ -158,7 +160,9 @@ def backward_kv(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
         attend_backward(into, rows, k_block, v_block, found, call.how)
         return gathered
 
-    totals = round_trip(pack.own(), pack.bytes, pack.numel, call.groups, compute, _plus)
+    totals = round_trip(
+        pack.own(), pack.bytes, pack.numel, call.groups, compute, _plus, call.groups.all.wire
+    )
     dk, dv = pack.joined(totals)
     return Gradients(dq, dk, dv)
 
@@ -193,7 +197,7 @@ def forward_q(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
 def backward_q(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
     """Computes the backward with queries and their rows' outputs going round, gradients behind."""
     # The widest dtype first, so that each part begins at a multiple of its element.
-    pack = _Pack([rows.lse, rows.q, rows.grad, rows.out], call)
+    pack = _Pack([rows.lse, rows.q, rows.grad, rows.out], call, exact=1)
     dtype = precise(k.dtype)
     dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (k, v))
     home = _Pack([rows.q], call)
@@ -205,7 +209,9 @@ def backward_q(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
         attend_backward(Gradients(dq, dk, dv), Rows(q, grad, out, lse), k, v, found, call.how)
         return dq.view(-1)
 
-    totals = round_trip(pack.own(), pack.bytes, home.numel, call.groups, compute, _plus)
+    totals = round_trip(
+        pack.own(), pack.bytes, home.numel, call.groups, compute, _plus, call.groups.all.wire
+    )
     (dq,) = home.joined(totals)
     return Gradients(dq, dk, dv)
 
@@ -213,11 +219,19 @@ def backward_q(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
 class _Pack:
     """Packs tensors ``[batch, heads, length, ...]`` of a ring rank as one message for each piece.
 
-    One message instead of one for each tensor: each costs a latency.
+    One message instead of one for each tensor: each costs a latency. In a wire format the owner
+    packs once, and every rank on the way unpacks what it passes on.
+
+    Args:
+        tensors: tensors of this rank.
+        call: call of the ring.
+        exact: number of the first tensors, which are not packed: sums of exponents are not.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], call: Call) -> None:
+    def __init__(self, tensors: Sequence[Tensor], call: Call, exact: int = 0) -> None:
         self._tensors, self.cuts = tensors, call.cuts()
+        wire = call.groups.all.wire
+        self._wires = [IDENTITY if n < exact else wire for n in range(len(tensors))]
         self._place, self._alone = call.groups.place, call.groups.plan.ring == 1
 
     def own(self) -> list[Tensor]:
@@ -225,7 +239,12 @@ class _Pack:
         if self._alone:
             return [self._tensors[0].new_empty(0)]
         return [
-            torch.cat([_bytes_of(t) for t in self._held(piece)])
+            torch.cat(
+                [
+                    pack(t, wire.of(t))
+                    for t, wire in zip(self._held(piece), self._wires, strict=True)
+                ]
+            )
             for piece in range(self.cuts.pieces)
         ]
 
@@ -247,10 +266,8 @@ class _Pack:
             return self._held(visit.piece)
         parts = visit.block.split(self._sizes(visit.place, visit.piece, each_byte=True))
         shapes = self._shapes(visit.place, visit.piece)
-        return [
-            part.view(t.dtype).view(shape)
-            for part, t, shape in zip(parts, self._tensors, shapes, strict=True)
-        ]
+        rows = zip(parts, self._tensors, shapes, self._wires, strict=True)
+        return [_opened(part, t, shape, wire) for part, t, shape, wire in rows]
 
     def split(self, flat: Tensor, visit: Visit) -> list[Tensor]:
         """Splits flat elements into views of the tensors' shapes."""
@@ -269,14 +286,19 @@ class _Pack:
 
     def _sizes(self, place: int, piece: int, each_byte: bool = False) -> list[int]:
         shapes = self._shapes(place, piece)
-        return [
-            shape.numel() * (t.element_size() if each_byte else 1)
-            for shape, t in zip(shapes, self._tensors, strict=True)
-        ]
+        counts = [shape.numel() for shape in shapes]
+        if not each_byte:
+            return counts
+        rows = zip(counts, self._tensors, self._wires, strict=True)
+        return [packed_bytes(n, wire.of(t, n), t.element_size()) for n, t, wire in rows]
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def _opened(part: Tensor, like: Tensor, shape: torch.Size, wire: WireFormat) -> Tensor:
+    """The tensor of a message; as it was, it is a view."""
+    wire = wire.of(like, shape.numel())
+    if wire is IDENTITY:
+        return part.view(like.dtype).view(shape)
+    return unpack(part, wire, shape.numel(), like.dtype).view(shape)
 
 
 def _plus(into: Tensor, arrived: Tensor, _: Visit) -> Tensor:

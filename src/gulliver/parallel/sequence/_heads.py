@@ -192,7 +192,7 @@ def _exchange(
     """Sends a list of tensors to each rank in one message, and takes apart what arrives."""
     flat = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in outgoing]
     counts = [[torch.Size(shape).numel() for shape in from_rank] for from_rank in shapes]
-    arrived = exchange(rank_group, flat, [sum(c) for c in counts])
+    arrived = exchange(rank_group, flat, [sum(c) for c in counts], rank_group.wire)
     return [
         [part.view(shape) for part, shape in zip(whole.split(c), from_rank, strict=True)]
         for whole, c, from_rank in zip(arrived, counts, shapes, strict=True)

@@ -17,7 +17,7 @@ from typing import get_args
 
 import torch.distributed as dist
 
-from gulliver.comm import ALONE, RankGroup, shared_rank_group
+from gulliver.comm import ALONE, IDENTITY, RankGroup, WireFormat, shared_rank_group
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.sequence._layout import Layout, LayoutName
 
@@ -31,12 +31,14 @@ class SequencePlan:
         outer: size of the outer, slow ring, whose members are inner rings.
         inner: size of each inner ring; a ring of one level is ``inner=N``.
         layout: name of the layout, contiguous or zigzag.
+        wire: format in which queries, keys, values, outputs and gradients travel.
     """
 
     ulysses: int = 1
     outer: int = 1
     inner: int = 1
     layout: LayoutName = "contiguous"
+    wire: WireFormat = IDENTITY
 
     def __post_init__(self) -> None:
         for name in ("ulysses", "outer", "inner"):
@@ -135,7 +137,7 @@ def make_groups(
     for ranks in members:
         for name, row in _axes(ranks, plan):
             rows.setdefault(name, []).append(row)
-    made = {name: shared_rank_group(r, "sequence") for name, r in rows.items()}
+    made = {n: shared_rank_group(r, "sequence").packed(plan.wire) for n, r in rows.items()}
     return SequenceGroups(plan, sequences=members, **made)
 
 

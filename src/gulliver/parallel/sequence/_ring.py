@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gulliver.comm import Flight, RankGroup, shift
+from gulliver.comm import IDENTITY, Flight, RankGroup, WireFormat, shift
 from gulliver.parallel.sequence._plan import SequenceGroups
 
 BLOCK_TAG, GATHERED_TAG = 100, 200
@@ -155,6 +155,7 @@ def round_trip(
     groups: SequenceGroups,
     compute: Callable[[Visit], Tensor],
     add: Callable[[Tensor, Tensor, Visit], Tensor],
+    wire: WireFormat = IDENTITY,
 ) -> list[Tensor]:
     """Takes every block round; returns what all ranks have gathered for the own pieces.
 
@@ -167,9 +168,10 @@ def round_trip(
             memory of its own.
         add: function of a rank's share, what arrived and the visit that returns their sum, perhaps
             in the share itself.
+        wire: format in which what is gathered travels; it is packed anew for every hop.
     """
     trips = [
-        _Trip(_Road(groups, p, count), p, gathered_count, groups, add).steps(block)
+        _Trip(_Road(groups, p, count), p, gathered_count, groups, add, wire).steps(block)
         for p, block in enumerate(own)
     ]
     del own
@@ -202,6 +204,7 @@ class _Trip:
     gathered_count: Count
     groups: SequenceGroups
     add: Callable[[Tensor, Tensor, Visit], Tensor]
+    wire: WireFormat = IDENTITY
 
     def steps(self, own: Tensor) -> _Steps:
         """Goes through both rings; returns the sum for the own block."""
@@ -264,4 +267,4 @@ class _Trip:
     def _send_home(self, rank_group: RankGroup, gathered: Tensor, origin: int) -> Flight:
         """Sends a sum after its block; what comes in is the sum for the next one."""
         incoming = gathered.new_empty(self.gathered_count(origin, self.piece))
-        return shift(rank_group, gathered, incoming, GATHERED_TAG + self.piece)
+        return shift(rank_group, gathered, incoming, GATHERED_TAG + self.piece, self.wire)

@@ -79,6 +79,7 @@ def _swapped(
         shape[from_dim] = size
         shapes.append(torch.Size(shape))
     flat = [part.view(-1) for part in outgoing]
-    arrived = exchange(groups.all, flat, [shape.numel() for shape in shapes])
+    counts = [shape.numel() for shape in shapes]
+    arrived = exchange(groups.all, flat, counts, groups.all.wire)
     parts = [part.view(shape) for part, shape in zip(arrived, shapes, strict=True)]
     return natural(parts, old, from_dim)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from gulliver.comm import RankGroup, all_reduce
+from gulliver.comm import IDENTITY, RankGroup, WireFormat, all_reduce
 from gulliver.memory import Region
 from gulliver.parallel.tensor._pieces import pieces_of, start_gather, start_reduce
 
@@ -109,10 +109,10 @@ def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGr
     )
 
 
-def summed(x: Tensor, rank_group: RankGroup) -> Tensor:
+def summed(x: Tensor, rank_group: RankGroup, wire: WireFormat = IDENTITY) -> Tensor:
     """Returns the sum over the ranks in a new tensor; not differentiable."""
     total = x.detach().clone().contiguous()
-    all_reduce(total, group=rank_group.process_group, any_order=True)
+    all_reduce(total, group=rank_group.process_group, any_order=True, wire=wire)
     return total
 
 
@@ -124,7 +124,7 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return summed(grads[0], ctx.rank_group), None
+        return summed(grads[0], ctx.rank_group, ctx.rank_group.wire), None
 
 
 class _CopyRegion(Function):
@@ -150,7 +150,7 @@ class _CopyRegion(Function):
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank_group: RankGroup) -> Tensor:
-        return summed(x, rank_group)
+        return summed(x, rank_group, rank_group.wire)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

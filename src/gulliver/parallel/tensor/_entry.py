@@ -295,7 +295,13 @@ class Entry:
             return start_reduce(grad, cut.dim, cut.lengths, rank_group)
         # Summed in place: it was made here, by `input_gradient`, and nobody else reads it.
         grad = grad.contiguous()
-        handle = all_reduce(grad, group=rank_group.process_group, async_op=True, any_order=True)
+        handle = all_reduce(
+            grad,
+            group=rank_group.process_group,
+            async_op=True,
+            any_order=True,
+            wire=rank_group.wire,
+        )
 
         def wait() -> Tensor:
             handle.wait()

@@ -287,7 +287,7 @@ class _Row(Function):
         else:
             y = product(x, weight, None, transposed).contiguous()
             if cut is None:
-                all_reduce(y, group=rank_group.process_group, any_order=True)
+                all_reduce(y, group=rank_group.process_group, any_order=True, wire=rank_group.wire)
             else:
                 y = start_reduce(y, cut.dim, cut.lengths, rank_group)()
         # After the sum: before it the bias would be added once for each rank.

@@ -45,7 +45,13 @@ def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: Rank
     longest, size, slots = max(lengths), rank_group.size, _slots(rank_group)
     padded = _padded(own, dim, longest)
     flat = padded.new_empty(size * padded.numel())
-    handle = all_gather(flat, padded.view(-1), group=rank_group.process_group, async_op=True)
+    handle = all_gather(
+        flat,
+        padded.view(-1),
+        group=rank_group.process_group,
+        async_op=True,
+        wire=rank_group.wire,
+    )
     buffer = flat.view(size, *padded.shape)
 
     def wait() -> Tensor:
@@ -72,7 +78,13 @@ def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: Ra
     )
     shape = stacked.shape[1:]
     own = stacked.new_empty(stacked[0].numel())
-    handle = reduce_scatter(own, stacked.view(-1), group=rank_group.process_group, async_op=True)
+    handle = reduce_scatter(
+        own,
+        stacked.view(-1),
+        group=rank_group.process_group,
+        async_op=True,
+        wire=rank_group.wire,
+    )
     # It is read until the collective is done.
     kept = [stacked]
 
@@ -99,8 +111,13 @@ def ring_gather(
             shape = list(own.shape)
             shape[dim] = lengths[(place - 1) % rank_group.size]
             coming = own.new_empty(shape)
+            # To pack anew what was packed changes no more than its last bit.
             messages = post(
-                [(before, coming)], [(after, piece)], rank_group.process_group, RING_TAG + step
+                [(before, coming)],
+                [(after, piece)],
+                rank_group.process_group,
+                RING_TAG + step,
+                rank_group.wire,
             )
         yield place, piece
         if messages is not None:
@@ -151,7 +168,9 @@ class Reduction:
         source = (rank_group.rank - step) % rank_group.size
         incoming = [(rank_group.ranks[source], self._arrived[source])]
         sent = [(rank_group.ranks[place], piece)]
-        self._messages.append(post(incoming, sent, rank_group.process_group, PIECE_TAG + step))
+        self._messages.append(
+            post(incoming, sent, rank_group.process_group, PIECE_TAG + step, rank_group.wire)
+        )
 
     def finish(self, own: Tensor) -> Tensor:
         """Returns the sum of all ranks' pieces for this one, added in the order of the ranks."""

@@ -24,6 +24,7 @@ from gulliver.parallel.zero._memory import (
 )
 from gulliver.parallel.zero._optimizer import ZeroOptimizer
 from gulliver.parallel.zero._reducer import IN_FLIGHT
+from gulliver.parallel.zero._sending import GradientGate, ZeroWires
 from gulliver.parallel.zero._sharded import ShardedChunk, squared_norm
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
 from gulliver.parallel.zero._statistics import BufferSync
@@ -37,6 +38,7 @@ __all__ = [
     "BufferSync",
     "ChunkBytes",
     "Event",
+    "GradientGate",
     "ImaginedChunk",
     "ShardedChunk",
     "Stage",
@@ -44,6 +46,7 @@ __all__ = [
     "TensorSize",
     "Tuning",
     "ZeroOptimizer",
+    "ZeroWires",
     "backward_uses",
     "check_by_chunk",
     "check_optimizer",

@@ -37,6 +37,7 @@ from gulliver.parallel.zero._memory import predicted
 from gulliver.parallel.zero._reducer import GradientReducer
 from gulliver.parallel.zero._relayout import relayout
 from gulliver.parallel.zero._scaler import LossScaler
+from gulliver.parallel.zero._sending import ZeroWires
 from gulliver.parallel.zero._sharded import ShardedChunk, Squared, squared_norm
 from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._state import gather_state, scatter_state
@@ -49,8 +50,7 @@ from gulliver.parallel.zero._updates import Updates
 class ZeroOptimizer(BoostedOptimizer):
     """Shards optimizer state, gradients and parameters, as the stage says.
 
-    After Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-    Models". Parameters of 16 bits are trained through a float32 copy in the shards.
+    After Rajbhandari et al., ZeRO, 2020. Parameters of 16 bits are trained through float32 copies.
 
     Gradients leave the parameters during `backward`; ``parameter.grad`` then is a stand-in that
     refuses norms and changes, so `torch.nn.utils.clip_grad_norm_` is refused rather than wrong.
@@ -65,16 +65,15 @@ class ZeroOptimizer(BoostedOptimizer):
         max_norm: global norm that gradients are clipped to in every step; infinite for none.
         group: process group to shard over; None for all ranks.
         assume_elementwise: whether to take the user's word for an optimizer that is not known.
-        assume_per_parameter: whether to take the user's word that it looks at one parameter at a
-            time; then it is sharded by whole parameters, as Muon and Adafactor are.
+        assume_per_parameter: the same, that it looks at one parameter at a time, as Muon does.
         frozen: parameters of the model that are not trained, with their names; stage 3 shards them.
         ahead: chunks that stage 3 gathers ahead of the one in use.
-        overlap: False waits for every collective at once; for comparison, with the same results.
-        manager: memory manager that keeps shards, optimizer state and gradients in tiers of memory
-            (stage 3); None keeps all of it here.
+        overlap: False waits for every collective at once, for comparison.
+        manager: memory manager that keeps state in tiers (stage 3); None keeps all of it here.
         step_in_backward: whether chunks are stepped during backward, as their gradients come. With
             `max_norm`, and with fp16, all gradients are waited for; see `_in_backward.py`.
         order: names of the parameters in the order of use, in which chunks are cut and gathered.
+        wires: formats that chunks travel in; None sends them as they are.
 
     Raises:
         GulliverError: the optimizer cannot be sharded; a parameter is of a dtype that is not
@@ -99,6 +98,7 @@ class ZeroOptimizer(BoostedOptimizer):
         step_in_backward: bool = False,
         assume_per_parameter: bool = False,
         order: Sequence[str] = (),
+        wires: ZeroWires | None = None,
     ) -> None:
         super().__init__(inner, names)
         check_optimizer(inner, stage, assume_elementwise, assume_per_parameter)
@@ -110,7 +110,7 @@ class ZeroOptimizer(BoostedOptimizer):
         exported = super().export_state()
         state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
         sharded = dict(frozen or {}) if stage == 3 else {}
-        options = ahead, overlap, manager, needs_whole(inner, assume_elementwise), order
+        options = ahead, overlap, manager, needs_whole(inner, assume_elementwise), order, wires
         self.shards = ShardedState(inner, self.names, sharded, stage, chunk_bytes, group, *options)
         self.names = self.shards.names  # which grow when parameters are unfrozen
         self._frozen = [p for p in self._frozen if p not in self.shards.sleeping]

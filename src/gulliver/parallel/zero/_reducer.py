@@ -48,10 +48,11 @@ from contextlib import contextmanager
 
 import torch
 
-from gulliver.comm import Group, Handle, Purpose, all_reduce, group_size, reduce_scatter
+from gulliver.comm import Group, Purpose, all_reduce, group_size
 from gulliver.errors import GulliverError
 from gulliver.memory import PlacedChunk, ReducedGradient
 from gulliver.parallel.zero._groups import gradient_was_set
+from gulliver.parallel.zero._sending import GradientSender, ZeroWires
 from gulliver.parallel.zero._sharded import Phase, ShardedChunk, Squared
 
 IN_FLIGHT = 4
@@ -70,8 +71,10 @@ class GradientReducer:
             buffers; from 2 on each is freed when it is reduced.
         group: process group to average over; None for all ranks.
         overlap: False waits for every reduction at once, for comparison.
+        wires: formats that gradients travel in.
 
     Attributes:
+        sender: sends them, and compares what arrives.
         noted: called with the name of a parameter whose gradient has come.
         sent: called with a chunk whose gradients are on their way.
         squared: squared norm of a chunk's gradient, to be taken while it is here; None where
@@ -79,9 +82,15 @@ class GradientReducer:
     """
 
     def __init__(
-        self, chunks: Sequence[ShardedChunk], stage: int, group: Group, overlap: bool = True
+        self,
+        chunks: Sequence[ShardedChunk],
+        stage: int,
+        group: Group,
+        overlap: bool = True,
+        wires: ZeroWires | None = None,
     ) -> None:
         self.stage, self.group, self.overlap = stage, group, overlap
+        self.sender = GradientSender(group, wires or ZeroWires())
         self.size = group_size(group)
         self.scale = 1.0
         self.squared: Squared | None = None
@@ -238,6 +247,9 @@ class GradientReducer:
             self.land_all()
             self._next = 0
             self._reduce_rest()
+        if self.sender.checking:
+            self.land_all()
+        self.sender.settled(names, cut=self.stage > 0)
         self._settled = True
         found = {name for name, vote in zip(names, used, strict=True) if vote}
         self._sort(found)
@@ -392,7 +404,7 @@ class GradientReducer:
             self._gather_up(sharded)
         if self.record is not None:
             self.record("reduced", sharded)
-        sharded.incoming, sharded.reduction = self._sent(sharded)
+        sharded.incoming, sharded.reduction = self.sender.send(sharded)
         sharded.move(Phase.REDUCING)
         self._flying.append(sharded)
         if self.stage >= 2 and len(self._flying) > self._in_flight:
@@ -409,32 +421,6 @@ class GradientReducer:
         self._used |= sharded.chunk.placed.keys()
         sharded.chunk.mark_reduced()
 
-    def _sent(self, sharded: ShardedChunk) -> tuple[torch.Tensor, Handle]:
-        """Sends a chunk's gradients; returns where their mean will be, and when."""
-        chunk, dtype = sharded.chunk, sharded.chunk.home.dtype
-        assert chunk.gradient is not None
-        if chunk.layout.parts == 1:
-            if sharded.reduced_in_place:
-                buffer = chunk.take_gradient()
-            else:
-                # The optimizer steps float32: an all-reduce has no wider sum, so float32 travels.
-                buffer = chunk.take_reduced()
-                buffer.copy_(chunk.gradient)
-            why = sharded.purpose("reduces", "in a backward")
-            return buffer, all_reduce(buffer, "mean", self.group, async_op=True, purpose=why)
-        incoming = chunk.take_reduced()
-        # Sixteen bits travel, and are added up in the dtype of the optimizer.
-        handle = reduce_scatter(
-            incoming,
-            chunk.gradient,
-            "mean",
-            self.group,
-            async_op=True,
-            accumulate_dtype=dtype,
-            purpose=sharded.purpose("reduces", "in a backward"),
-        )
-        return incoming, handle
-
     def land(self, sharded: ShardedChunk) -> None:
         """Waits for a reduction under way and adds its result to the shard's gradient."""
         if sharded.phase is not Phase.REDUCING:
@@ -442,6 +428,7 @@ class GradientReducer:
         assert sharded.reduction is not None
         assert sharded.incoming is not None
         sharded.reduction.wait()
+        self.sender.landed(sharded, sharded.incoming)
         self._flying.remove(sharded)  # room may have to be made on the way, by landing the others
         incoming, sharded.reduction, sharded.incoming = sharded.incoming, None, None
         if self.stage != 1:

@@ -38,6 +38,7 @@ from gulliver.parallel.zero._elementwise import makes_beside, state_sizes, steps
 from gulliver.parallel.zero._gatherer import Gatherer
 from gulliver.parallel.zero._groups import GroupWatch
 from gulliver.parallel.zero._reducer import GradientReducer
+from gulliver.parallel.zero._sending import ZeroWires
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._sizes import TensorSize, chunk_layouts, shard_dtype
 from gulliver.parallel.zero._tiers import Tiers
@@ -60,6 +61,7 @@ class ShardedState:
         manager: memory manager that places chunks in tiers (stage 3); None keeps them here.
         whole: whether no trained parameter may be cut; see the note in `gulliver.memory._layout`.
         order: names of the parameters in the order of use; without any the trained come first.
+        wires: formats that chunks travel in.
 
     Attributes:
         everything: all chunks, in the order of use.
@@ -87,7 +89,9 @@ class ShardedState:
         manager: Manager | None = None,
         whole: bool = False,
         order: Sequence[str] = (),
+        wires: ZeroWires | None = None,
     ) -> None:
+        self.wires = wires or ZeroWires()
         self.inner, self.names, self.frozen_names = inner, dict(names), dict(frozen)
         self.whole = whole
         self.stage, self.chunk_bytes, self.group = stage, chunk_bytes, group
@@ -204,6 +208,8 @@ class ShardedState:
         """Makes a chunk's shard, and this rank's pieces of it as parameters for the optimizer."""
         chunk.settle_home(self.home_dtype(chunk.dtype, trained), self.stage == 3, trained)
         if self.stage == 3:
+            # Below, what the optimizer steps is the buffer that would be rounded.
+            chunk.wire = self.wires.gather.of(chunk.data, chunk.layout.part_size)
             chunk.release()
         sharded = ShardedChunk(chunk, [], trained)
         if trained:
@@ -260,7 +266,7 @@ class ShardedState:
             tight=self.tiers is not None,
         )
         gatherer.step, gatherer.copies.lent = steps, lent
-        reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
+        reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap, self.wires)
         reducer.noted, reducer.record = self.on_gradient, gatherer.note
         self._engines = reducer, gatherer
         self.list_pieces()

@@ -1,0 +1,316 @@
+"""Wire formats: their errors, the bytes that they send, and steps over links that are too slow.
+
+`python -m benchmarks.wire` first takes collectives in every format and checks the error of every
+element against its bound (part ``numerics``). Then (part ``steps``) it builds a network whose links
+carry what a step sends as it is in three times its compute, and lets fp32 and formats take turns:
+ZeRO's stage 0, tensor parallelism, Ulysses and a ring. Layers sleep as long as they would compute,
+as on an accelerator beside the processor, which packs and sends. It needs root, ``ip`` and ``tc``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import tyro
+from torch import Tensor
+from torch.autograd import Function
+
+from benchmarks._harness import Report, alternate, at_least, at_most, finish
+from benchmarks._models import gpt
+from benchmarks._slept import slept
+from benchmarks.netlab import Net, foreign_load, run, wire_bytes
+from gulliver.booster import Booster, LowLevelZeroPlugin
+from gulliver.comm import (
+    RankGroup,
+    all_gather,
+    all_reduce,
+    barrier,
+    init_world,
+    reduce_scatter,
+    sent_bytes,
+)
+from gulliver.parallel.sequence import SequencePlan, make_groups, swap_sharded_dim
+from gulliver.parallel.sequence._core import Call, _Pack
+from gulliver.parallel.sequence._ring import round_trip, turn
+from gulliver.parallel.tensor import _collectives as tensor_parallel
+from gulliver.precision.wire import NAMES, error_bound, wire_format
+
+SLEPT_S = 0.15
+RATIO = 3.0
+"""Seconds of communication in those of compute."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes of the run."""
+
+    parts: tuple[str, ...] = ("numerics", "steps")
+    formats: tuple[str, ...] = ("identity", "bf16", "fp8", "int8")
+    workloads: tuple[str, ...] = ("ZeRO 0", "tensor", "Ulysses", "ring")
+    ranks: int = 2
+    rounds: int = 3
+    keep: bool = False
+    """Write benchmarks/results."""
+
+
+# Numerics.
+
+
+def numerics(sizes: tuple[int, ...], names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Largest share of its bound that an error takes, and relative Frobenius error, by format."""
+    world, found = init_world(), {}
+    for name in names:
+        wire, worst, squares = wire_format(name), 0.0, torch.zeros(2, dtype=torch.float64)
+        bound = error_bound(wire)
+        for size in sizes:
+            terms = [_term(rank, size) for rank in range(world.size)]
+            whole = torch.empty(world.size * size)
+            all_gather(whole, terms[world.rank], wire=wire)
+            total = terms[world.rank].clone()
+            all_reduce(total, wire=wire)
+            rows = torch.stack([_term(r, world.size * size) for r in range(world.size)])
+            part = torch.empty(size)
+            reduce_scatter(part, rows[world.rank].clone(), wire=wire)
+            own = rows.view(world.size, world.size, size)[:, world.rank]
+            cases = [
+                (whole, torch.cat(terms).double(), [torch.cat(terms)], False),
+                (total, torch.stack(terms).double().sum(0), terms, True),
+                (part, own.double().sum(0), list(own), False),
+            ]
+            for value, exact, inputs, again in cases:
+                limit = torch.stack([bound.limit(t, wire.block) for t in inputs]).sum(0) + 1e-6
+                if again:
+                    limit += bound.relative * (exact.abs() + limit)
+                    limit += bound.of_largest * (exact.abs() + limit).max()
+                error = (value.double() - exact).abs()
+                worst = max(worst, float((error / limit).max()))
+                squares += torch.stack([error.square().sum(), exact.square().sum()])
+            bits = torch.stack([total, -total])
+            all_reduce(bits, "max")
+            assert torch.equal(bits[0], -bits[1]), "ranks have other bits"
+        found[name] = {"worst": worst, "error": float((squares[0] / squares[1]).sqrt())}
+    return found
+
+
+def _term(rank: int, size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(97 * rank + size))
+
+
+# Steps.
+
+
+class _Sleep(Function):
+    """Sleeps forward and twice as long backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        time.sleep(seconds / 3)
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(2 * ctx.seconds / 3)
+        return grads[0], None
+
+
+def _zero(wire: str, ranks: int) -> Callable[[], None]:
+    task = slept(gpt(192, 4, 2, 64), SLEPT_S)
+    asked = None if wire == "identity" else wire
+    plugin = LowLevelZeroPlugin(
+        stage=0,
+        chunk_mb=1,
+        verbose=False,
+        communication_dtype=asked,
+        force_communication_dtype=asked is not None,
+        wire_gate=False,
+    )
+    booster, model = Booster(plugin=plugin), task.model()
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), fused=True))
+
+    def step() -> None:
+        booster.backward(task.loss(model, 0), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _tensor(wire: str, ranks: int) -> Callable[[], None]:
+    group = RankGroup(tuple(range(ranks)), int(os.environ["RANK"]), None, wire_format(wire))
+    x, layers = torch.randn(1024, 512, requires_grad=True), 4
+
+    def step() -> None:
+        y = x
+        for _ in range(layers):
+            y = tensor_parallel.copy(y, group)
+            y = _Sleep.apply(y, SLEPT_S / layers)
+            y = tensor_parallel.reduce(y, group)
+        y.sum().backward()
+        x.grad = None
+
+    return step
+
+
+def _ulysses(wire: str, ranks: int) -> Callable[[], None]:
+    groups = make_groups(SequencePlan(ulysses=ranks, wire=wire_format(wire)))
+    x, layers = torch.randn(2, 512, 1024, requires_grad=True), 4
+
+    def step() -> None:
+        y = x
+        for _ in range(layers):
+            y = swap_sharded_dim(y, 1, 2, groups, 512 * ranks)
+            y = _Sleep.apply(y, SLEPT_S / layers)
+            y = swap_sharded_dim(y, 2, 1, groups, 1024)
+        y.sum().backward()
+        x.grad = None
+
+    return step
+
+
+def _ring(wire: str, ranks: int) -> Callable[[], None]:
+    groups = make_groups(SequencePlan(inner=ranks, wire=wire_format(wire)))
+    tokens = 1024
+    layout = groups.plan.lay(ranks * tokens)
+    call = Call(groups, layout, layout, cast("Any", None))  # nothing is attended to
+    k, v = (torch.randn(1, 8, tokens, 64) for _ in range(2))
+    layers = 4
+
+    def step() -> None:
+        each = SLEPT_S / layers / ranks
+        for _ in range(layers):
+            pack = _Pack([k, v], call)
+            for visit in turn(pack.own(), pack.bytes, groups):
+                pack.open(visit)
+                time.sleep(each / 3 / pack.cuts.pieces)
+
+            def compute(visit: Any, pack: Any = pack) -> Tensor:
+                pack.open(visit)
+                share = 1.0 if visit.half is None else 0.5
+                time.sleep(2 * share * each / 3 / pack.cuts.pieces)
+                return torch.ones(pack.numel(visit.place, visit.piece))
+
+            round_trip(
+                pack.own(),
+                pack.bytes,
+                pack.numel,
+                groups,
+                compute,
+                lambda into, arrived, _: into.add_(arrived),
+                groups.all.wire,
+            )
+
+    return step
+
+
+WORKLOADS = {"ZeRO 0": _zero, "tensor": _tensor, "Ulysses": _ulysses, "ring": _ring}
+
+
+def steps(name: str, formats: tuple[str, ...], ranks: int, rounds: int) -> dict[str, Any]:
+    """Seconds of a step, bytes that were posted and bytes on the link, by format."""
+    torch.set_num_threads(1)
+    init_world()
+    made = {wire: WORKLOADS[name](wire, ranks) for wire in formats}
+    sent: dict[str, list[tuple[int, int]]] = {wire: [] for wire in formats}
+
+    def turn_of(wire: str) -> Callable[[], float]:
+        def once() -> float:
+            barrier()
+            made[wire]()
+            before = sent_bytes(), wire_bytes()[0]
+            begun = time.perf_counter()
+            for _ in range(2):
+                made[wire]()
+            took = (time.perf_counter() - begun) / 2
+            barrier()
+            after = sent_bytes(), wire_bytes()[0]
+            sent[wire].append(((after[0] - before[0]) // 2, (after[1] - before[1]) // 2))
+            slowest = torch.tensor([took])
+            all_reduce(slowest, "max")
+            return float(slowest)
+
+        return once
+
+    times = alternate({wire: turn_of(wire) for wire in formats}, rounds)
+    return {
+        wire: {
+            "step": times[wire].median,
+            "posted": sorted(p for p, _ in sent[wire])[len(sent[wire]) // 2],
+            "link": sorted(b for _, b in sent[wire])[len(sent[wire]) // 2],
+        }
+        for wire in formats
+    }
+
+
+def report_steps(options: Options, report: Report) -> None:
+    """Rows and bars of each workload."""
+    for name in options.workloads:
+        with Net(options.ranks, None) as net:
+            free = run(steps, net, name, ("identity",), options.ranks, 1)[0]["identity"]
+        bits = int(8 * free["posted"] / (RATIO * SLEPT_S))
+        with Net(options.ranks, f"{bits}bit") as net:
+            found = run(steps, net, name, options.formats, options.ranks, options.rounds)
+        slowest = {w: max(rank[w]["step"] for rank in found) for w in options.formats}
+        plain = slowest["identity"]
+        for wire in options.formats:
+            entry = found[0][wire]
+            ratio = entry["posted"] / found[0]["identity"]["posted"]
+            stated = wire_format(wire).ratio()
+            report.rows.append(
+                (
+                    name,
+                    wire,
+                    f"{1e3 * slowest[wire]:.0f} ms",
+                    f"{plain / slowest[wire]:.2f} x",
+                    f"{entry['posted'] / 2**20:.2f} MiB",
+                    f"{ratio:.3f} ({stated:.3f})",
+                )
+            )
+            report.figures[f"{name}, {wire}"] = entry | {"slowest": slowest[wire]}
+            off = abs(ratio / stated - 1)
+            report.bars.append(at_most(f"{name}, {wire}: bytes beside those stated", off, 0.03))
+        gain = plain / slowest["fp8"]
+        report.bars.append(at_least(f"{name}: fp8 over fp32", gain, 1.6))
+
+
+def report_numerics(options: Options, report: Report) -> None:
+    """A row for each format."""
+    sizes = (1, 3, 257, 4096, 20_011)
+    names = tuple(n for n in NAMES if n != "identity")
+    with Net(3, None) as net:
+        found = run(numerics, net, sizes, names)
+    for name in names:
+        worst = max(rank[name]["worst"] for rank in found)
+        error = max(rank[name]["error"] for rank in found)
+        report.rows.append(("collectives", name, f"{100 * error:.2f} %", f"{worst:.2f}", "", ""))
+        report.bars.append(at_most(f"{name}: largest error in its bound", worst, 1.0))
+
+
+def main() -> None:
+    """Measures and reports."""
+    options = tyro.cli(Options, description=__doc__)
+    options = replace(options, formats=tuple(dict.fromkeys(("identity", *options.formats))))
+    report = Report(
+        "wire",
+        "Wire formats: step and bytes where sending as it is takes 3 x compute",
+        ("workload", "format", "step / error", "gain / share of bound", "sent", "bytes (stated)"),
+    )
+    load = foreign_load()
+    if "numerics" in options.parts:
+        report_numerics(options, report)
+    if "steps" in options.parts:
+        report_steps(options, report)
+    report.notes.append(
+        f"{options.ranks} ranks, layers sleep {1e3 * SLEPT_S:.0f} ms of a step; foreign load "
+        f"{load:.1f} cores. Formats are forced, the gate of gradients is off."
+    )
+    finish(report, options.keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Formats of what travels between ranks: what was asked for, and whether it pays.
+
+`communication_dtype` of a plugin asks for a format for all that travels, or for some kinds. Packing
+costs the processor's time, links cost less with it: what would be slower by the prediction stays as
+it is, and the plan says so (`decide`). A plan that was read from a file runs as it stands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gulliver.booster._predict import (
+    attention_sends,
+    axis_links,
+    model_messages,
+    shared_messages,
+    wire_kind,
+)
+from gulliver.comm import (
+    all_reduce,
+    broadcast_object,
+    current_world,
+    gather_objects,
+    group_size,
+)
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import Cluster, Link, Message, current_cluster, packing_seconds
+from gulliver.parallel.zero import GradientGate, ZeroWires
+from gulliver.plan import WIRE_KINDS, Plan, Wire
+from gulliver.precision.wire import WireFormat, pack_rates, wire_format
+
+SAMPLE_BYTES = 1 << 20
+"""Size of the message that is judged by where those of a step are not known."""
+
+
+@dataclass(frozen=True)
+class WireOptions:
+    """What a plugin was asked for.
+
+    Attributes:
+        formats: format of each kind that was named.
+        every: format of all kinds that there are; None where kinds were named.
+        force: whether it is done even where it is predicted to be slower.
+        feedback: whether what packing loses of a gradient is added to the next one.
+        gate: whether gradients are compared with unpacked ones now and then.
+    """
+
+    formats: Mapping[str, str] = field(default_factory=dict)
+    every: str | None = None
+    force: bool = False
+    feedback: bool = False
+    gate: bool = True
+
+    @classmethod
+    def of(cls, communication_dtype: Any, force: bool, feedback: bool, gate: bool) -> WireOptions:
+        """Reads the arguments of a plugin.
+
+        Raises:
+            GulliverError: an unknown kind or format; feedback without anything to feed back.
+        """
+        if communication_dtype is None:
+            if force or feedback:
+                name = "force_communication_dtype" if force else "error_feedback"
+                raise GulliverError(f"{name}=True needs a communication_dtype, such as 'fp8'")
+            return cls(gate=gate)
+        if not isinstance(communication_dtype, Mapping):
+            text = str(wire_format(communication_dtype))
+            return cls({}, text, force, feedback, gate)
+        for kind in communication_dtype:
+            if kind not in WIRE_KINDS:
+                raise GulliverError(
+                    f"communication_dtype has no kind {kind!r}: {nearest(str(kind), WIRE_KINDS)}"
+                )
+        formats = {kind: str(wire_format(text)) for kind, text in communication_dtype.items()}
+        return cls(formats, None, force, feedback, gate)
+
+    def agree(self) -> None:
+        """Refuses what ranks ask for differently; every rank calls it.
+
+        Raises:
+            GulliverError: on all ranks.
+        """
+        every = [str(asked) for asked in gather_objects((self.formats, self.every, *self.switches))]
+        other = next((rank for rank, asked in enumerate(every) if asked != every[0]), None)
+        if other is not None:
+            raise GulliverError(
+                f"ranks ask for other wire formats: rank 0 for {every[0]}, rank {other} for "
+                f"{every[other]}: pass the same communication_dtype, and what belongs to it, on all"
+            )
+
+    @property
+    def switches(self) -> tuple[bool, bool, bool]:
+        """What belongs to the formats."""
+        return self.force, self.feedback, self.gate
+
+    def asked(self, plan: Plan) -> Plan:
+        """The choices of a plan with the formats that were asked for; else with its own."""
+        if not self.formats and self.every is None:
+            return plan
+        formats = dict(self.formats)
+        if self.every is not None:
+            formats = dict.fromkeys(_kinds(plan), self.every)
+        feedback = self.feedback and wire_format(formats.get("reduce", "identity")).name != (
+            "identity"
+        )
+        if self.feedback and not feedback and self.every is None:
+            feedback = True  # refused, by the name of the kind
+        return replace(plan, wire=Wire(**formats, error_feedback=feedback, gate=self.gate))
+
+
+def _kinds(plan: Plan) -> list[str]:
+    """Kinds of what travels under a plan, and can be packed."""
+    kinds = ["reduce"] if plan.mesh.replicas > 1 else []
+    return kinds + [k for k in ("tensor", "sequence", "pipeline") if plan.mesh.of(k) > 1]
+
+
+def decide(
+    plan: Plan,
+    model: nn.Module,
+    options: WireOptions,
+    cluster: Cluster | None = None,
+) -> Plan:
+    """Leaves off the formats that are predicted to cost more than they spare; says why.
+
+    Args:
+        plan: resolved for the model, with the formats that were asked for.
+        model: whole model.
+        options: what was asked for.
+        cluster: machines; None for those at hand.
+
+    Returns:
+        The plan, the same on all ranks of a world of its size.
+    """
+    asked = {k: wire_format(f) for k, f in plan.wire.formats.items() if f != "identity"}
+    if not asked or not (options.formats or options.every):
+        return plan  # one that was read from a file runs as it stands there
+    links = axis_links(plan, cluster or current_cluster(plan.mesh.size))
+    by_kind: dict[str, list[Message]] = {kind: [] for kind in asked}
+    for message in _messages(plan, model, links):
+        by_kind.setdefault(wire_kind(message, links), []).append(message)
+    formats, reasons = dict(plan.wire.formats), dict(plan.reasons)
+    for kind, wire in asked.items():
+        axes = links["replicas" if kind in ("gather", "reduce") else kind]
+        plain, packed, packing = _seconds(by_kind[kind], wire, axes, cluster)
+        off = packed >= plain and not options.force
+        formats[kind] = "identity" if off else formats[kind]
+        what = "a step" if by_kind[kind] else "a message of 1 MiB"
+        verb = "stays off" if off else "pays" if packed < plain else "is forced"
+        reasons[f"wire.{kind}"] = (
+            f"{wire} {verb}: {what} {1e3 * plain:.3g} ms as it is, {1e3 * packed:.3g} ms packed "
+            f"to {100 * wire.ratio():.0f} % (packing {1e3 * packing:.3g} ms)"
+            + ("; force_communication_dtype=True overrides" if off else "")
+        )
+    feedback = plan.wire.error_feedback and formats["reduce"] != "identity"
+    decided = replace(plan.wire, **formats, error_feedback=feedback), reasons
+    if current_world().size == plan.mesh.size > 1:
+        decided = broadcast_object(decided)  # ranks measure different times
+    return replace(plan, wire=decided[0], reasons=decided[1])
+
+
+def _messages(
+    plan: Plan, model: nn.Module, links: dict[str, list[tuple[int, Link]]]
+) -> Iterator[Message]:
+    yield from shared_messages(plan, links["replicas"])
+    if plan.work.samples:
+        sends = attention_sends(plan, model)
+        yield from model_messages(plan, links, 0.0, max(1, len(plan.work.blocks)), 1.0, sends)
+
+
+def _seconds(
+    messages: Sequence[Message],
+    wire: WireFormat,
+    axes: Sequence[tuple[int, Link]],
+    cluster: Cluster | None,
+) -> tuple[float, float, float]:
+    """Seconds of messages as they are and packed, and those of packing among the latter."""
+    if not messages:
+        messages = [Message("reduce_scatter", SAMPLE_BYTES, axes)]
+    plain = sum(message.seconds for message in messages)
+    less = [replace(m, bytes=int(m.bytes * wire.ratio())) for m in messages]
+    if cluster is None:
+        rates = pack_rates(wire, current_world().device.type)
+        pack_s, unpack_s, call_s = rates.pack_s, rates.unpack_s, rates.call_s
+    else:  # machines elsewhere: a pass that reads and one that writes
+        pack_s = unpack_s = 8.0 / cluster.device.memory_rate
+        call_s = 2 * cluster.device.launch_s
+    packing = sum(
+        m.count * packing_seconds(m.kind, m.axes, m.bytes // 4, pack_s, unpack_s, call_s)
+        for m in messages
+    )
+    return plain, sum(message.seconds for message in less) + packing, packing
+
+
+def zero_wires(plan: Plan) -> ZeroWires:
+    """The formats of chunks."""
+    wire = plan.wire
+    return ZeroWires(
+        wire_format(wire.gather), wire_format(wire.reduce), wire.error_feedback, wire.gate
+    )
+
+
+class BucketHook:
+    """Reduces the buckets of torch's DDP in a wire format.
+
+    Args:
+        wire: formats.
+        names: names of the parameters.
+    """
+
+    def __init__(self, wire: Wire, names: Mapping[nn.Parameter, str]) -> None:
+        self.wire, self.names = wire_format(wire.reduce), names
+        self._lost: dict[int, torch.Tensor] | None = {} if wire.error_feedback else None
+        self.gate = GradientGate(self.wire, wire.error_feedback, wire.gate)
+
+    # torch compares annotations with types, and takes none for the right ones.
+    def reduce(self, state, bucket):
+        """Begins the reduction of a bucket; returns its future."""
+        tensor, lost = bucket.buffer(), None
+        cuda = tensor.is_cuda
+        devices = [tensor.device] if cuda else None
+        future: Any = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
+        if self._lost is not None:
+            lost = self._lost.get(bucket.index())
+            if lost is None or lost.shape != tensor.shape:  # DDP cuts buckets anew after a step
+                lost = self._lost[bucket.index()] = torch.zeros_like(tensor)
+        checking = self.gate.checking
+        reference = tensor.clone() if checking else None
+        if reference is not None:
+            all_reduce(reference, "mean")
+        packed = self.wire.of(tensor, tensor.numel() // group_size()).name != "identity"
+        waits = cuda or checking or not packed
+        handle = all_reduce(
+            tensor,
+            "mean",
+            async_op=True,
+            wire=self.wire,
+            error=lost,
+            finish=None if waits else lambda: future.set_result(tensor),
+        )
+        if waits:
+            handle.wait()
+            if reference is not None:
+                self._compare(bucket, reference)
+            future.set_result(tensor)
+        return future
+
+    def _compare(self, bucket: dist.GradBucket, reference: torch.Tensor) -> None:
+        start = 0
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            exact = reference[start : start + gradient.numel()]
+            self.gate.add(self.names.get(parameter, "a parameter"), gradient, exact)
+            start += gradient.numel()
+        if bucket.is_last():
+            self.gate.end_step()

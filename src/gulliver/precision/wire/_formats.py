@@ -1,0 +1,218 @@
+"""The wire formats: bits of an element, size of a block, rounding, and the error that follows.
+
+| name | bits | an element is | error of a cast of normal numbers |
+|---|---|---|---|
+| identity, fp32 | its own | as it is | none |
+| bf16 | 16 | 8 bits of mantissa, its own range | 0.17 % |
+| fp8 | 8 | e4m3 times the block's scale | 2.7 % |
+| fp8_e5m2 | 8 | e5m2 times the block's scale | 5.2 % |
+| int8 | 8 | whole steps of 1/127 of the block's largest | 0.6 % |
+| int4 | 4 | whole steps of 1/7 of the block's largest | 12 % |
+
+A block is 256 elements that follow each other, with one float32 scale: 1.6 % of an fp8 block. Its
+largest element becomes the largest number of the format, so nothing overflows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError, nearest
+
+Rounding = Literal["nearest", "stochastic"]
+BLOCK = 256
+BLOCKS = (64, 128, 256, 512, 1024)
+SCALE_BYTES = 4
+LEAST_SCALE = 2.0**-126
+"""Least scale, the least normal number: smaller blocks lose bits, and never divide by zero."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the elements of a format are.
+
+    Attributes:
+        bits: bits of an element.
+        largest: largest number before it is scaled.
+        mantissa: bits behind the leading one; 0 of whole numbers.
+        least_exponent: exponent of the least normal number.
+        typical: relative Frobenius error of normally distributed elements in blocks of 256.
+        dtype: dtype that elements are cast to; None where bits are put together here.
+    """
+
+    bits: int
+    largest: float
+    mantissa: int
+    least_exponent: int
+    typical: float
+    dtype: torch.dtype | None
+
+    @property
+    def floats(self) -> bool:
+        """Whether elements have exponents of their own."""
+        return self.mantissa > 0
+
+
+KINDS = {
+    "bf16": Kind(16, 0.0, 7, -126, 0.0017, torch.bfloat16),
+    "fp8": Kind(8, 448.0, 3, -6, 0.027, torch.float8_e4m3fn),
+    "fp8_e5m2": Kind(8, 57344.0, 2, -14, 0.052, torch.float8_e5m2),
+    "int8": Kind(8, 127.0, 0, 0, 0.0064, torch.int8),
+    "int4": Kind(4, 7.0, 0, 0, 0.12, None),
+}
+_ALIASES = {"fp32": "identity", "none": "identity", "fp8_e4m3": "fp8"}
+NAMES = ("identity", *KINDS)
+"""Names of all formats."""
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """A wire format.
+
+    Attributes:
+        name: name, of `NAMES`.
+        block: number of elements that share a scale.
+        rounding: ``nearest``, or ``stochastic``, whose mean error is zero.
+    """
+
+    name: str
+    block: int = BLOCK
+    rounding: Rounding = "nearest"
+
+    def __str__(self) -> str:
+        block = "" if self.block == BLOCK else f":{self.block}"
+        return self.name + block + ("" if self.rounding == "nearest" else f":{self.rounding}")
+
+    @property
+    def kind(self) -> Kind:
+        """What its elements are; the identity has no kind."""
+        return KINDS[self.name]
+
+    @property
+    def scaled(self) -> bool:
+        """Whether blocks have scales."""
+        return self.name in KINDS and self.name != "bf16"
+
+    @property
+    def code(self) -> int:
+        """Number from 0 to 31 by which messages of two formats are told apart."""
+        names = [name for name in KINDS if name != "bf16"]
+        if self.name not in names:
+            return 0 if self.name == "identity" else 1
+        return 2 + names.index(self.name) * len(BLOCKS) + BLOCKS.index(self.block)
+
+    def of(self, tensor: Tensor, numel: int | None = None) -> WireFormat:
+        """The format that elements of a tensor travel in: this one, or as they are.
+
+        Whole numbers have to be exact, and what would not become smaller is left alone. Both ends
+        of a message know shape and dtype, so both find the same.
+
+        Args:
+            tensor: tensor of the dtype that travels.
+            numel: elements of a message; None for those of the tensor.
+        """
+        if self.name == "identity" or not tensor.dtype.is_floating_point:
+            return IDENTITY
+        count = tensor.numel() if numel is None else numel
+        return self if packed_bytes(count, self) < count * tensor.element_size() else IDENTITY
+
+    def ratio(self, itemsize: int = 4) -> float:
+        """Bytes of many elements in those of the same elements as they are."""
+        if self.name not in KINDS:
+            return 1.0
+        each = self.kind.bits / 8 + (SCALE_BYTES / self.block if self.scaled else 0)
+        return min(1.0, each / itemsize)
+
+
+IDENTITY = WireFormat("identity")
+"""The elements as they are."""
+
+
+def wire_format(text: str | WireFormat) -> WireFormat:
+    """Reads a format: ``fp8``, with another block ``fp8:128``, ``int8:stochastic``.
+
+    Raises:
+        GulliverError: an unknown name, block or rounding.
+    """
+    if isinstance(text, WireFormat):
+        return _checked(text)
+    if not isinstance(text, str):
+        raise GulliverError(f"a wire format is a name, not {text!r}: one of {', '.join(NAMES)}")
+    name, *options = text.split(":")
+    block, rounding = BLOCK, "nearest"
+    for option in options:
+        if option.isdigit():
+            block = int(option)
+        else:
+            rounding = option
+    name = _ALIASES.get(name, name)
+    return _checked(WireFormat(name, block, cast("Rounding", rounding)))
+
+
+def _checked(wire: WireFormat) -> WireFormat:
+    if wire.name not in NAMES:
+        raise GulliverError(f"unknown wire format {wire.name!r}: {nearest(wire.name, NAMES)}")
+    if wire.block not in BLOCKS:
+        known = ", ".join(map(str, BLOCKS))
+        raise GulliverError(f"wire format {wire}: a block has {known} elements, not {wire.block}")
+    if wire.rounding not in ("nearest", "stochastic"):
+        known = nearest(str(wire.rounding), ("nearest", "stochastic"))
+        raise GulliverError(f"wire format {wire}: unknown rounding {wire.rounding!r}: {known}")
+    return wire
+
+
+def packed_bytes(numel: int, wire: WireFormat, itemsize: int = 4) -> int:
+    """Bytes of packed elements: scales, then elements, up to a multiple of four.
+
+    Args:
+        numel: number of elements.
+        wire: format.
+        itemsize: bytes of an element as it is; only the identity needs it.
+    """
+    if wire.name == "identity":
+        return numel * itemsize
+    scales = SCALE_BYTES * -(-numel // wire.block) if wire.scaled else 0
+    return -(-(scales + -(-numel * wire.kind.bits // 8)) // 4) * 4
+
+
+@dataclass(frozen=True)
+class ErrorBound:
+    """How far an element may be from what it was, at most.
+
+    Attributes:
+        relative: share of the element itself.
+        of_largest: share of the largest element of its block.
+        absolute: what is lost of numbers near the least normal float32.
+        typical: relative Frobenius error of many normally distributed elements.
+    """
+
+    relative: float
+    of_largest: float
+    absolute: float
+    typical: float
+
+    def limit(self, tensor: Tensor, block: int = BLOCK) -> Tensor:
+        """Largest error of each element of a flat tensor, in float64."""
+        size = tensor.abs().double()
+        padded = torch.nn.functional.pad(size, (0, -size.numel() % block)).view(-1, block)
+        largest = padded.amax(1, keepdim=True).expand_as(padded).reshape(-1)[: size.numel()]
+        return self.relative * size + self.of_largest * largest + self.absolute
+
+
+def error_bound(wire: WireFormat) -> ErrorBound:
+    """What a format promises of every finite element, by its number of bits."""
+    if wire.name == "identity":
+        return ErrorBound(0.0, 0.0, 0.0, 0.0)
+    kind, times = wire.kind, 1.0 if wire.rounding == "nearest" else 2.0
+    # The product with the scale is rounded too, on the way out and back.
+    slack = 1 + 2.0**-10
+    half = times * 2.0 ** -(kind.mantissa + 1) * slack if kind.floats else 0.0
+    if not wire.scaled:
+        return ErrorBound(half, 0.0, 2.0**-126, kind.typical * times)
+    least = 2.0 ** (kind.least_exponent - kind.mantissa) if kind.floats else 1.0
+    share = times * least / 2 / kind.largest * slack + 2.0**-22
+    return ErrorBound(half, share, LEAST_SCALE * times * kind.largest, kind.typical * times)

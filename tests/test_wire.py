@@ -1,0 +1,352 @@
+"""Formats of what travels between ranks: each keeps its bound, whatever the numbers are."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gulliver.comm import (
+    RankGroup,
+    Torus,
+    World,
+    all_gather,
+    all_reduce,
+    broadcast,
+    exchange,
+    reduce_scatter,
+    sent_bytes,
+    shift,
+)
+from gulliver.comm._packed import check_packed
+from gulliver.errors import GulliverError
+from gulliver.precision.wire import (
+    NAMES,
+    error_bound,
+    nonfinite_blocks,
+    pack,
+    packed_bytes,
+    unpack,
+    wire_format,
+)
+from tests.patience import patient
+from tests.pool import Pool
+
+PACKED = [name for name in NAMES if name != "identity"]
+SIZES = (0, 1, 2, 255, 256, 257, 1000, 70_001)
+
+
+def _inputs(size: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    normal = torch.randn(size, generator=generator)
+    outliers = normal.clone()
+    outliers[::97] *= 1e4
+    mixed = normal * 10.0 ** torch.randint(-30, 30, (size,), generator=generator)
+    return {
+        "normal": normal,
+        "outliers": outliers,
+        "tiny": normal * 1e-30,
+        "below normal": normal * 1e-39,
+        "huge": normal * 5e37,
+        "mixed": mixed,
+        "zero": torch.zeros(size),
+    }
+
+
+@pytest.mark.parametrize("rounding", ["", ":stochastic"])
+@pytest.mark.parametrize("name", PACKED)
+def test_every_element_keeps_within_the_stated_bound(name: str, rounding: str) -> None:
+    wire = wire_format(name + rounding)
+    bound, generator = error_bound(wire), torch.Generator().manual_seed(1)
+    for size in SIZES:
+        for kind, tensor in _inputs(size).items():
+            packed = pack(tensor, wire, generator=generator)
+            assert packed.numel() == packed_bytes(size, wire)
+            found = unpack(packed, wire, size)
+            error = (found.double() - tensor.double()).abs()
+            assert bool((error <= bound.limit(tensor, wire.block)).all()), (kind, size)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_errors_of_normal_numbers_are_those_of_theory(name: str) -> None:
+    tensor, wire = _inputs(70_001)["normal"], wire_format(name)
+    for scale in (1.0, 1e-30):
+        exact = tensor.double() * scale
+        found = unpack(pack(exact.float(), wire), wire, exact.numel()).double()
+        error = float((found - exact).norm() / exact.norm())
+        assert error == pytest.approx(error_bound(wire).typical, rel=0.15)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_stochastic_rounding_is_right_in_the_mean(name: str) -> None:
+    tensor = torch.linspace(-1, 1, 256).repeat(400)
+    wire, generator = wire_format(f"{name}:stochastic"), torch.Generator().manual_seed(3)
+    found = unpack(pack(tensor, wire, generator=generator), wire, tensor.numel())
+    mean = found.view(400, 256).double().mean(0)
+    step = error_bound(wire).limit(tensor[:256].clone())  # the distance of two neighbours
+    off = (mean - tensor[:256].double()).abs()
+    assert bool((off <= 4 * step / math.sqrt(400) / 2 + 1e-7).all())
+    nearest = unpack(pack(tensor, wire_format(name)), wire_format(name), tensor.numel())
+    assert float(off.norm()) < float((nearest[:256] - tensor[:256]).double().norm())
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_stays_recognisable_in_its_block_alone(name: str, bad: float) -> None:
+    wire, tensor = wire_format(name), _inputs(1000)["normal"]
+    tensor[300] = bad
+    before = nonfinite_blocks()
+    found = unpack(pack(tensor, wire), wire, 1000)
+    assert not math.isfinite(float(found[300]))
+    assert bool(found[:256].isfinite().all())
+    assert bool(found[512:].isfinite().all())
+    if name != "bf16":
+        assert nonfinite_blocks() == before + 1
+        scales = pack(tensor, wire)[:16].view(torch.float32)
+        assert scales.isfinite().tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", PACKED)
+def test_other_dtypes_are_packed_and_added_like_float32(name: str, dtype: torch.dtype) -> None:
+    wire, tensor = wire_format(name), _inputs(1000)["normal"].to(dtype)
+    packed = pack(tensor, wire)
+    assert torch.equal(packed, pack(tensor.float(), wire))
+    total = torch.ones(1000, dtype=dtype)
+    unpack(packed, wire, 1000, out=total, add=-2.0)
+    expected = 1 - 2 * unpack(packed, wire, 1000).to(dtype)
+    torch.testing.assert_close(total, expected, rtol=1e-2, atol=2e-2)
+
+
+def test_formats_say_what_they_take_and_what_is_wrong() -> None:
+    assert packed_bytes(1024, wire_format("fp8")) == 1024 + 4 * 4
+    assert packed_bytes(1024, wire_format("int4:128")) == 512 + 8 * 4
+    assert str(wire_format("int8:512:stochastic")) == "int8:512:stochastic"
+    assert wire_format("fp32").name == "identity"
+    one, whole = torch.zeros(1), torch.zeros(1000, dtype=torch.int64)
+    assert wire_format("fp8").of(one).name == "identity"  # a scale would make it larger
+    assert wire_format("fp8").of(whole).name == "identity"
+    assert wire_format("bf16").of(torch.zeros(9, dtype=torch.bfloat16)).name == "identity"
+    codes = {wire_format(f"{n}:{b}").code for n in PACKED for b in (64, 128, 256, 512, 1024)}
+    assert len(codes) == 21
+    assert max(codes) < 32
+    for wrong, right in (("fp9", "fp8"), ("fp8:100", "64, 128"), ("int8:stocastic", "stochastic")):
+        with pytest.raises(GulliverError, match=right):
+            wire_format(wrong)
+    with pytest.raises(GulliverError, match="whole numbers"):
+        pack(whole, wire_format("int8"))
+
+
+def _term(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + size)
+    return torch.randn(size, generator=generator).to(dtype)
+
+
+def _limits(terms: list[Tensor], name: str) -> Tensor:
+    """How far the sum may be off: each term's bound, one of the sum, and what floats round."""
+    bound, block = error_bound(wire_format(name)), wire_format(name).block
+    each = torch.stack([bound.limit(term, block) for term in terms]).sum(0)
+    whole = torch.stack([term.double() for term in terms]).sum(0)
+    # The sum's own packing sees the sum as it is, with its errors, in any block.
+    return (
+        each
+        + bound.relative * (whole.abs() + each)
+        + bound.of_largest * (whole.abs() + each).max()
+        + 1e-5 * len(terms)
+    )
+
+
+def _shared(world: World, name: str, axes: dict[str, int] | None) -> list[Any]:
+    wire, found = wire_format(name), []
+    group = None if axes is None else Torus(axes)
+    for size in (3, 1000, 4096, 20_011):
+        for async_op in (False, True):
+            before = sent_bytes()
+            whole = torch.empty(world.size * size)
+            own = _term(world.rank, size)
+            all_gather(whole, own, group, async_op, wire=wire).wait()
+            gathered = sent_bytes() - before
+            total = _term(world.rank, size).clone()
+            all_reduce(total, "mean", group, async_op, wire=wire).wait()
+            reduced = sent_bytes() - before - gathered
+            part, rows = torch.empty(size), _term(world.rank, world.size * size)
+            reduce_scatter(part, rows, "sum", group, async_op, wire=wire).wait()
+            scattered = sent_bytes() - before - gathered - reduced
+            sent = {"gather": gathered, "reduce": reduced, "scatter": scattered}
+            found.append((size, whole, total, part, sent))
+    return found
+
+
+def _check_shared(answers: list[Any], name: str, ranks: int, hops: int) -> None:
+    bound, wire = error_bound(wire_format(name)), wire_format(name)
+    for number, (size, whole, total, _, _) in enumerate(answers[0]):
+        for rank, found in enumerate(answers):
+            assert torch.equal(found[number][1], whole), "ranks have other bits"
+            assert torch.equal(found[number][2], total), "ranks have other bits"
+            rows = [_term(r, ranks * size).view(ranks, size)[rank] for r in range(ranks)]
+            exact = torch.stack(rows).double().sum(0)
+            error = (found[number][3].double() - exact).abs()
+            assert bool((error <= hops * _limits(rows, name)).all())
+        terms = [_term(r, size) for r in range(ranks)]
+        for term, part in zip(terms, whole.view(ranks, size), strict=True):
+            assert bool(((part - term).double().abs() <= bound.limit(term, wire.block)).all())
+        mean = torch.stack(terms).double().mean(0)
+        assert bool(((total.double() - mean).abs() <= hops * _limits(terms, name) / ranks).all())
+
+
+@pytest.mark.parametrize("name", [*PACKED, "int8:stochastic"])
+def test_collectives_keep_the_bound_and_all_ranks_have_the_same_bits(pool: Pool, name: str) -> None:
+    for ranks in (2, 3):
+        answers = pool.run(_shared, ranks, name, None)
+        _check_shared(answers, name, ranks, 1)
+        for size, _, _, _, sent in answers[0]:
+            each = packed_bytes(size, wire_format(name))
+            # Three elements are not worth a scale, and travel as they are.
+            each = min(each, 4 * size)
+            assert sent["gather"] == sent["scatter"] == (ranks - 1) * each
+            if size > 1000:
+                assert sent["reduce"] == pytest.approx(2 * (1 - 1 / ranks) * each, rel=0.06)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8:stochastic"])
+def test_over_a_torus_elements_are_packed_along_each_axis(pool: Pool, name: str) -> None:
+    answers = pool.run(_shared, 4, name, {"node": 2, "local": 2})
+    _check_shared(answers, name, 4, 3)
+    size, *_, sent = answers[0][-1]
+    each = packed_bytes(size, wire_format(name))
+    assert sent["gather"] == 3 * each
+    assert sent["scatter"] == pytest.approx(
+        3 * each, rel=1e-3
+    )  # two parts along the inner axis, one along the outer
+
+
+def _messages(world: World, name: str) -> list[Tensor]:
+    group, wire = world_group(world), wire_format(name)
+    own = _term(world.rank, 999)
+    incoming = torch.empty(999)
+    before = sent_bytes()
+    arrived = shift(group, own, incoming, 7, wire).wait()
+    sent = sent_bytes() - before
+    counts = [300 + 100 * rank for rank in range(world.size)]
+    outgoing = [_term(world.rank, 300 + 100 * world.rank) + r for r in range(world.size)]
+    parts = exchange(group, outgoing, counts, wire)
+    same = _term(world.rank, 999)
+    broadcast(same, 1, wire=wire)
+    assert sent == packed_bytes(999, wire)
+    return [arrived, same, *parts]
+
+
+def world_group(world: World) -> RankGroup:
+    """All ranks in their order."""
+    return RankGroup(tuple(range(world.size)), world.rank)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_messages_exchanges_and_broadcasts_are_packed_too(pool: Pool, name: str) -> None:
+    bound = error_bound(wire_format(name))
+    answers = pool.run(_messages, 3, name)
+    for rank, (arrived, same, *parts) in enumerate(answers):
+        sent = _term((rank - 1) % 3, 999)
+        assert bool(((arrived - sent).abs() <= bound.limit(sent)).all())
+        assert torch.equal(same, answers[1][1])
+        assert bool(((same - _term(1, 999)).abs() <= bound.limit(_term(1, 999))).all())
+        for source, part in enumerate(parts):
+            term = _term(source, 300 + 100 * source) + rank
+            assert bool(((part - term).abs() <= bound.limit(term)).all())
+
+
+def _fed_back(world: World, name: str, feedback: bool) -> float:
+    """Error of the sum of many reductions of one gradient, relative to it."""
+    wire, gradient = wire_format(name), _term(world.rank, 1024)
+    gradient[::64] *= 30
+    error = torch.zeros(1024) if feedback else None
+    total, steps = torch.zeros(512), 40
+    for _ in range(steps):
+        part = torch.empty(512)
+        reduce_scatter(part, gradient.clone(), wire=wire, error=error)
+        total += part
+    exact = torch.empty(512)
+    reduce_scatter(exact, gradient.clone())
+    return float((total / steps - exact).norm() / exact.norm())
+
+
+def test_what_packing_loses_is_made_up_for_by_error_feedback(pool: Pool) -> None:
+    for name in ("int4", "fp8_e5m2"):
+        lost = max(pool.run(_fed_back, 2, name, False))
+        kept = max(pool.run(_fed_back, 2, name, True))
+        assert kept < lost / 8
+
+
+DISAGREE = """
+import os, sys, torch
+from gulliver.comm import RankGroup, all_gather, all_reduce, exchange, guard, init_world
+from gulliver.precision.wire import wire_format
+
+def run(rank, case):
+    init_world()
+    wire = wire_format(case.split(", ")[1 + rank])
+    tensor = torch.ones(100_000)
+    with guard():
+        if case.startswith("gather"):
+            all_gather(torch.empty(200_000), tensor, wire=wire)
+        elif case.startswith("reduce"):
+            all_reduce(tensor, wire=wire)
+        else:
+            exchange(RankGroup((0, 1), rank), [tensor] * 2, [100_000] * 2, wire)
+
+if __name__ == "__main__":
+    found = []
+    for case in sys.argv[1:]:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(2):
+            read, write = os.pipe()
+            if os.fork() == 0:
+                os.dup2(write, 2)
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                               "MASTER_PORT": str(store.port), "LOCAL_RANK": str(rank),
+                               "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                try:
+                    run(rank, case)
+                except BaseException as error:
+                    sys.last_type, sys.last_value = type(error), error
+                    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+                import atexit
+                atexit._run_exitfuncs()
+                os._exit(0)
+            os.close(write)
+            found.append((case, read, store))
+    for case, read, _ in found:
+        with open(read) as errors:
+            print(case, "|", " ".join(errors.read().split()))
+"""
+
+
+@pytest.mark.deadline(100)
+def test_ranks_that_disagree_about_a_format_are_told() -> None:
+    cases = ["gather, fp8, int8:128", "reduce, fp8, identity", "exchange, fp8, identity"]
+    done = subprocess.run(
+        [sys.executable, "-c", DISAGREE, *cases],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 6, done.stdout
+    for line in lines:
+        assert "the ranks do different things" in line
+        assert "packed as fp8 in 256s" in line
+    assert "packed as int8 in 128s" in lines[0]
+
+
+def test_a_maximum_is_not_packed() -> None:
+    with pytest.raises(GulliverError, match="'max' does not travel as fp8"):
+        check_packed("max", wire_format("fp8"))
