@@ -84,13 +84,12 @@ def network(blocks: int, seed: int = 0) -> list[Block]:
         options = list[Strategy]()
         for _ in range(STRATEGIES):
             seconds, saved = 0.5 + 2 * draw.random(), draw.randint(20, 400)
-            comm = draw.random(), draw.random()
+            comm, comm_back = draw.random(), draw.random()
             stays = draw.randint(0, 100) if number in additions else 0
-            extra = [draw.randint(0, 100) for _ in range(2)]
+            extra, extra_back = draw.randint(0, 100), draw.randint(0, 100)
             state = draw.randint(20, 400)
-            options.append(
-                Strategy("", seconds, 2 * seconds, *comm, state, saved, stays, *extra, saved)
-            )
+            passes = (seconds, 2 * seconds, comm, comm_back)
+            options.append(Strategy("", *passes, state, saved, stays, extra, extra_back, saved))
         inputs = tuple(sorted({number - 1, additions.get(number, number - 1)}))
         conversions = tuple(conversion() for _ in inputs)
         found.append(Operator(str(number), tuple(options), inputs, conversions))

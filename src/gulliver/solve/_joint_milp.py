@@ -66,7 +66,7 @@ def joint_by_milp(
     Raises:
         GulliverError: scipy is missing, or the budget is below what any picks need.
     """
-    choices = [c for c in allowed if c != "offload" or link is not None]
+    choices: list[Choice] = [c for c in allowed if c != "offload" or link is not None]
     model = _Network(blocks, max(1, budget) / FINE, link or OffloadLink(), choices)
     solution, lower = model.rows.solved(seconds)
     return MilpAnswer(None if solution is None else model.picks(solution), lower * model.second)
@@ -119,8 +119,9 @@ class _Rows:
         found = milp(
             np.array(self._costs),
             integrality=np.array(self._whole),
-            bounds=Bounds(0.0, np.array(self._most)),
-            constraints=LinearConstraint(matrix, np.array(self._low), np.array(self._high)),
+            # scipy's annotations know of numbers only, and its documentation of arrays.
+            bounds=Bounds(0.0, np.array(self._most)),  # type: ignore[arg-type]
+            constraints=LinearConstraint(matrix, self._low, self._high),  # type: ignore[arg-type]
             options={"time_limit": seconds, "mip_rel_gap": 0.0},
         )
         if found.status == 2:
