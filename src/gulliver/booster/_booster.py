@@ -21,7 +21,8 @@ from gulliver.booster._checkpoint import (
 from gulliver.booster._files import FileKeeper, boosted_only
 from gulliver.booster._model import unwrapped
 from gulliver.booster._pipelined import run_whole
-from gulliver.booster._plugins import PlanPlugin, Plugin, TorchDDPPlugin
+from gulliver.booster._plan_plugin import PlanPlugin
+from gulliver.booster._plugins import Plugin, TorchDDPPlugin
 from gulliver.booster._running import Running
 from gulliver.comm import World, broadcast_object, guard, init_world, release_groups
 from gulliver.errors import GulliverError

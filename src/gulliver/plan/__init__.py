@@ -3,6 +3,7 @@
 from gulliver.plan._checks import check_plan
 from gulliver.plan._compare import Comparison, Row
 from gulliver.plan._plan import VERSION, Plan
+from gulliver.plan._predicted import MemoryPlan, Moved, Predicted, Seconds
 from gulliver.plan._reading import join
 from gulliver.plan._tree import (
     AXES,
@@ -14,17 +15,13 @@ from gulliver.plan._tree import (
     ChunkPlan,
     DDPPlan,
     Fp8Plan,
-    MemoryPlan,
     Mesh,
     Model,
-    Moved,
     OperatorBlock,
     OperatorChoice,
     OperatorPlan,
     PipelineLayout,
     Precision,
-    Predicted,
-    Seconds,
     SequenceLayout,
     TensorLayout,
     Tiers,

@@ -17,17 +17,16 @@ from typing import Any, Self
 from gulliver.errors import GulliverError
 from gulliver.io import to_yaml, write_text
 from gulliver.options import size_at_least, size_text
+from gulliver.plan._predicted import MemoryPlan, Predicted
 from gulliver.plan._reading import LINES, Reader, parse, read_text
 from gulliver.plan._tree import (
     ChunkPlan,
     DDPPlan,
-    MemoryPlan,
     Mesh,
     Model,
     OperatorPlan,
     PipelineLayout,
     Precision,
-    Predicted,
     SequenceLayout,
     TensorLayout,
     Wire,
