@@ -151,7 +151,7 @@ def test_every_page_is_at_most_two_clicks_from_the_start_page() -> None:
     def links(name: str) -> set[str]:
         path = PAGES / name
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        return set(re.findall(r"\]\(([a-z-]+\.md)(?:#[^)]*)?\)", text))
+        return set(re.findall(r"\]\(([a-z0-9-]+\.md)(?:#[^)]*)?\)", text))
 
     first = links("index.md")
     reached = {"index.md", *first, *(page for name in first for page in links(name))}

@@ -147,7 +147,7 @@ def decide(
     formats, reasons = dict(plan.wire.formats), dict(plan.reasons)
     for kind, wire in asked.items():
         axes = links["replicas" if kind in ("gather", "reduce") else kind]
-        plain, packed, packing = _seconds(by_kind[kind], wire, axes, cluster)
+        plain, packed, packing = _compared(by_kind[kind], wire, axes, cluster)
         off = packed >= plain and not options.force
         formats[kind] = "identity" if off else formats[kind]
         what = "a step" if by_kind[kind] else "a message of 1 MiB"
@@ -173,7 +173,7 @@ def _messages(
         yield from model_messages(plan, links, 0.0, max(1, len(plan.work.blocks)), 1.0, sends)
 
 
-def _seconds(
+def _compared(
     messages: Sequence[Message],
     wire: WireFormat,
     axes: Sequence[tuple[int, Link]],

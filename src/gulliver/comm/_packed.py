@@ -150,7 +150,7 @@ def run(
 
     Args:
         steps: the collective, not begun.
-        packer: its packer.
+        packer: what packs it.
         tensors: tensors that it reads and writes.
         finish: called by the thread that ends it.
     """

@@ -216,7 +216,7 @@ class OperatorBlock:
 
     Attributes:
         blocks: names of the blocks.
-        operators: their operators, in the order of forward.
+        operators: operators of a block, in the order of forward.
     """
 
     blocks: tuple[str, ...]

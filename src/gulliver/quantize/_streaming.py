@@ -44,7 +44,7 @@ def stream_quantized(
         model: model whose parameters are on meta and whose buffers are real, as
             `gulliver.lazy_parameters` makes it.
         path: Hugging Face folder, safetensors file, step or run.
-        mode: as for `replace_module`, as are the others not told here.
+        mode: format as of `replace_module`, as are the others not told here.
         rank_group: rank group that the model is sharded over by tensor parallelism.
         prefix: text before the model's names in the files.
         exclude: patterns of layers that stay in float.

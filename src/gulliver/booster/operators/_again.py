@@ -222,7 +222,7 @@ class Made:
     Args:
         again: what keeps what it saves.
         planned: call.
-        parts: its parts of what it takes.
+        parts: parts of what it takes.
         origins: where they come from.
     """
 

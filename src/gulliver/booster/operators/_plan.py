@@ -1,4 +1,4 @@
-"""From a forward to a plan of its operators, and from such a plan to calls that run."""
+"""A forward is made a plan of its operators, and such a plan calls that run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Program:
     """A forward as a plan runs it.
 
     Attributes:
-        graph: its operators.
+        graph: graph of its operators.
         calls: calls as they run.
         parameters: layout in which each parameter is kept, by name.
         runs: number of the run of each call that is computed again.

@@ -322,7 +322,7 @@ def run_local(
 
     Args:
         call: the call.
-        tensors: its parts of the tensors that the call takes.
+        tensors: parts of the tensors that the call takes.
         layouts: layouts of those.
         shapes: shapes of its parts of what the call gives.
         first: index of its first row of the first tensor.

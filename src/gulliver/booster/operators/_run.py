@@ -278,7 +278,7 @@ def whole_of(tensor: Any, mesh: DeviceMesh) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """From a DTensor to the part of this rank in the layout that a call wants."""
+    """Turns a DTensor into the part of this rank in the layout that a call wants."""
 
     @staticmethod
     def forward(
@@ -304,7 +304,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """From the part of this rank to a DTensor."""
+    """Turns the part of this rank into a DTensor."""
 
     @staticmethod
     def forward(

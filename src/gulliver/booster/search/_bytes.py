@@ -43,7 +43,7 @@ class Stage:
     """The blocks of a rank.
 
     Attributes:
-        blocks: their numbers in the order in which the rank runs them.
+        blocks: numbers of the blocks in the order in which the rank runs them.
         first: whether what runs before all blocks, such as embeddings, is there too.
         last: whether head and loss are.
         cuts: number of stages of the rank whose output goes to another one.

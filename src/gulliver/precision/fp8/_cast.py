@@ -29,7 +29,7 @@ FORWARD = torch.float8_e4m3fn
 GRADIENT = torch.float8_e5m2
 """Format of gradients of outputs, whose range is wider."""
 LARGEST_SCALE = 2.0**126
-"""Its inverse is the least normal number of float32."""
+"""The inverse is the least normal number of float32."""
 EXPONENT = 0x7F800000
 """Bits of the exponent of a float32."""
 
@@ -80,7 +80,7 @@ def encode(x: Tensor, largest: Tensor, dtype: torch.dtype, limit: Tensor | None 
 
     Args:
         x: matrix.
-        largest: its magnitudes, see `magnitude`.
+        largest: magnitudes of it, see `magnitude`.
         dtype: FP8 format.
         limit: magnitude that the scale is for, where it is not the matrix's own; what is beyond it
             becomes the format's largest number.

@@ -1,4 +1,4 @@
-"""Which layers compute in FP8, and why the others do not.
+"""The choice of the layers that compute in FP8, and why the others do not.
 
 A layer is taken if its sizes suit the units (multiples of 16), it is no output head and not
 excluded, its forward is a linear layer's own, and, where rates are known, it is predicted to pay.

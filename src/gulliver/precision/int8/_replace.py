@@ -50,7 +50,7 @@ class Layer:
 
     Attributes:
         path: path in the model.
-        kind: its class.
+        kind: class of the layer.
         shape: shape of its weight.
         format: mode that it is in; empty where it was kept.
         before: bytes of its weight.

@@ -43,13 +43,13 @@ def pack_rates(wire: WireFormat, device: str = "cpu") -> PackRates:
     few = sample[: wire.block]
     little = pack(few, wire)
     return PackRates(
-        _seconds(lambda: pack(sample, wire, out=packed), device) / SAMPLE,
-        _seconds(lambda: unpack(packed, wire, SAMPLE, out=sample), device) / SAMPLE,
-        _seconds(lambda: unpack(pack(few, wire, out=little), wire, len(few)), device),
+        _timed(lambda: pack(sample, wire, out=packed), device) / SAMPLE,
+        _timed(lambda: unpack(packed, wire, SAMPLE, out=sample), device) / SAMPLE,
+        _timed(lambda: unpack(pack(few, wire, out=little), wire, len(few)), device),
     )
 
 
-def _seconds(call: Callable[[], object], device: str) -> float:
+def _timed(call: Callable[[], object], device: str) -> float:
     found = []
     for _ in range(ROUNDS):
         begun = time.perf_counter()
