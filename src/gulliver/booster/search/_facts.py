@@ -221,6 +221,8 @@ class Facts:
         elements = sum(p.numel() for p in self.model.get_submodule(path).parameters())
         # The gradient of what it hands on comes from behind it.
         working = max(costs.forward_peak - costs.saved, costs.backward_peak + costs.handed)
+        if not analysis.saved.activations:
+            working += self._before(path)
         forward, backward = costs.forward.operators, costs.backward.operators
         return Part(
             self._each(analysis.seconds(self.device, FORWARD, path), forward),
@@ -231,6 +233,15 @@ class Facts:
             elements,
             (forward, backward),
         )
+
+    def _before(self, path: str) -> int:
+        """Bytes that are there as a block begins, where no backward needs them: it was given them.
+
+        The caller holds what it gave, and perhaps more, such as embeddings.
+        """
+        own = _within(self.analysis, [path])
+        first = next(operator for operator in self.analysis.operators if own(operator))
+        return max(0, first.live - first.written - self.analysis.inputs)
 
     @cached_property
     def forward_s(self) -> float:
