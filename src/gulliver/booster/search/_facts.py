@@ -440,12 +440,18 @@ def facts_of(
         on_cpu: whether the device's kernels are those of a CPU.
 
     Raises:
-        GulliverError: the model does not run on this batch.
+        GulliverError: the model does not run on this batch, or depends on data in its own forward.
     """
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     # Parameters of 16 bits compute as they are; their float32 copies are the optimizer's.
     followed = model if half is None else on_meta(model).to(half)
     analysis = analyse(followed, batch, kernels="cpu" if on_cpu else "cuda")
+    for opaque in analysis.opaque:
+        if not opaque.path:  # neither blocks nor bytes of it are known
+            raise GulliverError(
+                f"{opaque.kind} cannot be planned: what it does depends on its data ({opaque.where}: "
+                f"{opaque.reason}); put that into a module of its own, which then stays whole"
+            )
     tensors = [t for t in _tensors(batch) if t.ndim]
     trained, states = _trained(model, optimizer)
     return Facts(
