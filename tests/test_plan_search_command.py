@@ -264,7 +264,7 @@ def test_refusals(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "batch" in says(file, "--cluster", "h100x4", "--batch", "0")
     assert "720x1280" in says("STDiT3-XL/2", "--size", "720p")
     assert "cannot be imported" in says("no_such_module_here:make")
-    assert "depends on its data" in says(f"{__name__}:chooses", "--cluster", "h100")
+    assert "it depends on its data" in says(f"{__name__}:chooses", "--cluster", "h100")
     assert "--inference" in says(f"{__name__}:frozen", "--cluster", "h100")
     assert "OSError: no such weights" in says(f"{__name__}:fails", "--cluster", "h100")
     for wrong in ([1], {**VALUES, "hidden_size": "big"}):

@@ -449,7 +449,7 @@ def facts_of(
     for opaque in analysis.opaque:
         if not opaque.path:  # neither blocks nor bytes of it are known
             raise GulliverError(
-                f"{opaque.kind} cannot be planned: what it does depends on its data ({opaque.where}: "
+                f"{opaque.kind} cannot be planned: it depends on its data ({opaque.where}: "
                 f"{opaque.reason}); put that into a module of its own, which then stays whole"
             )
     tensors = [t for t in _tensors(batch) if t.ndim]
