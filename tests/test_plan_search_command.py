@@ -205,7 +205,10 @@ def test_lora_holds_what_is_told(file: Path, capsys: pytest.CaptureFixture[str])
         for _ in range(2):
             gc.collect()
             counter.peak = counter.live
-            model(input_ids=ids, labels=ids).loss.backward()
+            # A loop holds the outputs, logits among them, while their loss goes backward.
+            outputs = model(input_ids=ids, labels=ids)
+            outputs.loss.backward()
+            del outputs
             optimizer.step()
             optimizer.zero_grad()
     assert told["trained"] == sum(p.numel() for p in trained)
@@ -223,6 +226,29 @@ def small() -> tuple[torch.nn.Module, torch.Tensor]:
     return torch.nn.Sequential(torch.nn.Linear(8, 8)), torch.empty(1, 8, dtype=torch.bfloat16)
 
 
+class Chooses(torch.nn.Module):
+    """Keeps the rows that are positive: how many depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.linear(rows[rows[:, 0] > 0][: int(rows.sum().item())])
+
+
+def chooses() -> tuple[torch.nn.Module, torch.Tensor]:
+    return Chooses(), torch.empty(2, 8)
+
+
+def frozen() -> tuple[torch.nn.Module, torch.Tensor]:
+    return torch.nn.Linear(8, 8).requires_grad_(False), torch.empty(2, 8)
+
+
+def fails() -> None:
+    raise OSError("no such weights")
+
+
 def test_refusals(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Errors come in one line that says what would be right."""
 
@@ -238,6 +264,13 @@ def test_refusals(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "batch" in says(file, "--cluster", "h100x4", "--batch", "0")
     assert "720x1280" in says("STDiT3-XL/2", "--size", "720p")
     assert "cannot be imported" in says("no_such_module_here:make")
+    assert "it depends on its data" in says(f"{__name__}:chooses", "--cluster", "h100")
+    assert "--inference" in says(f"{__name__}:frozen", "--cluster", "h100")
+    assert "OSError: no such weights" in says(f"{__name__}:fails", "--cluster", "h100")
+    for wrong in ([1], {**VALUES, "hidden_size": "big"}):
+        odd = tmp_path / "odd.json"
+        odd.write_text(json.dumps(wrong))
+        assert "odd.json" in says(odd, *ASKED)
     assert "leave one out" in says(file, *ASKED, "--lora", "2", "--inference")
     assert "config.json" in says(tmp_path, *ASKED)
     assert "nothing fits" in printed(capsys, file, *ASKED, "--memory", "64KiB", code=1)

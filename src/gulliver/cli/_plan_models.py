@@ -133,7 +133,10 @@ def subject_of(options: Search) -> Subject:
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
             raise GulliverError(f"there is no {file}: name a folder with a config.json")
-        return _configured(read_json(file), path.name, options)
+        values = read_json(file)
+        if not isinstance(values, Mapping):
+            raise GulliverError(f"{file} is no configuration: it has fields such as model_type")
+        return _configured(values, path.name, options)
     if re.fullmatch(r"[\w.]+:\w+", name):
         return _made(name, options)
     raise GulliverError(
@@ -175,7 +178,10 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
     model = built(values)
     if model is None:
         kind = values.get("model_type", "no model_type")
-        raise GulliverError(f"transformers makes no model of {name} ({kind}): is it installed?")
+        raise GulliverError(
+            f"transformers makes no model of {name} ({kind}): is it installed, and are the "
+            "model_type, the architecture and the fields such as it knows?"
+        )
     config: Any = model.config
     config.use_cache = False
     if getattr(config, "image_size", None) and not getattr(config, "vocab_size", None):
@@ -266,8 +272,11 @@ def _made(place: str, options: Search) -> Subject:
         raise GulliverError(f"{place} cannot be imported: {error}") from error
     finally:
         sys.path.remove("")
-    with torch.device("meta"):
-        found = make()
+    try:
+        with torch.device("meta"):
+            found = make()
+    except Exception as error:
+        raise GulliverError(f"{place} fails: {type(error).__name__}: {error}") from error
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], nn.Module):
         raise GulliverError(f"{place} must return a model and an example batch")
     model, batch = found
@@ -288,7 +297,10 @@ def trained_part(subject: Subject, options: Search) -> torch.optim.Optimizer | N
         return None
     if options.lora:
         adapt(model, options.lora)
-    return OPTIMIZERS[options.optimizer]([p for p in model.parameters() if p.requires_grad])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise GulliverError(f"{subject.name} has no parameter that learns: give --inference")
+    return OPTIMIZERS[options.optimizer](trained)
 
 
 def adapt(model: nn.Module, rank: int) -> None:
@@ -331,7 +343,7 @@ def built(values: Mapping[str, Any]) -> nn.Module | None:
         kind = getattr(transformers, name)
         with torch.device("meta"):
             return kind.from_config(config) if name.startswith("Auto") else kind(config)
-    except (ImportError, AttributeError, TypeError, ValueError, KeyError):
+    except Exception:  # whatever it says of fields that it does not take
         return None
 
 

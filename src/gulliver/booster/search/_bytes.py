@@ -18,8 +18,8 @@ schedule has ended.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from gulliver.booster.search._facts import Facts, Shared
@@ -74,6 +74,11 @@ class _Moment:
     working: float
     after: float
 
+    @cached_property
+    def all(self) -> float:
+        """Bytes that are kept or worked with."""
+        return self.kept + self.working
+
 
 @dataclass(frozen=True)
 class _Gradients:
@@ -106,6 +111,7 @@ class RankBytes:
         self.facts, self.batch = facts, batch
         self._moments = lru_cache(None)(self._moments_of)
         self._sizes = lru_cache(None)(self._sizes_of)
+        self._sums = lru_cache(None)(self._sums_of)
         self._windows = lru_cache(None)(self._windows_of)
         self._learns = facts.trained / max(1, facts.parameters)
 
@@ -131,10 +137,17 @@ class RankBytes:
             # Of head and loss one micro-batch is under way, but where all forwards come first.
             heads = others if grid.schedule == "gpipe" and stage.last else 0.0
             kept = micro * (others * whole + heads * self._head(grid)) + inputs
+            most, chosen = -1.0, None
+            # Thousands of grids have dozens of moments each: this loop is what a search does most.
             for moment in moments:
                 come = learns * moment.after
+                whole_buffers = self.facts.item * come
                 grads = gradients.begin + gradients.rate * come
-                grads += min(gradients.window, self.facts.item * come)
+                grads += whole_buffers if whole_buffers < gradients.window else gradients.window
+                if (held := grads + micro * moment.all) > most:
+                    most, chosen = held, (grads, moment)
+            if chosen is not None:
+                grads, moment = chosen
                 ours = kept + micro * moment.kept, micro * moment.working
                 found.append((parameters + window, grads, *ours))
         gradients = self._gradients(grid, stage)
@@ -150,7 +163,7 @@ class RankBytes:
         several = grid.micro_batches > 1
         if grid.axes.pipeline > 1 and several:
             # With the first one gradients come; after it a forward follows, if there is one.
-            yield self._gradients(replace(grid, micro_batches=1), stage), flying - 1
+            yield self._gradients(grid, stage, 1), flying - 1
             runs_on = grid.schedule != "gpipe" and grid.micro_batches > flying
             yield self._gradients(grid, stage), flying - 1 if runs_on else max(0.0, flying - 2)
         else:
@@ -160,9 +173,8 @@ class RankBytes:
         """Bytes of parameters, gradients and optimizer state of a rank when they are most."""
         parameters, window, state = self._state(grid, stage)
         gradients = self._gradients(grid, stage)
-        last = gradients.begin + gradients.rate * self._learns * sum(
-            self._sizes(stage, grid.axes.tensor)
-        )
+        own, _ = self._sums(stage, grid.axes.tensor)
+        last = gradients.begin + gradients.rate * self._learns * own
         most = max(gradients.end, gradients.begin + gradients.window, last)
         return MemoryPlan(int(parameters + window), int(most), int(state))
 
@@ -174,7 +186,7 @@ class RankBytes:
     def _state(self, grid: Grid, stage: Stage) -> tuple[float, float, float]:
         """Bytes of parameters that stay, that come and go, and of optimizer state."""
         facts, parts = self.facts, self._parts(grid)
-        own = sum(self._sizes(stage, grid.axes.tensor))
+        own = self._sums(stage, grid.axes.tensor)[0]
         learned = own * self._learns
         copies = WIDE if facts.copied else 0
         state = learned * (WIDE * facts.states + copies) / parts
@@ -185,13 +197,13 @@ class RankBytes:
         window = self._windows(stage, grid.axes.tensor, _chunk_bytes(self.facts, grid))[0]
         return facts.item * shards / parts, window, state
 
-    def _gradients(self, grid: Grid, stage: Stage) -> _Gradients:
-        """Bytes of gradients; see the note above."""
+    def _gradients(self, grid: Grid, stage: Stage, backwards: int = 0) -> _Gradients:
+        """Bytes of gradients over the last of some backwards; see the note above."""
         facts, parts = self.facts, self._parts(grid)
-        learned = self._learns * sum(self._sizes(stage, grid.axes.tensor))
+        learned = self._learns * self._sums(stage, grid.axes.tensor)[0]
         home = WIDE if facts.copied else facts.item
         whole, shards = facts.item * learned, home * learned / parts
-        several, line = grid.micro_batches > 1, grid.axes.pipeline > 1
+        several, line = (backwards or grid.micro_batches) > 1, grid.axes.pipeline > 1
         if parts == 1:
             copies = WIDE * learned if facts.copied else 0
             begin = whole if several else 0.0
@@ -222,11 +234,11 @@ class RankBytes:
         facts, parts = self.facts, self._parts(grid)
         if facts.states < 2:
             return 0.0
-        sizes = self._sizes(stage, grid.axes.tensor)
+        own, largest = self._sums(stage, grid.axes.tensor)
         if facts.device.to_device_rate is None:
-            return 2 * WIDE * max(sizes, default=0) * (self._learns > 0) / parts
+            return 2 * WIDE * largest * (self._learns > 0) / parts
         # Stages 1 and 2 step chunk by chunk, the others all in one call.
-        whole = WIDE * self._learns * sum(sizes)
+        whole = WIDE * self._learns * own
         apart = parts > 1 and grid.stage < 3
         chunk = WIDE / facts.item * _chunk_bytes(facts, grid)
         return (min(whole, chunk) if apart else whole) / parts
@@ -251,6 +263,11 @@ class RankBytes:
         return (
             (*found[: len(found) - len(after)], *both) if stage.first and stage.last else (*found,)
         )
+
+    def _sums_of(self, stage: Stage, tensor: int) -> tuple[int, int]:
+        """Elements of all of the rank's parameters, and of the largest one."""
+        sizes = self._sizes(stage, tensor)
+        return sum(sizes), max(sizes, default=0)
 
     def _windows_of(self, stage: Stage, tensor: int, capacity: int) -> tuple[int, int]:
         """Most bytes of chunks that are whole at once at stage 3, and of gradients from 2 on."""
@@ -316,8 +333,8 @@ def _undominated(moments: Sequence[_Moment]) -> Iterator[_Moment]:
     """Yields the moments, in their order, that hold more than each later one does."""
     most, found = -1.0, []
     for moment in reversed(moments):
-        if moment.kept + moment.working > most:
-            most = moment.kept + moment.working
+        if moment.all > most:
+            most = moment.all
             found.append(moment)
     yield from reversed(found)
 

@@ -221,6 +221,8 @@ class Facts:
         elements = sum(p.numel() for p in self.model.get_submodule(path).parameters())
         # The gradient of what it hands on comes from behind it.
         working = max(costs.forward_peak - costs.saved, costs.backward_peak + costs.handed)
+        if not analysis.saved.activations:
+            working += self._before(path)
         forward, backward = costs.forward.operators, costs.backward.operators
         return Part(
             self._each(analysis.seconds(self.device, FORWARD, path), forward),
@@ -231,6 +233,15 @@ class Facts:
             elements,
             (forward, backward),
         )
+
+    def _before(self, path: str) -> int:
+        """Bytes that are there as a block begins, where no backward needs them: it was given them.
+
+        The caller holds what it gave, and perhaps more, such as embeddings.
+        """
+        own = _within(self.analysis, [path])
+        first = next(operator for operator in self.analysis.operators if own(operator))
+        return max(0, first.live - first.written - self.analysis.inputs)
 
     @cached_property
     def forward_s(self) -> float:
@@ -429,12 +440,18 @@ def facts_of(
         on_cpu: whether the device's kernels are those of a CPU.
 
     Raises:
-        GulliverError: the model does not run on this batch.
+        GulliverError: the model does not run on this batch, or depends on data in its own forward.
     """
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     # Parameters of 16 bits compute as they are; their float32 copies are the optimizer's.
     followed = model if half is None else on_meta(model).to(half)
     analysis = analyse(followed, batch, kernels="cpu" if on_cpu else "cuda")
+    for opaque in analysis.opaque:
+        if not opaque.path:  # neither blocks nor bytes of it are known
+            raise GulliverError(
+                f"{opaque.kind} cannot be planned: it depends on its data ({opaque.where}: "
+                f"{opaque.reason}); put that into a module of its own, which then stays whole"
+            )
     tensors = [t for t in _tensors(batch) if t.ndim]
     trained, states = _trained(model, optimizer)
     return Facts(

@@ -80,7 +80,8 @@ class Grid:
         if self.micro_batches > 1:
             found.append(f"{self.micro_batches} micro-batches")
         found += [self.schedule] if self.schedule else []
-        found += [f"{self.recomputed} blocks recomputed"] if self.recomputed else []
+        blocks = "1 block" if self.recomputed == 1 else f"{self.recomputed} blocks"
+        found += [f"{blocks} recomputed"] if self.recomputed else []
         return ", ".join(found)
 
 

@@ -104,6 +104,8 @@ class Scorer:
         self._sharded = lru_cache(None)(self._sharded_of)
         self._chunk = lru_cache(None)(self._chunk_of)
         self._volume = lru_cache(None)(self._volume_of)
+        self._ends = lru_cache(None)(self._ends_of)
+        self._held = lru_cache(256)(self._held_of)
         self._bytes = RankBytes(facts, batch)
 
     def shared(self, axes: Axes) -> Shared | None:
@@ -178,9 +180,8 @@ class Scorer:
 
     def least(self, grid: Grid, limit: int | None) -> Scored | None:
         """The grid with the fewest recomputed blocks that fits; None where none does."""
-        whole = self.score(grid)
-        if limit is None or whole.bytes <= limit:
-            return whole
+        if limit is None or self.bytes_of(grid) <= limit:
+            return self.score(grid)
         count = len(self.facts.recomputable)
         if not count or self.bytes_of(replace(grid, recomputed=count)) > limit:
             return None
@@ -352,12 +353,18 @@ class Scorer:
         folded = grid.axes.pipeline > 1 and STYLES[grid.schedule].folded
         return self._summed(grid.axes.pipeline, grid.chunks, folded)
 
-    def _held(self, grid: Grid) -> tuple[MemoryPlan, int]:
+    def _held_of(self, grid: Grid) -> tuple[MemoryPlan, int]:
         """Bytes of the rank that holds most, by kind, and what it works with."""
-        stages = self._stages(grid)
-        ranks = {0, len(stages) - 1, max(range(len(stages)), key=lambda n: stages[n].count)}
-        every = [self._bytes.held(grid, stages[n], under_way(grid, n)) for n in sorted(ranks)]
+        folded = grid.axes.pipeline > 1 and STYLES[grid.schedule].folded
+        ends = self._ends(grid.axes.pipeline, grid.chunks, folded)
+        every = [self._bytes.held(grid, stage, under_way(grid, n)) for n, stage in ends]
         return max(every, key=lambda found: sum(vars(found[0]).values()) + found[1])
+
+    def _ends_of(self, ranks: int, chunks: int, folded: bool) -> list[tuple[int, Stage]]:
+        """The ranks of a pipeline that may hold most: both ends, and the one of most blocks."""
+        stages = self._summed(ranks, chunks, folded)
+        fullest = max(range(len(stages)), key=lambda n: stages[n].count)
+        return [(n, stages[n]) for n in sorted({0, len(stages) - 1, fullest})]
 
     def _summed_of(self, ranks: int, chunks: int, folded: bool) -> list[Stage]:
         """The blocks of each rank of a pipeline."""

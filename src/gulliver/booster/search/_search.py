@@ -131,9 +131,9 @@ def search_grids(
         raise GulliverError(f"no mesh of {cluster.size} ranks can run this model: {why}")
     bounds = sorted((scorer.bound(axes), axes) for axes in possible)
     chosen: list[tuple[float, int, Scored]] = []
-    least: Scored | None = None
+    least: tuple[int, Grid] | None = None
     looked = used = 0
-    tie = itertools.count()
+    tie, recomputable = itertools.count(), len(facts.recomputable)
     for bound, axes in bounds:
         if len(chosen) == best and bound >= -chosen[0][0]:
             break
@@ -142,9 +142,10 @@ def search_grids(
         for grid in grids_of(axes, samples, len(facts.blocks)):
             looked += 1
             scored = scorer.least(grid, limit)
-            small = scored or _smallest(scorer, grid)
-            if least is None or small.bytes < least.bytes:
-                least = small
+            small = scored.grid if scored else replace(grid, recomputed=recomputable)
+            held = scorer.bytes_of(small)
+            if least is None or held < least[0]:
+                least = held, small
             if scored is not None and (fastest is None or _order(scored) < _order(fastest)):
                 fastest = scored
         if fastest is None:
@@ -159,7 +160,7 @@ def search_grids(
     ended = time.perf_counter()
     return Found(
         ranked,
-        least,
+        scorer.score(least[1]),
         limit or 0,
         looked,
         (len(possible), len(possible) - used),
@@ -174,11 +175,6 @@ def _order(scored: Scored) -> tuple[float, int, int]:
     """Faster first; of those alike to four digits the one with fewer parts, then fewer bytes."""
     step = float(f"{scored.seconds.step:.4g}")
     return step, scored.grid.micro_batches, scored.bytes
-
-
-def _smallest(scorer: Scorer, grid: Grid) -> Scored:
-    """A grid with every block recomputed: the least that it can hold."""
-    return scorer.score(replace(grid, recomputed=len(scorer.facts.recomputable)))
 
 
 def modes_of(facts: Facts) -> Sequence[str]:
