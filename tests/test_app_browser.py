@@ -122,6 +122,18 @@ def test_a_prompt_becomes_a_clip_that_plays_and_another_seed_another_clip(
     assert not torch.equal(frames[0], frames[1])
     assert not torch.equal(frames[1], frames[2])
     assert (clips / third).with_suffix(".picture.png").exists()
+    tab.fill(steps=2.5)
+    tab.make()
+    tab.told("steps must be a whole number, not 2.5")
+    tab.tab.reload()
+    tab.tab.wait_for_selector("#make")
+    tab.fill(prompt="the digit 3 moving left", steps=2)
+    broken = tmp_path / "fake.png"
+    broken.write_text("no picture")
+    tab.tab.set_input_files("#picture input[type=file]", broken)
+    tab.tab.wait_for_selector("#picture img", state="attached")
+    tab.make()
+    tab.told("is no readable image")
     # Nothing is fetched from elsewhere.
     assert {re.match(r"data:|blob:|http://127\.0\.0\.1:", url) is None for url in tab.asked} == {
         False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -307,3 +308,15 @@ def test_alternatives_in_braces_take_turns() -> None:
     ]
     assert alternatives("a {word} alone") == ["a {word} alone"]
     assert math.prod(len(alternatives(text)) for text in ("{a|b|c}", "{d|}")) == 6
+
+
+def test_activations_of_a_base_of_ours_are_known_before_it_runs(
+    run: Path, subject: Path, tmp_path: Path
+) -> None:
+    config = config_for(run, subject, tmp_path / "out", memory="1MiB")
+    with pytest.raises(GulliverError) as error:
+        dreambooth(config)
+    told = re.search(r"limit that works is (\d+)MiB, 16.0 MiB of it for lib", str(error.value))
+    assert told is not None, error
+    assert int(told[1]) > 16
+    assert "not known" not in str(error.value)

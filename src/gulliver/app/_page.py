@@ -142,8 +142,9 @@ def _fields(parts: Parts) -> list[Any]:
     """Builds the fields of the settings, in the order of `_values`."""
     first = parts.first
 
-    def number(name: str, value: float, precision: int | None = 0) -> gr.Number:
-        return gr.Number(value, label=name, precision=precision, elem_id=name, min_width=80)
+    def number(name: str, value: float) -> gr.Number:
+        # Without a precision: gradio would round 2.5 steps, where they are to be refused.
+        return gr.Number(value, label=name, precision=None, elem_id=name, min_width=80)
 
     prompt = gr.Textbox(first.prompt, label="Prompt", elem_id="prompt")
     negative = gr.Textbox(label="Negative prompt: to lead away from", elem_id="negative")
@@ -154,12 +155,14 @@ def _fields(parts: Parts) -> list[Any]:
         height=180,
         elem_id="picture",
     )
+    # gradio would open it, and show "Error" alone where it cannot: our own reading says why.
+    setattr(picture, "preprocess", lambda data: data.path if data else None)  # noqa: B010
     shape = gr.Dropdown(parts.shapes, label="Shapes of the training", visible=bool(parts.shapes))
     with gr.Row():
         sizes = [number(name, getattr(first, name)) for name in ("frames", "height", "width")]
     with gr.Row():
         steps, seed = number("steps", first.steps), number("seed", first.seed)
-        guidance = number("guidance", first.guidance, None)
+        guidance = number("guidance", first.guidance)
     shape.input(lambda text: [int(n) for n in text.split("x")], shape, sizes, **QUIET)
     return [prompt, negative, *sizes, steps, guidance, seed, picture]
 
@@ -239,10 +242,15 @@ def _settings(values: list[Any]) -> Settings:
         negative_prompt=(negative or "").strip(),
         guidance=float(guidance),
         picture=None if picture is None else Path(picture),
-        **{name: whole_number(name, value) for name, value in whole.items()},
+        **{name: whole_number(name, _plain(value)) for name, value in whole.items()},
     )
     settings.check()
     return settings
+
+
+def _plain(number: Any) -> Any:
+    """A number as it was typed: browsers send 2 as 2.0."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _asked(parts: Parts, values: list[Any], user: str) -> Iterator[tuple[Any, ...]]:

@@ -131,7 +131,7 @@ def with_first_use(work: Work) -> Work:
     peaks = {
         name: peak + FIRST_USE
         for name in ("peak", "peak_recomputed", "peak_offloaded")
-        if (peak := getattr(work, name))
+        if (peak := getattr(work, name)) or name == "peak"
     }
     # Blocks are chosen for so that they fit together with what is outside of them, the last one.
     outside = [replace(block, saved=block.saved + FIRST_USE) for block in work.blocks[-1:]]

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gulliver._compat import fake_kind
 from gulliver.checkpoint import read_json, read_tensors, write_json, write_tensors
 from gulliver.data import Bucket
 from gulliver.dreambooth._base import Learnt, Picture, TokenHandle
@@ -207,7 +208,7 @@ class VideoBase:
     ) -> Tensor:
         """The loss ``[N]`` of each sample, at one random time of its own, as the run trained."""
         lengths = [latents.shape[2]] * len(latents)
-        if not latents.is_meta:
+        if not _without_values(latents):
             lengths = latents[:, 0, :, 0, 0].isfinite().sum(1).tolist()
         found: dict[int, Tensor] = {}
         for length in dict.fromkeys(lengths):
@@ -225,7 +226,7 @@ class VideoBase:
     ) -> Tensor:
         """Losses of samples of one length."""
         flow: Any = self.maker.flow
-        latents = latents if latents.is_meta else latents.to(self.device)
+        latents = latents if _without_values(latents) else latents.to(self.device)
         bucket, share = self.bucket, float(self.config["flow"]["drop_caption"])
         clip = {"height": bucket.height, "width": bucket.width, "num_frames": latents.shape[2]}
         times, noise, drop = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -457,6 +458,11 @@ def _taken(network: nn.Module) -> frozenset[str]:
     import inspect
 
     return frozenset(inspect.signature(network.forward).parameters)
+
+
+def _without_values(tensor: Tensor) -> bool:
+    """Whether a tensor stands for one in a plan, which follows samples of full length."""
+    return tensor.is_meta or isinstance(tensor, fake_kind())
 
 
 def _padded(latents: Sequence[Tensor]) -> Tensor:

@@ -374,7 +374,8 @@ def described(request: Request) -> tuple[object, ...]:
             return tuple(plain(one) for one in value)
         if isinstance(value, Tensor):
             # As bytes: numpy has no bfloat16.
-            plain_bytes = value.detach().cpu().contiguous().view(torch.uint8)
+            # Flat first: of one pixel any strides count as contiguous.
+            plain_bytes = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             content = plain_bytes.numpy().tobytes()
             return tuple(value.shape), hashlib.sha256(content).hexdigest()
         return value

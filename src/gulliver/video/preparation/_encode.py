@@ -306,7 +306,10 @@ class _Job:
             members.append([sample.clip, sample.start])
         bucket = shard.windows[0][1].bucket
         latents = torch.stack(rows) if rows else torch.zeros(0, dtype=dtype)
-        sums = [zlib.crc32(row.contiguous().view(torch.uint8).numpy().tobytes()) for row in rows]
+        sums = [
+            zlib.crc32(row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            for row in rows
+        ]
         told = {"bucket": str(bucket), "members": members, "broken": broken, "sums": sums}
         write_tensors(self._file(shard.file), {"latents": latents}, {KEY: json.dumps(told)})
 
