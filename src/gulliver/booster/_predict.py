@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -376,7 +376,7 @@ def model_messages(
                 yield Message("all_gather", size, links["tensor"], number * own)
     if "sequence" in links:
         u, ring = sequence.ulysses, sequence.outer * sequence.inner
-        ways = (
+        ways: tuple[tuple[Literal["forward", "backward"], float, float, float], ...] = (
             ("forward", attention.forward, attention.ulysses_forward, 1 + again),
             ("backward", attention.backward, attention.ulysses_backward, 1.0),
         )

@@ -213,7 +213,7 @@ class BucketHook:
         names: names of the parameters.
     """
 
-    def __init__(self, wire: Wire, names: Mapping[nn.Parameter, str]) -> None:
+    def __init__(self, wire: Wire, names: Mapping[Any, str]) -> None:
         self.wire, self.names = wire_format(wire.reduce), names
         self._lost: dict[int, torch.Tensor] | None = {} if wire.error_feedback else None
         self.gate = GradientGate(self.wire, wire.error_feedback, wire.gate)

@@ -170,6 +170,7 @@ def all_gather(output: Tensor, input: Tensor, packer: Packer) -> Steps:
     """The parts of all ranks, each as its owner packed it, the own one too."""
     numel = input.numel()
     held, made = packer.pack(input, 0, "out"), list[Tensor]()
+    blocks = [held]
     block, shape = held.view(1, -1), list[int]()
     made.append(held)
     for depth, group in enumerate(packer.rank_groups):

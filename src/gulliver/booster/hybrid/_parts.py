@@ -77,6 +77,7 @@ class Parts:
             shared = (m.shared for m in stack.modules() if isinstance(m, ColumnLinear | RowLinear))
             found = next((s for s in shared if s is not None), None)
             if found is not None:
+                assert isinstance(found, SharedSequence)
                 self.shared[path] = found
             # A recomputation may end between columns and rows: the next block begins anew.
             for block in stack.children():

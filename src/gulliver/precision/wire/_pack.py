@@ -205,6 +205,7 @@ def _dither(buffer: Tensor, kind: Kind, generator: torch.Generator | None) -> No
 def _encode(buffer: Tensor, values: Tensor, wire: WireFormat) -> None:
     """Writes scaled elements; the buffer is used up."""
     if wire.kind.floats:
+        assert wire.kind.dtype is not None, "formats of floats have a dtype"
         values.view(wire.kind.dtype).copy_(buffer)
         return
     if wire.rounding == "nearest":
