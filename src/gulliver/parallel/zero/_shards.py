@@ -208,8 +208,6 @@ class ShardedState:
         """Makes a chunk's shard, and this rank's pieces of it as parameters for the optimizer."""
         chunk.settle_home(self.home_dtype(chunk.dtype, trained), self.stage == 3, trained)
         if self.stage == 3:
-            # Below, what the optimizer steps is the buffer that would be rounded.
-            chunk.wire = self.wires.gather.of(chunk.data, chunk.layout.part_size)
             chunk.release()
         sharded = ShardedChunk(chunk, [], trained)
         if trained:
