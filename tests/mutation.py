@@ -53,9 +53,11 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "zero: shards get the sum of gradients",
-        "parallel/zero/_reducer.py",
-        '            chunk.gradient,\n            "mean",\n',
-        '            chunk.gradient,\n            "sum",\n',
+        "parallel/zero/_sending.py",
+        '            chunk.gradient,\n            "mean",\n'
+        "            self.group,\n            async",
+        '            chunk.gradient,\n            "sum",\n'
+        "            self.group,\n            async",
         ("zero",),
     ),
     Mutant(

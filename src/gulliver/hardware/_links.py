@@ -85,7 +85,7 @@ def probe_collectives(
     progress: Progress = lambda _: None,
     turns: int = 9,
     busy: bool = False,
-    sizes: Sequence[int] = COLLECTIVE_BYTES,
+    sizes: Sequence[int] | None = None,
 ) -> dict[str, Curve]:
     """Times collectives along an axis; every rank of the world calls it, and gets the same.
 
@@ -101,7 +101,8 @@ def probe_collectives(
     """
     compute = _computing(link_device()) if busy else None
     device, item = link_device(), 4 * ranks
-    made = {(name, -(-count // item) * item): None for name in operations for count in sizes}
+    wanted = sizes or COLLECTIVE_BYTES
+    made = {(name, -(-count // item) * item): None for name in operations for count in wanted}
     runs = {(name, count): operations[name](count) for name, count in made}
     turns_of = _warmed_up(runs, turns, progress)
     times: dict[tuple[str, int], list[float]] = {key: [] for key in turns_of}

@@ -97,7 +97,7 @@ def _made(kind: Any, layer: Any, ways: Ways, values: Tensor, scales: Tensor) -> 
     if layer.shared is not None:
         raise GulliverError(
             f"{ways.path} works on a sequence that is sharded between blocks, which quantised "
-            "layers do not: apply tensor parallelism with sequence=None"
+            "layers do not: leave sequence parallelism out"
         )
     inputs = matrix_of(layer).shape[1]
     made = kind(ways.path, ways.mode, values, scales, inputs, layer.bias, ways.threshold)
