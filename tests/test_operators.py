@@ -132,7 +132,7 @@ def test_a_llama_of_hugging_face_runs_with_a_mask_and_is_refused_without(pool: P
     plan = find_operators(model, batch, cluster_of(2), {"data": 2}, states=1)
     for said, error in pool.run(_hugging_face, 2, plan, masked):
         # It asks whether it is traced, and makes its mask in another way then.
-        assert "the forward differs" in said and "attention_mask of four dims" in said, said
+        assert re.search("the forward differs.*attention_mask of four dims", said), said
         assert error < 1e-5, error  # norms compute in float32, whatever the model has
 
 
@@ -150,26 +150,29 @@ def found_plan(kind: str, axes: dict[str, int], above: float) -> tuple[Plan, int
     """What the joint search finds for a budget above the least, and that least."""
     model, batch = build(kind)
     cluster = cluster_of(4)
-    problem = problem_of(model, batch_of(batch), tuple(axes.values()), cluster, 0)
+    problem = problem_of(model, batch_of(batch), tuple(axes.values()), cluster)
     least = least_memory(problem.blocks).peak
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters())
     memory = int(above * least)
     return find_operators(model, batch, cluster, axes, memory, optimizer, states=4), memory
 
 
 class _Measured:
-    """Most bytes of a step, state included."""
+    """Most bytes of a step of Adam, all of its state included."""
 
     def __init__(self, kind: str, plan: Plan) -> None:
         model, batch = build(kind)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         booster = Booster(plan=plan, verbose=False)
         boosted, stepper, *_ = booster.boost(model, optimizer)
         booster.backward(loss_of(boosted, batch), stepper)
+        stepper.step()
         stepper.zero_grad()
+        state = booster.compare()["optimizer_state"].measured
         with LocalBytes() as counter:
             booster.backward(loss_of(boosted, batch), stepper)
-        self.peak = stepper.parameter_bytes(boosted) + counter.peak
+            stepper.step()
+        self.peak = int(stepper.parameter_bytes(boosted) + state + counter.peak)
         booster.close()
 
 
