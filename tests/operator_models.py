@@ -174,8 +174,8 @@ def hugging_face() -> nn.Module:
     """A Llama of transformers, as it is written there."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 24}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 24}
+    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=1, use_cache=False))
 
 
