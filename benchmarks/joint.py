@@ -5,7 +5,8 @@ works and what the fastest shardings take. Two stages, as planners do it: shardi
 activations kept and room for one, one and a half, two times the budget, or any; recomputation for
 these shardings afterwards; the best of the four counts. Ranks of the machine's two cores take turns
 in what is computed: products of matrices are slept at the rate of a device (`_planner_ranks.py`).
-Bytes are those of all tensors of a rank that are alive at once: state, activations, messages.
+Bytes are those of all tensors of a rank that are alive at once: state, activations, messages, and
+what the optimizer's step makes for a while.
 """
 
 from __future__ import annotations

@@ -170,6 +170,15 @@ class LocalBytes(StorageCounter):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+def hugging_face() -> nn.Module:
+    """A Llama of transformers, as it is written there."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 24}
+    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=1, use_cache=False))
+
+
 def build(kind: str) -> tuple[nn.Module, Any]:
     """A model in float64 and the batch of a step."""
     torch.manual_seed(7)
@@ -177,6 +186,11 @@ def build(kind: str) -> tuple[nn.Module, Any]:
         layers = (Layer(WIDTH, 3 * WIDTH) for _ in range(3))
         model = nn.Sequential(*layers, nn.Linear(WIDTH, 4))
         return model.double(), torch.randn(2 * BATCH, WIDTH, dtype=torch.float64)
+    if kind == "hf_llama":
+        ids = torch.randint(0, WORDS, (BATCH, LENGTH))
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
+        batch = {"input_ids": ids, "labels": ids, "attention_mask": mask.repeat(BATCH, 1, 1, 1)}
+        return hugging_face().double(), batch
     model = {"llama": Llama, "gpt2": GPT2}[kind]().double()
     ids = torch.randint(0, WORDS, (BATCH, LENGTH + 1))
     labels = ids[:, 1:].clone()
@@ -186,6 +200,7 @@ def build(kind: str) -> tuple[nn.Module, Any]:
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     out = model(**batch) if isinstance(batch, dict) else model(batch)
+    out = getattr(out, "loss", out)
     return out if out.ndim == 0 else out.square().mean()
 
 

@@ -166,6 +166,11 @@ class OperatorOptimizer(BoostedOptimizer):
         super().__init__(inner, names)
         self.engine = engine
 
+    @property
+    def has_whole_model(self) -> bool:
+        """No: parameters are DTensors, which files of a model do not take."""
+        return False
+
     def gradient_bytes(self) -> int:
         """Bytes of gradients that this rank holds now."""
         return sum(local_of(_spread(p.grad)).nbytes for p in self.names if p.grad is not None)

@@ -4,7 +4,8 @@
 for a while although no backward reads it (outputs on their way to the next operator, variables of a
 module that still runs, gradients that wait for an operator further down, the copies of a change
 of layout) is charged to every operator that runs meanwhile, each in the largest layout that it may
-have. So a run stays below what is said of it, by a few such tensors.
+have. So a run stays below what is said of it, by a few such tensors. The optimizer's step, which
+goes parameter by parameter, is charged to the operator that reads the parameter.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from gulliver.solve import (
     Operator,
     Strategy,
 )
+
+STEP_COPIES = 2
+"""Most copies of a parameter that a step makes for a while: Adam's root, and what divides."""
 
 
 @dataclass
@@ -123,7 +127,7 @@ class Problem:
     def _strategy(self, node: int, way: Shared, found: Measured, last: bool) -> Strategy:
         values, saved = self.graph.trace.values, self.graph.saved
         forward_s = backward_s = 0.0
-        state = inner = room = back_room = 0
+        state = inner = room = back_room = step = 0
         for value in self.graph.takes(node):
             layout, one = way.layouts[value], values[value]
             if one.flows:
@@ -138,6 +142,7 @@ class Problem:
                 seconds, peak, _ = self._change(one, stored, layout, True)
                 backward_s += seconds
                 back_room += peak
+                step = max(step, STEP_COPIES * self._bytes(value, stored))
             if one.parameter and self.graph.users[value][0] != node:
                 # Another operator says how it is kept: it may have to be gathered for this one.
                 inner += self._bytes(value, layout)
@@ -174,7 +179,7 @@ class Problem:
             " ".join(way.words),
             *(found.forward_s, found.backward_s, forward_s, backward_s, state, kept, output),
             max(0, found.forward_peak - kept - output) + room + passing,
-            found.backward_peak + back_room + pending,
+            max(found.backward_peak + back_room + pending, step),
             kept,
         )
 

@@ -127,7 +127,8 @@ class OperatorMode(TorchFunctionMode):
         wanted = "nothing more" if planned is None else _told(planned.call)
         return GulliverError(
             f"the forward differs from the one that was planned: {name} comes where {wanted} was "
-            f"(call {self._at}); plan anew with a batch of this form"
+            f"(call {self._at}); plan anew with a batch of this form, or give the model what it "
+            "makes otherwise when it is traced (transformers: an attention_mask of four dims)"
         )
 
     def _check(self, planned: Planned, name: str, leaves: list[Any], taken: list[Tensor]) -> None:
