@@ -26,7 +26,7 @@ LEFT_OUT = ("seconds at", "not counted", "refused:", "the model is made for", "e
 
 
 def shown(arguments: str) -> str:
-    """What a command prints, as the page shows it."""
+    """Returns what a command prints, as the page shows it."""
     text = StringIO()
     with redirect_stdout(text), mock.patch.dict(os.environ, COLUMNS=WIDTH):
         try:

@@ -38,7 +38,7 @@ NEAR = 0.01
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Options: parts and sizes that are measured."""
 
     parts: tuple[Literal["numerics", "convergence", "gpu"], ...] = ("numerics", "convergence")
     """Parts, in this order."""

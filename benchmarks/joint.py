@@ -48,7 +48,7 @@ FIRST = (1.0, 1.5, 2.0, 1e9)
 SHARES = (0.02, 0.1, 0.2, 0.35, 0.55, 0.8, 1.0)
 """Budgets: so much of the way from the least memory to that of the fastest picks."""
 QUICKLY: dict[str, Any] = {"states": 8, "tolerance": 0.01}
-"""How wide the searches look, both alike."""
+"""Width of the searches, both alike."""
 MIB = 2**20
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver import Booster, GeminiPlugin, GulliverError, LowLevelZeroPlugin, Plan
-from gulliver.booster import _limited, _plugins
+from gulliver.booster import _limited, _plan_plugin, _plugins
 from gulliver.cli._options import Memory
 from gulliver.cli._plan import show
 from gulliver.comm import World
@@ -238,7 +238,8 @@ def _behind(world: World, folder: str) -> list[Any]:
         patch.object(_limited, "Footprint", side_effect=OSError),
         patch.object(_limited, "HostStore", host),
         patch.object(_limited, "HostDiskStore", both),
-        patch.object(_plugins, "check_plan"),  # refuses what is for GPUs on a CPU
+        patch.object(_plan_plugin, "check_plan"),  # refuses what is for GPUs on a CPU
+        patch.object(_plugins, "check_plan"),
     ):
         for one in (
             alone,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from gulliver import Booster, GeminiPlugin, LowLevelZeroPlugin, Plan
-from gulliver.booster import _limited, _plugins
+from gulliver.booster import _limited, _plan_plugin, _plugins
 from gulliver.comm import World
 from gulliver.memory import DiskStore, HostDiskStore
 from tests.pool import Pool
@@ -37,7 +37,8 @@ def _in_three_tiers(world: World, folder: str, activations: str) -> list[Any]:
     with (
         patch.object(_limited, "Footprint", side_effect=OSError),
         patch.object(_limited, "HostDiskStore", _store),
-        patch.object(_plugins, "check_plan"),  # refuses what is for GPUs on a CPU
+        patch.object(_plan_plugin, "check_plan"),  # refuses what is for GPUs on a CPU
+        patch.object(_plugins, "check_plan"),
     ):
         booster = Booster(plan=Plan.from_yaml(text), verbose=False)
         values, optimizer = _trained(booster, world)

@@ -48,8 +48,10 @@ def exact(w: Stored, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor
         inside = x.abs() < w.threshold
         outliers = x.double().where(~inside, 0.0)
         kept = x.where(inside, 0.0)
-        step = kept.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-        rounded = torch.round(kept / step).double() * step.double() + outliers
+        # As the kernels say it, or halves would now and then be rounded the other way.
+        largest = kept.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        steps = torch.round(kept * (torch.full_like(largest, 127) / largest))
+        rounded = steps.double() * (largest / 127).double() + outliers
     dequantised = from_int4 if w.mode == "int4" else from_int8
     y = rounded @ dequantised(w.values, w.scales, torch.float64).t()
     return y if bias is None else y + bias

@@ -47,7 +47,7 @@ TOKENS = 8192
 
 
 def fp8_plan(use_fp8: bool | str | Fp8Plan, emulation: bool) -> Fp8Plan | None:
-    """What a plugin's arguments ask for.
+    """Reads the FP8 choices of a plugin's arguments.
 
     Args:
         use_fp8: whether FP8 is used, with ``tensorwise`` scales; or its scaling; or all of it.

@@ -113,8 +113,7 @@ class HybridParallelPlugin(Plugin):
         use_fp8: the same as in `TorchDDPPlugin`.
         fp8_emulation: the same as in `TorchDDPPlugin`.
         communication_dtype: format of what travels between ranks, as of `LowLevelZeroPlugin`, or of
-            some kinds of it: ``reduce`` and ``gather`` of the replicas,
-            ``tensor``, ``sequence``, ``pipeline``.
+            some kinds of it: ``reduce`` of the replicas, ``tensor``, ``sequence``, ``pipeline``.
         force_communication_dtype: the same as in `LowLevelZeroPlugin`, as are the next two.
         error_feedback: add what packing loses of a gradient to the next one.
         wire_gate: compare gradients with unpacked ones now and then.

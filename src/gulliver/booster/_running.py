@@ -152,5 +152,5 @@ class Running:
 
 
 def _own(tensor: Any) -> Tensor:
-    """What this rank has of a tensor."""
+    """Returns this rank's part of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -41,7 +41,7 @@ SAMPLE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class WireOptions:
-    """What a plugin was asked for.
+    """Wire formats that a plugin was asked for.
 
     Attributes:
         formats: format of each kind that was named.
@@ -96,7 +96,7 @@ class WireOptions:
 
     @property
     def switches(self) -> tuple[bool, bool, bool]:
-        """What belongs to the formats."""
+        """Switches that belong to the formats."""
         return self.force, self.feedback, self.gate
 
     def asked(self, plan: Plan) -> Plan:
@@ -200,9 +200,7 @@ def _compared(
 def zero_wires(plan: Plan) -> ZeroWires:
     """The formats of chunks."""
     wire = plan.wire
-    return ZeroWires(
-        wire_format(wire.gather), wire_format(wire.reduce), wire.error_feedback, wire.gate
-    )
+    return ZeroWires(wire_format(wire.reduce), wire.error_feedback, wire.gate)
 
 
 class BucketHook:

@@ -96,7 +96,7 @@ LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMasked
 
 @dataclass(frozen=True)
 class Subject:
-    """What a search is of.
+    """Subject of a search.
 
     Attributes:
         model: whole model, on meta.
@@ -263,7 +263,7 @@ def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
 
 
 def _made(place: str, options: Search) -> Subject:
-    """What a function of a module returns: a model and an example batch."""
+    """Model and example batch that a function of a module returns."""
     module, function = place.split(":")
     sys.path.insert(0, "")
     try:

@@ -1,4 +1,4 @@
-"""What `gulliver plan MODEL` prints."""
+"""Text that `gulliver plan MODEL` prints."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _refusals(found: Found) -> list[str]:
 
 
 def lines_of(answer: Answer, options: Search) -> list[str]:
-    """What the model is, what a step takes, and what the figures are."""
+    """Says what the model is, what a step takes, and what the figures are."""
     found, subject = answer.found, answer.subject
     facts, cluster = found.facts, found.cluster
     flops = facts.analysis.flops / facts.samples

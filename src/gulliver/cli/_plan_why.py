@@ -37,7 +37,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Why:
-    """What is done with a module.
+    """Decision about a module.
 
     Attributes:
         path: path of the module.
@@ -87,7 +87,7 @@ def why_module(found: Found, path: str, samples: int) -> Why:
 
 
 def source_of(found: Found) -> str:
-    """Where the constants of a search come from."""
+    """Names the sources of the constants of a search."""
     how = "measured" if found.cluster.measured else "described, not measured"
     rates = ", ".join(
         f"{dtype} {rate / 1e12:g}" for dtype, rate in found.facts.device.matmul.items()
@@ -100,7 +100,7 @@ def source_of(found: Found) -> str:
 
 
 def _choice(found: Found, path: str, size: int, samples: int) -> Choice:
-    """What `size` tensor ranks do with a module, and what it takes."""
+    """Says what `size` tensor ranks do with a module, and what it takes."""
     facts = found.facts
     try:
         tensor = plan_tensor(facts.model, size, None, True, True)

@@ -48,7 +48,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Report:
-    """What FP8 would change on a rank, in seconds and bytes.
+    """Gain of FP8 on a rank, in seconds and bytes.
 
     Attributes:
         cluster: name of the machines.
@@ -92,7 +92,7 @@ def precision_command(config: PrecisionConfig, arguments: list[str]) -> int:
 
 
 def report_of(found: Selection, cluster: Cluster, config: PrecisionConfig) -> Report:
-    """What FP8 would change, from layers of which the gate kept some."""
+    """Computes the gain of FP8 from layers of which the gate kept some."""
     shapes = shapes_of(found, cluster.device, config)
     inputs = sum(layer.inputs for layer in found.taken) * config.tokens
     return Report(

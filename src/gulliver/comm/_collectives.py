@@ -294,7 +294,7 @@ def broadcast(
 def _packer(
     wire: WireFormat, op: str, group: Group, collective: str, whole: Tensor, purpose: Purpose
 ) -> _packed.Packer:
-    """What packs and exchanges, along the axes of a torus or straight."""
+    """Packs and exchanges tensors, along the axes of a torus or straight."""
     _packed.check_packed(op, wire)
     rank_groups: tuple[RankGroup, ...]
     if isinstance(group, Torus):

@@ -121,7 +121,7 @@ class PackedTensors:
         return (1 + PACKED_CODE + self.wire.code) * TAGS + tag
 
     def sending(self, tensor: Tensor) -> Tensor:
-        """What is sent of a tensor."""
+        """Packs a tensor to be sent."""
         wire = self.wire.of(tensor)
         if wire is IDENTITY:
             return tensor
@@ -131,7 +131,7 @@ class PackedTensors:
         return pack(tensor, wire, generator=generator)
 
     def receiving(self, tensor: Tensor) -> Tensor:
-        """Where what is sent of a tensor is received; it is there after `unpack`."""
+        """Makes the buffer for a packed tensor, which is there after `unpack`."""
         wire = self.wire.of(tensor)
         if wire is IDENTITY:
             return tensor

@@ -1,4 +1,4 @@
-"""What a linear layer takes in FP8, and from which size that pays.
+"""Costs of a linear layer in FP8, and the size from which that pays.
 
 | pass over an operand | bytes an element, compiled |
 |---|---|

@@ -39,7 +39,6 @@ from gulliver.memory._pending import INSTEAD, mark_ready
 from gulliver.memory._placed import Placed
 from gulliver.memory._read_locks import any_read_lock, before_write
 from gulliver.memory._reduced import ReducedGradient, reduced_gradient
-from gulliver.precision.wire import IDENTITY, pack, unpack
 
 _form = attrgetter("shape", "dtype")
 _ALWAYS = nullcontext()
@@ -62,7 +61,6 @@ class Chunk:
         parked: whether what was collected has left until it is reduced.
         resting: what is being collected, while it may leave until more comes.
         writes: number of times that writes to parameters were brought to `home`.
-        wire: format that the parameters travel in: of this rank's part too what was packed is here.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class Chunk:
         self.buffer: Tensor | None = whole
         self.home = self.shard
         self._separate = False
-        self.writes, self.wire = 0, IDENTITY
+        self.writes = 0
         self.gradient: Tensor | None = None
         self.parked = False
         self.resting: Placed | None = None
@@ -226,8 +224,6 @@ class Chunk:
     def merge(self, home: Tensor, values: Tensor) -> None:
         """Writes what differs to `home` or a run of it; the rest keeps more bits than `values`."""
         rounded = home.to(values.dtype)
-        if self.wire is not IDENTITY:
-            rounded = unpack(pack(rounded, self.wire), self.wire, len(home), values.dtype)
         # A device would be waited for; to write what is there already costs it less.
         if (self.device.type == "cpu" or any_read_lock()) and torch.equal(rounded, values):
             return

@@ -68,7 +68,7 @@ def _mesh(plan: Plan, ranks: int) -> Iterator[str]:
 
 
 def _operators(plan: Plan) -> Iterator[str]:
-    """What is said beside operators that are shared one by one."""
+    """Yields choices that contradict operators which are shared one by one."""
     told = _section(plan, "operators")
     for name in ("zero", "ddp"):
         if getattr(plan, name) is not None:

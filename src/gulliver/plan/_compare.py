@@ -53,7 +53,7 @@ class Comparison:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to measure again, the worst prediction first; empty where all are near."""
+        """Names what to measure again, the worst prediction first; empty where all are near."""
         off = [row for row in self.rows if row.source and abs(row.error or 0.0) > TOLERATED]
         off.sort(key=lambda row: -abs(row.measured - row.predicted))
         return tuple(f"{row.kind} is {100 * (row.error or 0):+.0f} %: {row.source}" for row in off)

@@ -1,4 +1,4 @@
-"""What a plan predicts: bytes, seconds and what is sent; all of it results, computed anew."""
+"""Predictions of a plan: bytes, seconds and what is sent; all of it results, computed anew."""
 
 from __future__ import annotations
 

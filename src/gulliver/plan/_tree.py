@@ -197,7 +197,7 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class OperatorChoice:
-    """How an operator runs.
+    """Layouts of an operator, and the fate of what it saves.
 
     Attributes:
         operator: path in its block, and name of its first function; says which one is meant.
@@ -337,7 +337,7 @@ class Wire:
 
 
 WIRE_KINDS = ("gather", "reduce", "tensor", "sequence", "pipeline")
-"""What travels."""
+"""Kinds of messages: parameters, gradients, and activations by the axis that shares a model."""
 
 
 @dataclass(frozen=True)

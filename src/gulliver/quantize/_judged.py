@@ -1,4 +1,4 @@
-"""How well and how fast a language model predicts."""
+"""Perplexity and speed of a language model."""
 
 from __future__ import annotations
 

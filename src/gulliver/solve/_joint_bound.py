@@ -263,7 +263,7 @@ class Guide:
 
 
 class GuidedStates(NamedTuple):
-    """What a guide asks for of states: seconds and bytes, one of each a state."""
+    """Figures of states that a guide asks for: seconds and bytes, one of each a state."""
 
     passes: Floats
     state: Floats

@@ -36,7 +36,7 @@ Terms = dict[int, float]
 
 
 class MilpAnswer(NamedTuple):
-    """What HiGHS found.
+    """Answer of HiGHS.
 
     Attributes:
         picks: picks of each block's operators; None if it found none in time.
@@ -316,7 +316,7 @@ class _Network:
 
 
 def _of(picks: dict[Pick, int], values: Sequence[float], choices: Sequence[Choice] = ()) -> Terms:
-    """What picks take, by their strategy, of all choices or of some."""
+    """Costs of picks, by their strategy, of all choices or of some."""
     return {
         column: values[pick.strategy]
         for pick, column in picks.items()
@@ -325,5 +325,5 @@ def _of(picks: dict[Pick, int], values: Sequence[float], choices: Sequence[Choic
 
 
 def _at(split: Iterable[tuple[int, Pick, int]], values: Sequence[Sequence[float]]) -> Terms:
-    """What conversions take, by the strategies of producer and consumer."""
+    """Costs of conversions, by the strategies of producer and consumer."""
     return {column: values[s][pick.strategy] for s, pick, column in split}

@@ -27,7 +27,7 @@ from gulliver.solve import _rematerialize as whole
 
 
 class Held(NamedTuple):
-    """What is in memory.
+    """Contents of memory.
 
     Attributes:
         gradient: number of the stage whose output's gradient is there.

@@ -1,4 +1,4 @@
-"""What calls save for backward: kept, computed again, or moved away, call by call.
+"""Tensors that calls save for backward: kept, computed again, or moved away, call by call.
 
 What autograd saves in a call is known by where it comes from: a tensor that the call took (from the
 call that gave it, or from a change of layout), or memory that the call made. If that is to be
@@ -28,7 +28,7 @@ from gulliver.errors import GulliverError
 
 
 class Origin(NamedTuple):
-    """Where memory comes from.
+    """Source of memory.
 
     Attributes:
         call: number of the call.
@@ -42,7 +42,7 @@ class Origin(NamedTuple):
 
 
 class Runner(Protocol):
-    """What runs a call again."""
+    """Function that runs a call again."""
 
     def kept(self, tensor: Tensor) -> Tensor:
         """A tensor without its graph."""
@@ -53,7 +53,7 @@ class Runner(Protocol):
         ...
 
     def spread_given(self, planned: Any, out: Any) -> list[DTensor]:
-        """What it gave, as DTensors."""
+        """Results of the call, as DTensors."""
         ...
 
 
@@ -128,7 +128,7 @@ class Again:
         return self._runs.setdefault(self._numbers[call], _Run())
 
     def packed(self, origin: Origin | None, tensor: Tensor) -> Any:
-        """What autograd keeps in the place of a tensor."""
+        """Object that autograd keeps in the place of a tensor."""
         tensor = tensor.detach()
         form = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         if origin is None:
@@ -163,7 +163,7 @@ class Again:
         return tensor.as_strided(saved.size, saved.stride, saved.offset)
 
     def _origin(self, call: int, number: int, taken: Tensor, part: Tensor) -> Origin | None:
-        """Where a part comes from; None for what is there anyway."""
+        """Source of a part; None for what is there anyway."""
         source = vars(taken).get("_gulliver_origin")
         same = isinstance(taken, DTensor) and _storage(_own(taken)) == _storage(part)
         if same or taken is part:

@@ -94,7 +94,7 @@ def _distribute(
 
 
 class _Engine:
-    """What runs the calls of a model.
+    """Runner of the calls of a model.
 
     Args:
         plan: plan.

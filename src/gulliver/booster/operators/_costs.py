@@ -1,4 +1,4 @@
-"""What an operator takes on one device: its calls are followed with the shapes that a rank has.
+"""Costs of an operator on one device: its calls are followed with the shapes that a rank has.
 
 Forward and backward run with fake tensors; every operation below autograd is charged by its FLOPs
 and bytes (`gulliver.hardware`), every memory counts as long as somebody refers to it.
@@ -31,7 +31,7 @@ from gulliver.memory import StorageCounter
 
 @dataclass(frozen=True)
 class Measured:
-    """What the calls of an operator take on a device.
+    """Costs of the calls of an operator on a device.
 
     Attributes:
         forward_s: seconds of the forward.

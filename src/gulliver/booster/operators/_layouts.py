@@ -33,12 +33,12 @@ def cut_dim(layout: str) -> int | None:
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:
-    """How a value lies, as DTensor has it."""
+    """Placements of a value, as DTensor has them."""
     return tuple(_placement(one, TERMS) for one in layout)
 
 
 def gradient_placements(layout: Layout) -> tuple[Placement, ...]:
-    """How the gradient of a value lies."""
+    """Placements of the gradient of a value."""
     return tuple(_placement(one, SUMMED) for one in layout)
 
 

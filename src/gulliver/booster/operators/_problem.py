@@ -288,5 +288,5 @@ class Problem:
 
 
 def stored_layout(layout: Layout) -> Layout:
-    """How a parameter is kept that an operator reads in a layout."""
+    """Placements in which a parameter is kept that an operator reads in a layout."""
     return tuple(one if one[0] == "S" else "R" for one in layout)

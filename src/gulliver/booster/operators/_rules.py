@@ -1,4 +1,4 @@
-"""How a call of a function of torch may be shared along one axis of a mesh.
+"""Rules by which a call of a function of torch may be shared along one axis of a mesh.
 
 `ways(call)` lists them: for each a word, the layout of every tensor that the call takes, and of
 every tensor that it gives. In each way every rank calls the same function with its part; what each
@@ -318,7 +318,7 @@ def run_local(
     shapes: Sequence[Sequence[int]],
     first: int = 0,
 ) -> Any:
-    """What a rank computes of a call.
+    """Computes a rank's share of a call.
 
     Args:
         call: the call.

@@ -117,7 +117,7 @@ class OperatorMode(TorchFunctionMode):
             raise self._other("the end", self._calls[self._at])
 
     def left(self, tensor: Tensor, number: int, layout: Layout) -> Tensor:
-        """What the model gives: whole on every rank, no DTensor any more."""
+        """Returns the model's output, whole on every rank, no DTensor any more."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole = (Replicate(),) * len(self._sizes)
@@ -187,7 +187,7 @@ class OperatorMode(TorchFunctionMode):
         return first_index(0, shape[0], planned.takes[0], self._sizes, self._here)
 
     def _part(self, planned: Planned, number: int, tensor: Tensor) -> Tensor:
-        """What this rank has of a tensor, in the layout that the call wants."""
+        """Returns this rank's part of a tensor, in the layout that the call wants."""
         layout = planned.takes[number]
         whole = (Replicate(),) * len(self._sizes)
         if not isinstance(tensor, DTensor):
@@ -228,7 +228,7 @@ class OperatorMode(TorchFunctionMode):
         return parts, lambda: run_local(planned.call, parts, planned.takes, shapes, first)
 
     def spread_given(self, planned: Planned, out: Any) -> list[DTensor]:
-        """What a call gave again, as DTensors."""
+        """Returns the results of a call that ran again, as DTensors."""
         leaves = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         rows = zip(leaves, planned.call.gives, planned.gives, strict=True)
         values = self._trace.values
@@ -248,7 +248,7 @@ def spread(
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """What this rank has of a DTensor, past autograd."""
+    """Returns this rank's part of a DTensor, past autograd."""
     with torch.no_grad():
         return tensor.to_local()
 

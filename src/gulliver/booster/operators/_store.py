@@ -1,4 +1,4 @@
-"""Where memories lie that calls have saved and that are not needed before backward: the host's."""
+"""Host memory for tensors that calls have saved and that are not needed before backward."""
 
 from __future__ import annotations
 

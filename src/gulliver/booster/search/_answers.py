@@ -1,4 +1,4 @@
-"""What people ask of a search besides the best grid: the price of memory, and what would be enough.
+"""Answers besides the best grid: the price of memory, and what would be enough.
 
 [Note: few searches] A grid that is the fastest under a limit is the fastest under every limit
 between its own bytes and that one. So most limits need no search of their own.

@@ -135,12 +135,7 @@ class Gatherer:
             sharded.gathering = Handle()
         else:
             sharded.gathering = all_gather(
-                chunk.data,
-                chunk.shard,
-                self.group,
-                async_op=True,
-                purpose=self._purpose(sharded),
-                wire=chunk.wire,
+                chunk.data, chunk.shard, self.group, async_op=True, purpose=self._purpose(sharded)
             )
         sharded.enter(Presence.ARRIVING)
         if not self.overlap or chunk.layout.parts == 1:

@@ -50,13 +50,11 @@ class ZeroWires:
     """Formats in which chunks travel.
 
     Attributes:
-        gather: format of parameters (stage 3).
         reduce: format of gradients.
         feedback: whether what packing loses of a gradient is added to the next one.
         gate: whether gradients are compared with unpacked ones now and then.
     """
 
-    gather: WireFormat = IDENTITY
     reduce: WireFormat = IDENTITY
     feedback: bool = False
     gate: bool = True

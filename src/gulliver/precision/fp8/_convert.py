@@ -24,7 +24,7 @@ from gulliver.precision.fp8._state import NOT_SHARED, LayerState, Recipe, Shared
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of a model.
+    """Report of a conversion: layers that compute in FP8, and those that were kept.
 
     Attributes:
         recipe: how the layers compute.

@@ -49,7 +49,7 @@ DIMS: dict[Role, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How linear layers compute in FP8.
+    """Recipe by which linear layers compute in FP8.
 
     Attributes:
         scaling: ``tensorwise``: a scale for each tensor; ``rowwise``: one for each row or column
@@ -127,7 +127,7 @@ class History:
 
 
 class LayerState:
-    """What an FP8 layer keeps from call to call.
+    """State that an FP8 layer keeps from call to call.
 
     Args:
         recipe: recipe of the layer.

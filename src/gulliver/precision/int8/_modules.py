@@ -9,6 +9,7 @@ is cast to.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from gulliver.precision.int8._formats import from_int8
 from gulliver.precision.int8._products import MODES, Stored, product
 
 
-class QuantizedLayer(nn.Module):
+class QuantizedLayer(nn.Module, ABC):
     """A layer with a quantised weight.
 
     Args:
@@ -123,9 +124,9 @@ class QuantizedLayer(nn.Module):
         with torch.no_grad():
             return self.run(x)
 
+    @abstractmethod
     def run(self, x: Tensor) -> Tensor:
         """Returns the output, which has no gradient."""
-        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stored": None}

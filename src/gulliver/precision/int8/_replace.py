@@ -46,7 +46,7 @@ NOTE = "_quantisation"
 
 @dataclass(frozen=True)
 class Layer:
-    """What became of one layer.
+    """Report on one layer.
 
     Attributes:
         path: path in the model.
@@ -71,7 +71,7 @@ class Layer:
 
 @dataclass
 class Report:
-    """What became of a model's layers, and what its kernels are.
+    """Report on a model's layers and its kernels.
 
     Attributes:
         mode: mode that was asked for.
@@ -119,7 +119,7 @@ class Report:
 
 @dataclass
 class Ways:
-    """How layers are to be quantised.
+    """Settings of a quantisation.
 
     Attributes:
         mode: one of `MODES`.

@@ -33,7 +33,7 @@ LEAST_SCALE = 2.0**-126
 
 @dataclass(frozen=True)
 class Kind:
-    """What the elements of a format are.
+    """Kind of the elements of a format.
 
     Attributes:
         bits: bits of an element.
@@ -89,7 +89,7 @@ class WireFormat:
 
     @property
     def kind(self) -> Kind:
-        """What its elements are; the identity has no kind."""
+        """Kind of its elements; the identity has none."""
         return KINDS[self.name]
 
     @property
@@ -181,7 +181,7 @@ def packed_bytes(numel: int, wire: WireFormat, itemsize: int = 4) -> int:
 
 @dataclass(frozen=True)
 class ErrorBound:
-    """How far an element may be from what it was, at most.
+    """Bound of the error of an element.
 
     Attributes:
         relative: share of the element itself.
@@ -204,7 +204,7 @@ class ErrorBound:
 
 
 def error_bound(wire: WireFormat) -> ErrorBound:
-    """What a format promises of every finite element, by its number of bits."""
+    """Bound that a format keeps for every finite element, by its number of bits."""
     if wire.name == "identity":
         return ErrorBound(0.0, 0.0, 0.0, 0.0)
     kind, times = wire.kind, 1.0 if wire.rounding == "nearest" else 2.0

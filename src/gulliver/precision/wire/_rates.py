@@ -1,4 +1,4 @@
-"""How fast this machine packs and unpacks, measured once for each format."""
+"""Rates at which this machine packs and unpacks, measured once for each format."""
 
 from __future__ import annotations
 
