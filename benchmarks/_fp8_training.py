@@ -2,7 +2,8 @@
 
 Text is the installed Python sources, byte by byte. Clips are seen as 4 frames of 8 x 8 places with
 16 channels, the pixels of each place, so that no autoencoder stands between. Data and weights are
-those of a seed: two trainings of one seed differ in number formats alone.
+those of a seed: two trainings of one seed differ in number formats alone. Ranks take every so many
+samples of a batch each, so that together they train on the same ones.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gulliver.booster import Booster, Plugin
+from gulliver.comm import all_reduce, current_world
 from gulliver.models import stdit3
 from gulliver.precision.fp8 import convert_to_fp8
 
@@ -94,7 +97,13 @@ def text() -> Tensor:
 
 
 def gpt_losses(
-    arm: str, seed: int, steps: int, size: Size = Size(), device: str = "cpu", emulate: bool = True
+    arm: str,
+    seed: int,
+    steps: int,
+    size: Size = Size(),
+    device: str = "cpu",
+    emulate: bool = True,
+    plugin: Plugin | None = None,
 ) -> list[float]:
     """Losses of a GPT's steps; on a GPU it is compiled, under bf16 autocast.
 
@@ -105,6 +114,7 @@ def gpt_losses(
         size: sizes of the model and its batches.
         device: device to train on.
         emulate: whether FP8 is emulated.
+        plugin: plugin that all ranks train with; None for one process alone.
     """
     torch.manual_seed(seed)
     model = Gpt(size)
@@ -118,14 +128,14 @@ def gpt_losses(
     on_gpu = device == "cuda"
     call = _readied(model.to(device), arm, emulate, compiled=on_gpu)
 
-    def loss() -> Tensor:
+    def loss(call: Callable[..., Tensor]) -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=on_gpu):
-            return call(batch())
+            return call(batch()[_own(plugin)])
 
-    return _trained(model, loss, steps)
+    return _trained(model, call, loss, steps, plugin)
 
 
-def stdit_losses(arm: str, seed: int, steps: int) -> list[float]:
+def stdit_losses(arm: str, seed: int, steps: int, plugin: Plugin | None = None) -> list[float]:
     """Losses of a rectified flow of moving digits; arguments as of `gpt_losses`."""
     from gulliver.video import MovingDigits
 
@@ -145,7 +155,7 @@ def stdit_losses(arm: str, seed: int, steps: int) -> list[float]:
     call = _readied(model, arm, True)
     numbers = iter(range(steps))
 
-    def loss() -> Tensor:
+    def loss(call: Callable[..., Tensor]) -> Tensor:
         number = next(numbers)
         indices = list(range(8 * number, 8 * number + 8))
         pixels = clips.batch(indices)[:, :1, ::4].transpose(1, 2)
@@ -159,12 +169,14 @@ def stdit_losses(arm: str, seed: int, steps: int) -> list[float]:
         noise = torch.randn(x.shape, generator=draw)
         share = torch.rand(len(x), generator=draw)
         mixed = torch.lerp(x, noise, share[:, None, None, None, None])
+        own = _own(plugin)
+        x, y, noise, mixed, share = (t[own] for t in (x, y, noise, mixed, share))
         sizes = {"fps": 8.0, "height": 32.0, "width": 32.0}
         given = {name: torch.full((len(x),), value) for name, value in sizes.items()}
         out = call(x=mixed, timestep=1000 * share, y=y, **given)
         return F.mse_loss(out[:, :16], x - noise)
 
-    return _trained(model, loss, steps)
+    return _trained(model, call, loss, steps, plugin)
 
 
 def _readied(
@@ -175,14 +187,39 @@ def _readied(
     return torch.compile(model) if compiled else model
 
 
-def _trained(model: nn.Module, loss_of: Callable[[], Tensor], steps: int) -> list[float]:
+def _own(plugin: Plugin | None) -> slice:
+    """Samples of a batch that this rank takes."""
+    world = current_world()
+    return slice(None) if plugin is None else slice(world.rank, None, world.size)
+
+
+def _trained(
+    model: nn.Module,
+    call: Callable[..., Tensor],
+    loss_of: Callable[[Callable[..., Tensor]], Tensor],
+    steps: int,
+    plugin: Plugin | None,
+) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     rates = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda n: min((n + 1) / WARM_UP, 1.0) * max(0.05, 1 - n / steps)
     )
     losses = []
+    if plugin is not None:
+        booster = Booster(plugin=plugin)
+        call, boosted, *_ = booster.boost(model, optimizer)
+        for _ in range(steps):
+            loss = loss_of(call)
+            booster.backward(loss, boosted)
+            boosted.step()
+            boosted.zero_grad()
+            rates.step()
+            losses.append(loss.detach())
+        mean = torch.stack(losses)
+        all_reduce(mean, "mean")
+        return mean.tolist()
     for _ in range(steps):
-        loss = loss_of()
+        loss = loss_of(call)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -154,6 +154,32 @@ class Report:
         )
 
 
+@dataclass
+class Progress:
+    """Figures of what is done, in a file where one is asked for.
+
+    Attributes:
+        file: where they are; empty: nowhere.
+        done: figures by what they are of.
+    """
+
+    file: str
+    done: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Reads what a run of the same commit has left."""
+        if self.file and Path(self.file).is_file():
+            kept = json.loads(Path(self.file).read_text(encoding="utf-8"))
+            self.done = kept["done"] if kept["commit"] == commit() else {}
+
+    def save(self, name: str, value: Any) -> None:
+        """Writes a figure down."""
+        self.done[name] = value
+        if self.file:
+            text = json.dumps({"commit": commit(), "done": self.done})
+            Path(self.file).write_text(text, encoding="utf-8")
+
+
 def finish(report: Report, keep: bool = False) -> None:
     """Prints the table, the bars and, last, the JSON line; with `keep` writes the result file."""
     from rich.console import Console

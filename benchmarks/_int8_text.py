@@ -13,8 +13,8 @@ from benchmarks._finetune_texts import sources
 LENGTH, BATCH, BYTES = 128, 16, 2_000_000
 
 
-def trained(steps: int) -> tuple[Any, Tensor]:
-    """Returns the model, and ids of a text that it was not trained on."""
+def trained(steps: int) -> tuple[Any, Tensor, Tensor]:
+    """Returns the model, ids that it was trained on, and those of a text that it was not."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -38,7 +38,17 @@ def trained(steps: int) -> tuple[Any, Tensor]:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    return model.eval(), held_out
+    return model.eval(), learned, held_out
+
+
+@torch.no_grad()
+def divergence(model: Any, other: Any, tokens: Tensor, length: int = 256) -> float:
+    """Nats by which another model's predictions of a text are away from a model's, in the mean."""
+    found = []
+    for rows in tokens[: len(tokens) // length * length].view(-1, 4, length):
+        mine, theirs = (m(rows).logits.float().log_softmax(-1) for m in (model, other))
+        found.append(float((mine.exp() * (mine - theirs)).sum(-1).mean()))
+    return sum(found) / len(found)
 
 
 def _texts() -> tuple[Tensor, Tensor]:

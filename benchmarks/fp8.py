@@ -122,8 +122,8 @@ def report_convergence(options: Options, report: Report) -> dict[str, dict[str, 
     return curves
 
 
-def picture(curves: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Loss over steps, a panel for each training."""
+def picture(curves: dict[str, dict[str, list[float]]], path: Path, how: str) -> None:
+    """Loss over steps, a panel for each training; `how` FP8 was computed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(curves), 3.5))
@@ -132,7 +132,7 @@ def picture(curves: dict[str, dict[str, list[float]]], path: Path) -> None:
         for (arm, losses), style in zip(arms.items(), ("-", "--", ":"), strict=True):
             window = max(1, len(losses) // 30)
             smooth = torch.tensor(losses).unfold(0, window, 1).mean(1).tolist()
-            label = arm if arm == "fp32" else f"FP8 {arm}, emulated"
+            label = arm if arm == "fp32" else f"FP8 {arm}, {how}"
             axes.plot(range(window - 1, len(losses)), smooth, style, label=label)
         axes.set(xlabel="step", ylabel="loss", yscale="log", title=name)
         axes.legend()
@@ -147,6 +147,10 @@ def main() -> None:
     if "gpu" in options.parts:
         report = Report("fp8-gpu", "FP8 on a GPU", ("what", "arm", "ms", "gain", "predicted"))
         report_gpu(options.rounds, report)
+        if options.keep and "curve" in report.figures:
+            path = RESULTS / f"fp8-gpu-curve_{date.today()}.png"
+            picture({"GPT, 500 steps": report.figures["curve"]}, path, "compiled")
+            report.notes.append(f"![Loss over steps]({path.name})")
         finish(report, options.keep)
     if set(options.parts) - {"gpu"}:
         columns = ("what", "forward, or loss", "input gradient, or apart", "weight gradient")
@@ -157,7 +161,7 @@ def main() -> None:
             curves = report_convergence(options, report)
             if options.keep:
                 path = RESULTS / f"fp8-convergence_{date.today()}.png"
-                picture(curves, path)
+                picture(curves, path, "emulated")
                 report.notes.append(f"![Loss over steps]({path.name})")
         report.notes.append("FP8 is emulated: the same numerics, and nothing said of speed.")
         finish(report, options.keep)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +25,10 @@ from torch import nn
 import gulliver
 from benchmarks._harness import Report, Spread, alternate, at_least, at_most, finish
 from benchmarks._int8_bytes import bloom_bytes, unet_bytes
-from benchmarks._int8_text import trained
+from benchmarks._int8_text import divergence, trained
 from benchmarks._int8_worker import run_ranks
 from gulliver.precision import int8
-from gulliver.quantize import generation_seconds, perplexity
+from gulliver.quantize import generation_seconds, perplexity, replace_calibrated
 
 PARTS = ("kernels", "generation", "perplexity", "bloom", "ranks", "unet")
 SHAPES = ((1024, 1024), (2816, 1024), (1024, 2816), (4096, 4096))
@@ -41,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=150, help="training steps for perplexity")
+    parser.add_argument("--steps", type=int, default=200, help="training steps for perplexity")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -150,20 +152,37 @@ def generation(report: Report, rounds: int) -> None:
     models = {"float32": whole, "int8": ours, "dynamic": _whole_dynamic(whole)}
     if importlib.util.find_spec("torchao"):
         models["torchao"] = _torchao(copy.deepcopy(whole))
+    peer = _llama_cpp(whole, report)
     for batch in (1, 8):
         contestants: dict[str, Callable[[], float]] = {
             name: lambda model=model, batch=batch: generation_seconds(model, batch, turns=1)
             for name, model in models.items()
             if model is not None
         }
+        if peer is not None:
+            contestants["llama.cpp"] = lambda batch=batch: peer.seconds(batch)
         found = alternate(contestants, max(3, rounds // 2), warm_up=0)
         ratio = found["float32"].median / found["int8"].median
         rates = [f"{16 * batch / found[name].median:.1f} tok/s" for name in ("float32", "int8")]
-        peers = [_beside(found, n, n) for n in ("dynamic", "torchao")]
+        peers = [_beside(found, n, n) for n in ("dynamic", "torchao", "llama.cpp")]
         what = f"generation, {count / 1e6:.0f} M, batch {batch}"
         report.rows.append((what, *rates, f"{ratio:.2f}", ", ".join(filter(None, peers))))
         report.figures[f"generation at batch {batch}"] = ratio
         report.bars.append(at_least(f"generation at batch {batch}, over float32", ratio, 2.5))
+
+
+def _llama_cpp(whole: Any, report: Report) -> Any:
+    """llama.cpp with the same model in 8 bits; None where it is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("llama_cpp", "gguf")):
+        return None
+    from benchmarks._int8_llama import LlamaCpp, apart, write_gguf
+
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "model.gguf")
+        write_gguf(whole, path)
+        off = apart(whole, path, torch.get_num_threads())
+        report.notes.append(f"llama.cpp's logits in Q8_0 are {off:.1%} from float32's")
+        return LlamaCpp(path, torch.get_num_threads())
 
 
 def _whole_dynamic(model: nn.Module) -> Any:
@@ -185,16 +204,31 @@ def _torchao(model: nn.Module) -> Any:
 
 def perplexities(report: Report, steps: int) -> None:
     """A byte-level model that is trained here on Python's sources, judged on others of them."""
-    model, tokens = trained(steps)
+    model, learned, tokens = trained(steps)
     before = perplexity(model, tokens)
-    for mode in int8.MODES:
-        quantised = gulliver.replace_module(copy.deepcopy(model), mode=mode)
-        after = perplexity(quantised, tokens)
-        cells = f"{before:.4f}", f"{after:.4f}", f"{after / before:.4f}", ""
-        report.rows.append((f"perplexity, {mode}", *cells))
-        report.figures[f"perplexity, {mode}"] = after / before
+    report.notes.append(
+        "perplexity: beside it stands the divergence from float32's predictions, in millinats a "
+        "token, which luck does not make less; GPTQ rounds for 16,384 tokens of the training text"
+    )
+    batches = list(learned[:16384].view(-1, 1, 256))
+    apart = dict[str, float]()
+    for name in (*int8.MODES, "int4 by GPTQ"):
+        copied = copy.deepcopy(model)
+        mode, _, calibrated = name.partition(" by ")
+        if calibrated:
+            quantised = replace_calibrated(copied, batches, mode)
+        else:
+            quantised = gulliver.replace_module(copied, mode=mode)
+        after, apart[name] = perplexity(quantised, tokens), divergence(model, quantised, tokens)
+        told = f"{1e3 * apart[name]:.3f} millinats"
+        cells = f"{before:.4f}", f"{after:.4f}", f"{after / before:.4f}", told
+        report.rows.append((f"perplexity, {name}", *cells))
+        report.figures[f"perplexity, {name}"] = after / before
+        report.figures[f"divergence, {name}"] = apart[name]
         if mode != "int4":
-            report.bars.append(at_most(f"perplexity over float32's, {mode}", after / before, 1.01))
+            report.bars.append(at_most(f"perplexity over float32's, {name}", after / before, 1.01))
+    share = apart["int4 by GPTQ"] / apart["int4"]
+    report.bars.append(at_most("divergence of int4 by GPTQ, of the nearest's", share, 0.75))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 `python -m benchmarks.memory_truth` trains a small Llama on every grid of `CASES`, counts all
 storages of each rank from the making of the model on, and prints the most of the third step on the
-fullest rank beside `Scorer.score(grid).bytes`.
+fullest rank beside `Scorer.score(grid).bytes`. Grids that off-load are run under several limits,
+each with what the memory manager holds, and beside `Offloader.score(grid).bytes`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import gc
 import multiprocessing as mp
 import os
 import socket
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import tyro
@@ -23,15 +26,27 @@ from torch import nn
 
 from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._live_bytes import LiveBytes
-from gulliver.booster import Booster
-from gulliver.booster.search import Axes, Engine, Grid, Scorer, facts_of, plugin_of
+from gulliver.booster import Booster, _limited
+from gulliver.booster.search import (
+    Axes,
+    Behind,
+    Engine,
+    Grid,
+    Offloader,
+    Scored,
+    Scorer,
+    facts_of,
+    plugin_of,
+)
 from gulliver.comm import init_world
-from gulliver.hardware import named_cluster
+from gulliver.hardware import Disk, named_cluster
+from gulliver.parallel.pipeline import STYLES
 
 CHUNK = 1 << 17
 """Bytes of a chunk of ZeRO: of such small models a usual one would hold all."""
 SAMPLES, LENGTH = 8, 64
 STEPS, BLOCKS = 3, 8
+BEHIND = Behind(disk="a disk", disk_bytes=1 << 30)
 
 
 @dataclass(frozen=True)
@@ -42,11 +57,13 @@ class Case:
         grid: way to lay the model over the ranks.
         precision: ``fp32`` or ``bf16``.
         blocks: number of blocks.
+        room: limit of a grid that off-loads, in the least that would do.
     """
 
     grid: Grid
     precision: str = "fp32"
     blocks: int = BLOCKS
+    room: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -54,7 +71,8 @@ class Case:
         return self.grid.axes.size
 
     def __str__(self) -> str:
-        return f"{self.precision}, {self.grid}"
+        limit = f", limit {self.room:g} x the least" if self.room else ""
+        return f"{self.precision}, {self.grid}{limit}"
 
 
 def llama(blocks: int) -> nn.Module:
@@ -80,7 +98,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _line(ranks: int, schedule: str, stage: int = 0, data: int = 1, again: int = 0) -> Grid:
-    chunks = {"interleaved": 2, "zbv": 2}.get(schedule, 1)
+    chunks = STYLES[schedule].chunks
     return Grid(Axes(data, pipeline=ranks), stage, 4, schedule, chunks, again)
 
 
@@ -99,7 +117,10 @@ GRIDS = (
     Grid(Axes(2, tensor=2), 3),
     Grid(Axes(sequence=2, mode="all_to_all"), 1),
     Grid(Axes(sequence=2, mode="ring_attn"), 3),
-    *(_line(2, schedule) for schedule in ("gpipe", "1f1b", "interleaved", "zbv")),
+    *(
+        _line(2, schedule)
+        for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
+    ),
     _line(2, "1f1b", again=8),
     _line(4, "1f1b"),
     *(_line(2, "1f1b", stage, 2) for stage in (1, 2, 3)),
@@ -110,26 +131,50 @@ CASES = (
     *(Case(Grid(Axes(data=2), stage), "bf16") for stage in range(4)),
     Case(Grid(Axes(tensor=2)), "bf16"),
     Case(_line(2, "1f1b"), "bf16"),
+    *(
+        Case(Grid(Axes(), 3, recomputed=again, offload="disk"), room=room)
+        for again in (0, BLOCKS)
+        for room in (1.0, 1.25, 1.5)
+    ),
 )
 
 
 @cache
 def predicted(case: Case) -> dict[str, int]:
     """Bytes of the fullest rank by kind, as the search has them."""
+    scorer = _scorer(case)
+    scored = offloaded(case)[0] if case.room else scorer.score(case.grid)
+    return {**vars(scored.memory), "working": scored.working}
+
+
+def offloaded(case: Case) -> tuple[Scored, int]:
+    """A grid that off-loads as the search prices it, and its limit."""
+    scorer = _scorer(case)
+    least = Offloader(scorer, BEHIND, 1 << 40).least(case.grid)
+    assert least is not None, "off-load can run it"
+    limit = int(case.room * least.bytes)
+    scored = Offloader(scorer, BEHIND, limit).score(case.grid)
+    assert scored is not None, "the least would do"
+    return scored, limit
+
+
+def _scorer(case: Case) -> Scorer:
     with torch.device("meta"):
         model = llama(case.blocks)
         ids = torch.zeros(1, LENGTH, dtype=torch.long)
-    cluster = named_cluster(f"cpux{case.ranks}")
+    cluster = replace(named_cluster(f"cpux{case.ranks}"), disk=Disk(2e8, 3e8))
     batch = {"input_ids": ids, "labels": ids}
     facts = facts_of(model, adam(model), batch, cluster.device, case.precision, True)
-    facts = replace(facts, chunk_bytes=CHUNK)
-    scored = Scorer(facts, cluster, SAMPLES, "cpu", 0.0).score(case.grid)
-    return {**vars(scored.memory), "working": scored.working}
+    facts = replace(facts, chunk_bytes=0 if case.room else CHUNK)
+    return Scorer(facts, cluster, SAMPLES, "cpu", 0.0)
 
 
 def counted(case: Case) -> int:
     """Most bytes of this rank in the last step of a run; every rank calls it."""
     torch.manual_seed(0)
+    if case.room:
+        with tempfile.TemporaryDirectory() as folder:
+            return _counted_behind(case, folder)
     counter = LiveBytes()
     with counter:
         step = _running(case)
@@ -139,6 +184,57 @@ def counted(case: Case) -> int:
                 counter.peak = counter.live
             step()
     return counter.peak
+
+
+class Managed(LiveBytes):
+    """Counts storages that operations make, and besides what a memory manager holds.
+
+    Attributes:
+        manager: manager of the state; None before there is one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager: Any = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation and counts what it made."""
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.manager is not None:
+            held = sum(self.manager.counter.live.values())
+            self.most = max(self.most, self.live + held)
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        # Memory of the manager is no allocation of torch's: it cannot be resized.
+        if storage.resizable():
+            super()._count(storage)
+
+    most = 0
+
+
+def _counted_behind(case: Case, folder: str) -> int:
+    """Most bytes of this rank in the last step of a run under a limit."""
+    _, limit = offloaded(case)
+    counter, model = Managed(), llama(case.blocks)
+    inner = adam(model)
+    scorer = _scorer(case)
+    behind = replace(BEHIND, disk=folder)
+    plugin = plugin_of(case.grid, case.precision, limit, behind)
+    plan = plugin.make_plan(model, inner, scorer.cluster, work=scorer.work(case.grid))
+    booster = Booster(plan=plan, verbose=False)
+    with patch.object(_limited, "Footprint", side_effect=OSError), counter:
+        boosted, optimizer, *_ = booster.boost(model, inner)
+        counter.manager = optimizer.shards.manager
+        engine = Engine(booster, boosted, optimizer, None, case.grid, 1, SAMPLES, ())
+        ids = torch.randint(512, (SAMPLES, LENGTH))
+        for _ in range(STEPS):
+            gc.collect()
+            counter.most = 0
+            engine.run({"input_ids": ids, "labels": ids})
+            optimizer.step()
+            optimizer.zero_grad()
+    return counter.most
 
 
 def _running(case: Case) -> Any:

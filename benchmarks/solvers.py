@@ -6,6 +6,9 @@ it also says how often, and by how much, free recomputation takes less than pers
 times `solve_joint` on equal blocks of 10 operators with 6 strategies each, drawn at random, for
 budgets close to the least memory that works: CPU seconds, which a busy machine does not move much,
 and the gap to the bound.
+
+With `--progress FILE` what is done is written there as it goes, and a run that is cut goes on where
+it was; figures of another commit are not taken.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ from tests.solver_cases import (
     partition_case,
     recompute_case,
     small_chain,
+    staged_case,
 )
 
-from benchmarks._harness import Report, at_least, at_most, finish
+from benchmarks._harness import Progress, Report, at_least, at_most, finish
 from gulliver.solve import (
     ENTRY,
     Block,
@@ -43,14 +47,17 @@ OPERATORS, STRATEGIES = 10, 6
 ALLOWED_S = {32: 5.0, 96: 30.0, 200: 60.0}
 """CPU seconds that so many blocks may take."""
 CASES: dict[str, tuple[Callable[[int], bool], int]] = {
-    "joint, brute force": (joint_case, 1500),
-    "joint, HiGHS": (milp_case, 40),
-    "recomputation, persistent": (recompute_case, 800),
-    "recomputation, free": (free_case, 400),
-    "conversion": (conversion_case, 200),
-    "partition, 1, 4, 16 and endless micro-batches": (partition_case, 600),
+    "joint, brute force": (joint_case, 3000),
+    "joint, HiGHS": (milp_case, 60),
+    "two stages, brute force; joint never above": (staged_case, 400),
+    "recomputation, persistent": (recompute_case, 1500),
+    "recomputation, free": (free_case, 800),
+    "conversion": (conversion_case, 400),
+    "partition, 1, 4, 16 and endless micro-batches": (partition_case, 1200),
 }
 """Solvers with their reference, and the number of cases."""
+SAVED_S = 10.0
+"""Seconds after which progress is written."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class Options:
     blocks: tuple[int, ...] = tuple(ALLOWED_S)
     budgets: tuple[float, ...] = (0.02, 0.1)
     """Budgets, from the least memory that works to what the fastest picks take."""
+    progress: str = ""
+    """File of what is done already, which a run that was cut reads."""
     keep: bool = False
     """Write benchmarks/results."""
 
@@ -96,18 +105,36 @@ def network(blocks: int, seed: int = 0) -> list[Block]:
     return [Block(tuple(found))] * blocks
 
 
-def add_truth(made: Report, options: Options) -> None:
+def add_truth(made: Report, options: Options, progress: Progress) -> None:
     """Compares; a case that is not equal ends the run."""
     total = 0
     for name, (case, count) in CASES.items():
         tried = max(1, int(count * options.share))
-        begun = time.process_time()
-        compared = sum(case(seed) for seed in range(tried))
-        seconds, total = time.process_time() - begun, total + compared
-        made.rows.append((name, f"{compared} equal", f"{seconds:.0f}", "", ""))
+        compared, seconds = _compared(name, case, tried, progress)
+        total += compared
+        made.rows.append((name, f"{compared} of {tried} equal", f"{seconds:.0f}", "", ""))
         made.figures[name] = compared
     made.bars.append(at_least("cases that are equal", total, 3000 * min(1.0, options.share)))
+    made.notes.append(
+        "cases that are too large for brute force, or impossible, are left out; one that is not "
+        "equal ends the run"
+    )
     _add_gains(made, max(1, int(300 * options.share)))
+
+
+def _compared(
+    name: str, case: Callable[[int], bool], count: int, progress: Progress
+) -> tuple[int, float]:
+    """Number of seeds below `count` that could be compared, all equal, and CPU seconds."""
+    first, compared, seconds = progress.done.get(name, (0, 0, 0.0))
+    begun, saved = time.process_time(), time.monotonic()
+    for seed in range(first, count):
+        compared += case(seed)
+        if time.monotonic() - saved > SAVED_S or seed == count - 1:
+            saved, now = time.monotonic(), time.process_time()
+            seconds, begun = seconds + now - begun, now
+            progress.save(name, (seed + 1, compared, seconds))
+    return compared, seconds
 
 
 def _add_gains(made: Report, count: int) -> None:
@@ -126,34 +153,42 @@ def _add_gains(made: Report, count: int) -> None:
     made.figures["free"] = {"cases": count, "less": len(less), "most": max(gains)}
 
 
-def add_speed(made: Report, options: Options) -> None:
+def add_speed(made: Report, options: Options, progress: Progress) -> None:
     """Times the joint search."""
     for count in options.blocks:
-        blocks = network(count)
-        least, most = least_memory(blocks), solve_joint(blocks, 1 << 60)
         for share in options.budgets:
-            budget = int(least.peak + share * (most.cost.peak - least.peak))
-            begun = time.process_time()
-            found = solve_joint(blocks, budget)
-            seconds = time.process_time() - begun
             name = f"{count} blocks, budget at {share:.0%}"
-            cells = f"{found.cost.seconds:.0f}", f"{found.lower:.0f}"
-            made.rows.append((name, f"gap {found.gap:.2%}", f"{seconds:.1f}", *cells))
-            made.figures[name] = {"cpu_s": seconds, "gap": found.gap}
+            if name not in progress.done:
+                progress.save(name, _timed(count, share))
+            seconds, gap, step, lower = progress.done[name]
+            cells = f"{step:.0f}", f"{lower:.0f}"
+            made.rows.append((name, f"gap {gap:.2%}", f"{seconds:.1f}", *cells))
+            made.figures[name] = {"cpu_s": seconds, "gap": gap}
             if count in ALLOWED_S:
                 made.bars.append(at_most(f"{name}: CPU s", seconds, ALLOWED_S[count]))
-            made.bars.append(at_most(f"{name}: gap", found.gap, 0.03))
+            made.bars.append(at_most(f"{name}: gap", gap, 0.02))
+
+
+def _timed(count: int, share: float) -> tuple[float, float, float, float]:
+    """CPU seconds of a joint search, its gap, and seconds of a step and of the bound."""
+    blocks = network(count)
+    least, most = least_memory(blocks), solve_joint(blocks, 1 << 60)
+    budget = int(least.peak + share * (most.cost.peak - least.peak))
+    begun = time.process_time()
+    found = solve_joint(blocks, budget)
+    return time.process_time() - begun, found.gap, found.cost.seconds, found.lower
 
 
 def main() -> None:
     """Runs what the options say."""
     options = tyro.cli(Options, description=__doc__)
     columns = ("case", "result", "CPU s", "step ms", "bound ms")
+    progress = Progress(options.progress)
     made = Report("solvers", "Searches beside brute force, and their time", columns)
     if "truth" in options.parts:
-        add_truth(made, options)
+        add_truth(made, options, progress)
     if "speed" in options.parts:
-        add_speed(made, options)
+        add_speed(made, options, progress)
     finish(made, options.keep)
 
 

@@ -3,8 +3,11 @@
 `python -m benchmarks.wire` first takes collectives in every format and checks the error of every
 element against its bound (part ``numerics``). Then (part ``steps``) it builds a network whose links
 carry what a step sends as it is in three times its compute, and lets fp32 and formats take turns:
-ZeRO's stage 0, tensor parallelism, Ulysses and a ring. Layers sleep as long as they would compute,
-as on an accelerator beside the processor, which packs and sends. It needs root, ``ip`` and ``tc``.
+ZeRO at stages 0, 2 and 3, tensor parallelism, Ulysses and a ring. Layers sleep as long as they
+would compute, as on an accelerator beside the processor, which packs and sends. It needs root,
+``ip`` and ``tc``.
+``--parts convergence`` trains a GPT and the STDiT on four ranks in all formats, in a report of its
+own; it takes a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,9 +24,10 @@ import tyro
 from torch import Tensor
 from torch.autograd import Function
 
-from benchmarks._harness import Report, alternate, at_least, at_most, finish
+from benchmarks._harness import Progress, Report, alternate, at_least, at_most, finish
 from benchmarks._models import gpt
 from benchmarks._slept import slept
+from benchmarks._wire_training import picture, report_convergence
 from benchmarks.netlab import Net, foreign_load, run, wire_bytes
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import (
@@ -43,6 +48,12 @@ from gulliver.precision.wire import NAMES, error_bound, wire_format
 SLEPT_S = 0.15
 RATIO = 3.0
 """Seconds of communication in those of compute."""
+LARGE = ", chunks of 4 MB"
+"""Ends the name of a contestant of ZeRO with fewer messages."""
+PEERS = (
+    "DeepSpeed's ZeRO++ was not run: the ranks are CPU processes, and its quantiser is a CUDA "
+    "kernel alone (read in 0.19.8: on CPUs QuantizerBuilder is 'not implemented')."
+)
 
 
 @dataclass(frozen=True)
@@ -51,9 +62,16 @@ class Options:
 
     parts: tuple[str, ...] = ("numerics", "steps")
     formats: tuple[str, ...] = ("identity", "bf16", "fp8", "int8")
-    workloads: tuple[str, ...] = ("ZeRO 0", "tensor", "Ulysses", "ring")
-    ranks: int = 2
-    rounds: int = 3
+    workloads: tuple[str, ...] = ("ZeRO 0", "ZeRO 2", "ZeRO 3", "tensor", "Ulysses", "ring")
+    ranks: int = 4
+    rounds: int = 7
+    """Turns of each format, of two steps; with three, medians of few steps differed by a fifth."""
+    steps: int = 80
+    """Steps of each training."""
+    seeds: int = 3
+    """Seeds of each training."""
+    progress: str = ""
+    """File of what is done already, which a run that was cut reads."""
     keep: bool = False
     """Write benchmarks/results."""
 
@@ -67,6 +85,10 @@ def numerics(sizes: tuple[int, ...], names: tuple[str, ...]) -> dict[str, dict[s
     for name in names:
         wire, worst, squares = wire_format(name), 0.0, torch.zeros(2, dtype=torch.float64)
         bound = error_bound(wire)
+
+        def limits(inputs: list[Tensor], wire: Any = wire, bound: Any = bound) -> list[Tensor]:
+            return [bound.limit(t, wire.block) for t in inputs]  # a part begins a block
+
         for size in sizes:
             terms = [_term(rank, size) for rank in range(world.size)]
             whole = torch.empty(world.size * size)
@@ -78,12 +100,12 @@ def numerics(sizes: tuple[int, ...], names: tuple[str, ...]) -> dict[str, dict[s
             reduce_scatter(part, rows[world.rank].clone(), wire=wire)
             own = rows.view(world.size, world.size, size)[:, world.rank]
             cases = [
-                (whole, torch.cat(terms).double(), [torch.cat(terms)], False),
-                (total, torch.stack(terms).double().sum(0), terms, True),
-                (part, own.double().sum(0), list(own), False),
+                (whole, torch.cat(terms).double(), torch.cat(limits(terms)), False),
+                (total, torch.stack(terms).double().sum(0), sum(limits(terms)), True),
+                (part, own.double().sum(0), sum(limits(list(own))), False),
             ]
-            for value, exact, inputs, again in cases:
-                limit = torch.stack([bound.limit(t, wire.block) for t in inputs]).sum(0) + 1e-6
+            for value, exact, limit, again in cases:
+                limit = limit + 1e-6
                 if again:
                     limit += bound.relative * (exact.abs() + limit)
                     limit += bound.of_largest * (exact.abs() + limit).max()
@@ -119,12 +141,13 @@ class _Sleep(Function):
         return grads[0], None
 
 
-def _zero(wire: str, ranks: int) -> Callable[[], None]:
+def _zero(wire: str, ranks: int, stage: int) -> Callable[[], None]:
+    wire, _, size = wire.partition(LARGE)
     task = slept(gpt(192, 4, 2, 64), SLEPT_S)
     asked = None if wire == "identity" else wire
     plugin = LowLevelZeroPlugin(
-        stage=0,
-        chunk_mb=1,
+        stage=stage,
+        chunk_mb=4 if size else 1,
         verbose=False,
         communication_dtype=asked,
         force_communication_dtype=asked is not None,
@@ -138,6 +161,7 @@ def _zero(wire: str, ranks: int) -> Callable[[], None]:
         optimizer.step()
         optimizer.zero_grad()
 
+    step.settle = optimizer.gatherer.finish_all  # type: ignore[attr-defined]
     return step
 
 
@@ -159,7 +183,7 @@ def _tensor(wire: str, ranks: int) -> Callable[[], None]:
 
 def _ulysses(wire: str, ranks: int) -> Callable[[], None]:
     groups = make_groups(SequencePlan(ulysses=ranks, wire=wire_format(wire)))
-    x, layers = torch.randn(2, 512, 1024, requires_grad=True), 4
+    x, layers = torch.randn(1, 512, 1024, requires_grad=True), 4
 
     def step() -> None:
         y = x
@@ -175,7 +199,7 @@ def _ulysses(wire: str, ranks: int) -> Callable[[], None]:
 
 def _ring(wire: str, ranks: int) -> Callable[[], None]:
     groups = make_groups(SequencePlan(inner=ranks, wire=wire_format(wire)))
-    tokens = 1024
+    tokens = 192
     layout = groups.plan.lay(ranks * tokens)
     call = Call(groups, layout, layout, cast("Any", None))  # nothing is attended to
     k, v = (torch.randn(1, 8, tokens, 64) for _ in range(2))
@@ -208,7 +232,12 @@ def _ring(wire: str, ranks: int) -> Callable[[], None]:
     return step
 
 
-WORKLOADS = {"ZeRO 0": _zero, "tensor": _tensor, "Ulysses": _ulysses, "ring": _ring}
+WORKLOADS: dict[str, Callable[[str, int], Callable[[], None]]] = {
+    **{f"ZeRO {stage}": partial(_zero, stage=stage) for stage in (0, 2, 3)},
+    "tensor": _tensor,
+    "Ulysses": _ulysses,
+    "ring": _ring,
+}
 
 
 def steps(name: str, formats: tuple[str, ...], ranks: int, rounds: int) -> dict[str, Any]:
@@ -219,14 +248,18 @@ def steps(name: str, formats: tuple[str, ...], ranks: int, rounds: int) -> dict[
     sent: dict[str, list[tuple[int, int]]] = {wire: [] for wire in formats}
 
     def turn_of(wire: str) -> Callable[[], float]:
+        settle: Callable[[], None] = getattr(made[wire], "settle", lambda: None)
+
         def once() -> float:
             barrier()
             made[wire]()
+            settle()  # what is under way is counted when it is posted
             before = sent_bytes(), wire_bytes()[0]
             begun = time.perf_counter()
             for _ in range(2):
                 made[wire]()
             took = (time.perf_counter() - begun) / 2
+            settle()
             barrier()
             after = sent_bytes(), wire_bytes()[0]
             sent[wire].append(((after[0] - before[0]) // 2, (after[1] - before[1]) // 2))
@@ -247,27 +280,42 @@ def steps(name: str, formats: tuple[str, ...], ranks: int, rounds: int) -> dict[
     }
 
 
-def report_steps(options: Options, report: Report) -> None:
+def _measured(name: str, options: Options) -> tuple[int, list[dict[str, Any]]]:
+    """Rate of the link in kbit/s, and what each rank has found by format."""
+    with Net(options.ranks, None) as net:
+        free = run(steps, net, name, ("identity",), options.ranks, 1)[0]["identity"]
+    kilobits = int(8e-3 * free["posted"] / (RATIO * SLEPT_S))
+    with Net(options.ranks, f"{kilobits}kbit") as net:
+        formats = _contestants(name, options)
+        return kilobits, run(steps, net, name, formats, options.ranks, options.rounds)
+
+
+def _contestants(name: str, options: Options) -> tuple[str, ...]:
+    large = (f"identity{LARGE}",) if name.startswith("ZeRO") else ()
+    return options.formats + large
+
+
+def report_steps(options: Options, report: Report, progress: Progress) -> None:
     """Rows and bars of each workload."""
     for name in options.workloads:
-        with Net(options.ranks, None) as net:
-            free = run(steps, net, name, ("identity",), options.ranks, 1)[0]["identity"]
-        bits = int(8 * free["posted"] / (RATIO * SLEPT_S))
-        with Net(options.ranks, f"{bits}bit") as net:
-            found = run(steps, net, name, options.formats, options.ranks, options.rounds)
-        slowest = {w: max(rank[w]["step"] for rank in found) for w in options.formats}
-        plain = slowest["identity"]
-        for wire in options.formats:
+        formats = _contestants(name, options)
+        key = f"{name}: {options.ranks} ranks, {options.rounds} rounds, {formats}"
+        if key not in progress.done:
+            progress.save(key, _measured(name, options))
+        kilobits, found = progress.done[key]
+        slowest = {w: max(rank[w]["step"] for rank in found) for w in formats}
+        plain = min(s for w, s in slowest.items() if w.startswith("identity"))
+        for wire in formats:
             entry = found[0][wire]
             ratio = entry["posted"] / found[0]["identity"]["posted"]
-            stated = wire_format(wire).ratio()
+            stated = wire_format(wire.partition(LARGE)[0]).ratio()
             report.rows.append(
                 (
                     name,
                     wire,
                     f"{1e3 * slowest[wire]:.0f} ms",
                     f"{plain / slowest[wire]:.2f} x",
-                    f"{entry['posted'] / 2**20:.2f} MiB",
+                    f"{entry['posted'] / 2**20:.2f} MiB at {kilobits / 1e3:.0f} Mbit/s",
                     f"{ratio:.3f} ({stated:.3f})",
                 )
             )
@@ -291,6 +339,20 @@ def report_numerics(options: Options, report: Report) -> None:
         report.bars.append(at_most(f"{name}: largest error in its bound", worst, 1.0))
 
 
+def finish_convergence(options: Options) -> None:
+    """Trainings in all formats, in a report of their own."""
+    columns = ("training", "format", "final loss", "apart", "seeds")
+    report = Report("wire-convergence", "Wire formats: final losses of four ranks", columns)
+    curves = report_convergence(report, options.seeds, options.steps)
+    if options.keep:
+        report.notes.append(f"![Loss over steps]({picture(curves).name})")
+    report.notes.append(
+        f"{options.steps} steps of ZeRO 2, where nothing else is said; gradients and parameters "
+        "travel packed. No time is measured."
+    )
+    finish(report, options.keep)
+
+
 def main() -> None:
     """Measures and reports."""
     options = tyro.cli(Options, description=__doc__)
@@ -301,14 +363,20 @@ def main() -> None:
         ("workload", "format", "step / error", "gain / share of bound", "sent", "bytes (stated)"),
     )
     load = foreign_load()
+    if "convergence" in options.parts:
+        finish_convergence(options)
+    if not set(options.parts) - {"convergence"}:
+        return
     if "numerics" in options.parts:
         report_numerics(options, report)
     if "steps" in options.parts:
-        report_steps(options, report)
+        report_steps(options, report, Progress(options.progress))
     report.notes.append(
         f"{options.ranks} ranks, layers sleep {1e3 * SLEPT_S:.0f} ms of a step; foreign load "
-        f"{load:.1f} cores. Formats are forced, the gate of gradients is off."
+        f"{load:.1f} cores. Formats are forced, the gate of gradients is off; gains are over the "
+        "faster float32. All ranks pack on the machine's own cores."
     )
+    report.notes.append(PEERS)
     finish(report, options.keep)
 
 

@@ -59,7 +59,7 @@ struct Rows {
   std::vector<std::uint8_t> bytes;
   std::vector<float> scale;
   std::vector<Outliers> outliers;
-  std::vector<std::int32_t> offsets;  // int4: 16 lanes for each group of a row
+  std::vector<std::int32_t> offsets;  // int4: a vector for each group of a row
 };
 
 void read_rows(const Product& p, Rows& r) {
@@ -264,6 +264,76 @@ void weights(const Product& p) {
   Rows& r = scratch;
   read_rows(p, r);
   GULLIVER_OVER_OUTPUTS(weights_block)
+}
+
+// [Note: int4] 128 values of a row lie in 64 bytes: byte i has value i below and value 64 + i
+// above, each plus 8. As they are unsigned the activations may stay signed, and what the 8 adds,
+// 8 times the sum of the group's activations, is where the group's sum begins.
+template <class V>
+void group_offsets(const Product& p, Rows& r) {
+  const std::int64_t groups = r.width / GROUP;
+  r.offsets.resize(p.rows * groups * V::FLOATS);
+  for (std::int64_t g = 0; g < p.rows * groups; ++g) {
+    V::store(V::minus_eights(&r.bytes[g * GROUP]), &r.offsets[g * V::FLOATS]);
+  }
+}
+
+inline float nibble(const std::int8_t* row, std::int64_t k) {
+  const auto byte = static_cast<std::uint8_t>(row[k / GROUP * 64 + k % 64]);
+  return static_cast<float>((k % GROUP < 64 ? byte & 15 : byte >> 4) - 8);
+}
+
+inline float outlier_nibbles(const Product& p, const Outliers& out, std::int64_t n) {
+  const std::int64_t groups = p.inputs / GROUP;
+  float sum = 0.0f;
+  for (std::size_t o = 0; o < out.index.size(); ++o) {
+    const std::int64_t k = out.index[o];
+    sum += out.value[o] * (nibble(p.weight + n * groups * 64, k) * p.scale[n * groups + k / GROUP]);
+  }
+  return sum;
+}
+
+template <class V, int M>
+inline void nibbles_block(const Product& p, const Four& f, const Rows& r, std::int64_t first) {
+  const std::int64_t groups = p.inputs / GROUP;
+  typename V::Float acc[M][OUTPUTS];
+  for (int m = 0; m < M; ++m) {
+    for (int j = 0; j < OUTPUTS; ++j) acc[m][j] = V::float_zero();
+  }
+  for (std::int64_t g = 0; g < groups; ++g) {
+    for (int j = 0; j < OUTPUTS; ++j) {
+      const std::int8_t* at = p.weight + (f.row[j] * groups + g) * 64;
+      __builtin_prefetch(at + OUTPUTS * groups * 64);
+      const auto scale = V::all(p.scale[f.row[j] * groups + g]);
+      for (int m = 0; m < M; ++m) {
+        const std::int64_t at_x = (first + m) * groups + g;
+        const auto begun = V::load(&r.offsets[at_x * V::FLOATS]);
+        const auto sum = V::nibbles(begun, at, &r.bytes[at_x * GROUP]);
+        acc[m][j] = V::add_product(acc[m][j], V::floats(sum), scale);
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    float sums[OUTPUTS];
+    V::float_totals(acc[m], sums);
+    const Outliers& out = r.outliers[first + m];
+    for (std::int64_t j = 0; j < f.count; ++j) {
+      const std::int64_t n = f.first + j;
+      float y = sums[j] * r.scale[first + m];
+      if (!out.index.empty()) y += outlier_nibbles(p, out, n);
+      store(p, (first + m) * p.outputs + n, p.bias ? y + p.bias[n] : y);
+    }
+  }
+}
+
+template <class V>
+void nibbles(const Product& p) {
+  static thread_local Rows scratch;
+  Rows& r = scratch;
+  read_rows(p, r);
+  quantise(p, r, 0);
+  group_offsets<V>(p, r);
+  GULLIVER_OVER_OUTPUTS(nibbles_block)
 }
 
 }  // namespace

@@ -11,20 +11,23 @@ import os
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.cpu_times import CpuTimes
 from tests.patience import Deadline, session_factor
-from tests.pool import Pool, start_server
+from tests.pool import MANY_FILES, Pool, start_server
 from tests.references import FOLDER, folder_of_this_process
 
 TEST_DEADLINE_S = 150.0
 NATIVE_GRACE_S = 30.0
+DEAREST = 10
 STDERR = pytest.StashKey[int]()
 
 
@@ -43,14 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
     if not _begun:
         _begun.append(config)
-        _begin(is_worker, is_worker or not getattr(config.option, "numprocesses", None))
+        _begin(is_worker)
 
 
 _begun: list[pytest.Config] = []
 """The session of this process: a test of these fixtures configures another inside it."""
 
 
-def _begin(is_worker: bool, runs_tests: bool) -> None:
+def _begin(is_worker: bool) -> None:
     """Prepares this process."""
     session_factor()
     # Deadlines are those of this file: a single example may wait for a core.
@@ -61,9 +64,8 @@ def _begin(is_worker: bool, runs_tests: bool) -> None:
         folder_of_this_process(FOLDER)
     # What is kept from job to job must not pass from test session to test session.
     folder_of_this_process("GULLIVER_CACHE")
-    if runs_tests:
-        # Before anything runs torch here: what is forked from a process with its threads may hang.
-        start_server()
+    # Before torch is imported, here and in what this process starts.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_report_header() -> str:
@@ -136,6 +138,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
         return (yield)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # In the processes that run tests: the server is a program of its own, and forks the workers.
+    if session.items and not session.config.option.collectonly:
+        start_server(many=len({item.path for item in session.items}) > MANY_FILES)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
@@ -147,3 +155,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if "full" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "full" not in item.keywords]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Says which files the time went to: a suite grows slow by a file at a time."""
+    spent: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                spent[report.location[0]] += report.duration
+    if len(spent) <= DEAREST:
+        return
+    dearest = sorted(spent, key=spent.__getitem__, reverse=True)[:DEAREST]
+    terminalreporter.section(
+        f"the {DEAREST} dearest of {len(spent)} files, in seconds of a process"
+    )
+    for name in dearest:
+        terminalreporter.write_line(f"{spent[name]:8.1f}  {name}")
+    terminalreporter.write_line(f"{sum(spent.values()):8.1f}  all")

@@ -54,10 +54,8 @@ MUTANTS = (
     Mutant(
         "zero: shards get the sum of gradients",
         "parallel/zero/_sending.py",
-        '            chunk.gradient,\n            "mean",\n'
-        "            self.group,\n            async",
-        '            chunk.gradient,\n            "sum",\n'
-        "            self.group,\n            async",
+        '            gradient,\n            "mean",\n            self.group,\n            async',
+        '            gradient,\n            "sum",\n            self.group,\n            async',
         ("zero",),
     ),
     Mutant(

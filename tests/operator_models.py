@@ -112,6 +112,8 @@ class Llama(nn.Module):
         angles = 1.0 / 1000 ** (torch.arange(0, self.size, 2) / self.size)
         self.register_buffer("angles", angles.double())
 
+    angles: Tensor
+
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
         places = torch.arange(ids.shape[1], dtype=self.angles.dtype)

@@ -48,6 +48,22 @@ PRELOADED = (
 )
 """Modules that most tests import: a worker finds them there. What is not installed is left out."""
 
+PRELOADED_FOR_MANY = (
+    "gulliver.video",
+    "torch.utils.tensorboard",
+    "matplotlib.figure",
+    "peft",
+    "transformers.trainer",
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+    "torch._inductor.compile_fx",
+    "av",
+    "lightning.pytorch",
+)
+"""Modules that some tests import, each seconds of every worker: for runs of many files."""
+
+MANY_FILES = 12
+"""A run of more files than these is one of many."""
+
 GRACE_S = 5.0
 
 
@@ -66,11 +82,15 @@ class DeadlinePassed(AssertionError):
     """A call took too long; the message holds the stacks of its workers."""
 
 
-def start_server() -> None:
-    """Starts the clean server; call it before this process runs any torch operation."""
+def start_server(many: bool = False) -> None:
+    """Starts the clean server, once: a new program, whatever this process has run.
+
+    Args:
+        many: whether files of many kinds run, so that it is worth importing what few need.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload([*PRELOADED, *(PRELOADED_FOR_MANY if many else ())])
     forkserver.ensure_running()
 
 

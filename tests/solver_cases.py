@@ -41,6 +41,7 @@ from gulliver.solve import (
     recomputed_seconds,
     rematerialize,
     schedule_peak,
+    solve_in_stages,
     solve_joint,
 )
 
@@ -60,7 +61,7 @@ def _conversion(draw: random.Random, rows: int, columns: int) -> EdgeSeconds | N
 
 def _strategy(draw: random.Random) -> Strategy:
     n, saved = draw.randint, draw.randint(0, 6)
-    seconds = [n(0, 5), n(0, 5), n(0, 2), n(0, 2)]
+    seconds = n(0, 5), n(0, 5), n(0, 2), n(0, 2)
     output = draw.choice([0, 0, n(1, 3)])
     return Strategy("", *seconds, n(0, 4), saved, output, n(0, 3), n(0, 3), n(0, saved))
 
@@ -197,6 +198,33 @@ def joint_case(seed: int, operators: int = 3, largest: int = 6000) -> bool:
     return True
 
 
+def staged_case(seed: int, largest: int = 6000) -> bool:
+    """Compares the second stage with all choices of brute force for the same shardings."""
+    draw = random.Random(seed)
+    blocks = small_network(draw, draw.randint(1, 3), 3, 2)
+    budget = least_memory(blocks).peak + draw.randint(0, 8)
+    try:
+        found = solve_in_stages(blocks, budget)
+    except GulliverError:
+        return False
+    same = [
+        [
+            row
+            for row in rows
+            if all(a.strategy == b.strategy for a, b in zip(row, own, strict=True))
+        ]
+        for rows, own in zip(_picks(blocks, ALL[:2]), found.picks, strict=True)
+    ]
+    if math.prod(len(rows) for rows in same) > largest:
+        return False
+    costs = (_by_hand(blocks, picks, OffloadLink()) for picks in itertools.product(*same))
+    best = min(cost[0] for cost in costs if cost is not None and cost[1] <= budget)
+    # Each stage ends within a thousandth of its bound.
+    assert best <= found.cost.seconds * (1 + 1e-9) <= best * (1 + 1.1e-3)
+    assert solve_joint(blocks, budget).cost.seconds <= found.cost.seconds * (1 + 1e-9)
+    return True
+
+
 def milp_case(seed: int) -> bool:
     """Compares picks with those of HiGHS, in cases that are too large for brute force."""
     draw = random.Random(seed)
@@ -255,11 +283,12 @@ def partition_case(seed: int) -> bool:
     """Compares one with links or without, with limits of memory or without."""
     draw = np.random.default_rng(seed)
     devices, layers = int(draw.integers(1, 5)), int(draw.integers(1, 7))
-    links = draw.integers(0, 7, (devices, devices, layers)) if seed % 2 else None
-    memory, limits = draw.integers(0, 5, layers), draw.integers(2, 14, devices)
+    links = draw.integers(0, 7, (devices, devices, layers)).astype(float) if seed % 2 else None
+    memory = draw.integers(0, 5, layers).astype(float)
+    limits = draw.integers(2, 14, devices).astype(float)
     limited = seed % 4 > 1
     fleet = Fleet(
-        draw.integers(0, 10, (devices, layers)),
+        draw.integers(0, 10, (devices, layers)).astype(float),
         links,
         memory if limited else None,
         limits if limited else None,

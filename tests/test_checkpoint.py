@@ -69,6 +69,9 @@ def test_tensors_of_every_kind_come_back_as_they_were(tmp_path: Path) -> None:
     }
     path = tmp_path / "deep" / "x.safetensors"
     write_tensors(path, tensors, {"note": "hello"})
+    # The umask says who may read it, as of any file.
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
     found = read_tensors(path)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():

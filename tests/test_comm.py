@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +39,7 @@ from gulliver.hardware import Along, Axis, Cluster, Curve, Device, Link, kept_pa
 from tests.covering import grid
 from tests.patience import patient
 from tests.pool import Pool
+from tests.programs import Program, rank_environment, text
 
 
 def _value(rank: int, size: int) -> torch.Tensor:
@@ -175,7 +174,7 @@ def _kept_links(world: World, folder: str, tp_size: int) -> str:
         if world.rank == 0:
             curves = {"all_reduce": Curve((9,), (2.0,)), "ring_all_reduce": Curve((9,), (1.0,))}
             link = Link(1e-3, 1e9, along=(Along(3, curves),))
-            device, axes = Device("d", {"float32": 1e9}, 1e9, 1), (Axis("local", 3, link),)
+            device, axes = Device("d", {"float32": 1e9}, 1e9, 1 << 30), (Axis("local", 3, link),)
             path.parent.mkdir(parents=True, exist_ok=True)
             Cluster("c", device, axes, measured=True).save(path)
         use_measured_links(world, tp_size)
@@ -310,33 +309,14 @@ except ValueError:
 """
 
 
-def _start(size: int, program: str = LOOP, *arguments: str) -> list[subprocess.Popen]:
+def _start(size: int, program: str = LOOP, *arguments: str) -> list[Program]:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = []
-    for rank in range(size):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            # As under torchrun: the store belongs to the launcher, here to this test.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", program, *arguments],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+    processes = [
+        Program(text, program, *arguments, env=rank_environment(rank, size, store.port))
+        for rank in range(size)
+    ]
     processes[0].store = store  # type: ignore[attr-defined]
     for process in processes:
-        assert process.stdout is not None
         assert process.stdout.readline() == "running\n"
     return processes
 
@@ -393,7 +373,7 @@ def test_an_error_of_one_rank_ends_those_that_wait_for_it(then: str) -> None:
 
 
 ALONE = """
-import sys, torch
+import signal, torch
 from gulliver.comm import _world, all_gather, init_world
 _world.LEAVING_S = 0.5
 world = init_world()
@@ -403,7 +383,7 @@ if world.rank == 0:
     # It has caught what went wrong before the other came so far.
     all_gather(torch.ones(8), torch.ones(4), async_op=True)
 else:
-    sys.stdin.read()
+    signal.pause()
 """
 
 
@@ -420,13 +400,16 @@ def test_a_collective_that_never_ends_does_not_abort_the_process() -> None:
 
 
 JOB = """
-import os, pathlib, signal, sys, torch
-from gulliver.comm import all_reduce, init_world, make_axes, shutdown
-world = init_world()
-if world.rank == 1 and sys.argv[1] == "die":
+import os, pathlib, signal, sys
+if sys.argv[1] == "die" and os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "die":
+    signal.pause()
 if sys.argv[1] == "fail":
     os._exit(7)
+import torch
+from gulliver.comm import all_reduce, init_world, make_axes, shutdown
+world = init_world()
 make_axes({"node": 1, "local": 2})
 all_reduce(torch.ones(2))
 found = []

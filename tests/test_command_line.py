@@ -37,7 +37,7 @@ def test_help_and_version_import_no_torch() -> None:
     calls += [["checkpoint", name, "--help"] for name in ("ls", "verify", "diff", "convert")]
     actions = ("scan", "cut", "score", "dedup", "filter", "caption", "show", "encode")
     calls += [["data", name, "--help"] for name in actions]
-    calls += [["plan", name, "--help"] for name in ("memory", "show", "search")]
+    calls += [["plan", name, "--help"] for name in ("memory", "show", "search", "data")]
     ended = subprocess.run(
         [sys.executable, "-c", HELP.format(calls=calls)],
         capture_output=True,

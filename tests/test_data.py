@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from gulliver.comm import World
 from gulliver.data import (
     BrokenClip,
     Bucket,
@@ -27,8 +26,8 @@ from gulliver.data import (
 from gulliver.data._clips import WindowedDataset
 from gulliver.data._table import decode
 from gulliver.errors import GulliverError
-from gulliver.video import DIRECTIONS, MovingDigits, WordEncoder, unknown_words
-from tests.patience import patient
+from gulliver.video import DIRECTIONS, MovingDigits, WordEncoder, _digits, unknown_words
+from tests.pool import Pool
 
 SHAPES = {
     Bucket(13, 32, 32): 2.0,
@@ -80,14 +79,26 @@ def test_clips_depend_on_seed_split_and_index_only() -> None:
     assert all(torch.equal(batch[n], first[i].video) for n, i in enumerate(same))
 
 
+def test_the_scans_are_those_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    sklearn = pytest.importorskip("sklearn.datasets")
+    expected = sklearn.load_digits()
+    for file_is_there in (True, False):
+        with monkeypatch.context() as patch:
+            if not file_is_there:
+                patch.setattr(Path, "is_file", lambda path: False)
+            pixels, digits = _digits._read_scans()
+        assert np.array_equal(pixels, expected.data)
+        assert np.array_equal(digits, expected.target)
+
+
 def test_train_and_held_out_share_no_handwriting() -> None:
     still = {Bucket(1, 16, 16): 1.0}
     kinds = {}
-    for split in ("train", "heldout"):
-        data = MovingDigits(split, 6000, shapes=still)
-        kinds[split] = {data[i].video.numpy().tobytes() for i in range(6000)}
+    for split, count in (("train", 3000), ("heldout", 2500)):
+        data = MovingDigits(split, count, shapes=still)
+        kinds[split] = {data[i].video.numpy().tobytes() for i in range(count)}
     assert len(kinds["heldout"]) == 297
-    assert len(kinds["train"]) > 1400
+    assert len(kinds["train"]) > 1200
     assert not kinds["train"] & kinds["heldout"]
 
 
@@ -429,19 +440,14 @@ def test_words_have_the_same_vectors_in_every_process_and_place_codes() -> None:
     torch.testing.assert_close(y[0, 0, 1] - y[1, 0, 0], places[1] - places[0])
 
 
-def test_word_vectors_do_not_depend_on_the_process() -> None:
-    code = (
-        "from gulliver.video import WordEncoder\n"
-        "print(float(WordEncoder(16, 6).encode(['the'])[0].sum()))"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=patient(60),
-    )
-    assert float(found.stdout) == float(WordEncoder(16, 6).encode(["the"])[0].sum())
+def _sum_of_a_vector(world: World) -> tuple[float, int]:
+    return float(WordEncoder(16, 6).encode(["the"])[0].sum()), hash("the")
+
+
+def test_word_vectors_do_not_depend_on_the_process(pool: Pool) -> None:
+    ((found, hashed),) = pool.run(_sum_of_a_vector, 1)
+    assert hashed != hash("the"), "the worker is of another interpreter"
+    assert found == float(WordEncoder(16, 6).encode(["the"])[0].sum())
 
 
 def test_prompts_that_cannot_be_read_are_refused() -> None:

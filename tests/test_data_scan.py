@@ -6,14 +6,14 @@ import csv
 import os
 import shutil
 import struct
-import subprocess
-import sys
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.programs import run_program, text
 
 pytest.importorskip("av")
 pytest.importorskip("pyarrow")
@@ -24,7 +24,6 @@ from gulliver.errors import GulliverError
 from gulliver.video import preparation
 from gulliver.video.preparation import Scanned, Table, read_broken, read_facts, scan
 from tests.messy_clips import CODINGS, H264, LOSSLESS, Mess, messy_clips, write_film
-from tests.patience import patient
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +180,7 @@ def test_a_scan_that_is_killed_again_and_again_ends_with_the_same_table(
 ) -> None:
     out = tmp_path / "clips.parquet"
     # Twice after a few files, then when the table is to be given its name.
-    kills = [sys.executable, "-c", KILLED, str(mess.folder), str(out), "3", "9", "999"]
-    ended = subprocess.run(kills, capture_output=True, text=True, timeout=patient(120))
+    ended = run_program(text, KILLED, str(mess.folder), str(out), "3", "9", "999", timeout=120)
     assert ended.returncode == 0, ended.stderr
     (journal,) = tmp_path.glob(".clips.parquet.scan.jsonl")
     torn = journal.read_text()

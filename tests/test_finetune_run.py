@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from gulliver.finetune._step import Learner
 from tests.finetune_killed import POINTS
 from tests.finetune_runs import STEPS, losses, plain_loop, run_in_world, saved_tensors, small
 from tests.pool import Pool
+from tests.programs import module, run_program
 
 Example = tuple[Path, Path]
 
@@ -135,8 +134,9 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     tmp_path: Path, example: Example, full: bool
 ) -> None:
     points = POINTS if full else ("save 3",)
-    command = [sys.executable, "-m", "tests.finetune_killed", *map(str, example), str(tmp_path)]
-    ran = subprocess.run([*command, *points], check=True, capture_output=True, text=True)
+    program = ["tests.finetune_killed", *map(str, example), str(tmp_path)]
+    ran = run_program(module, *program, *points, timeout=120)
+    assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["0", *[str(-signal.SIGKILL)] * len(points), "0"]
     whole, killed = (saved_tensors(tmp_path / name) for name in ("whole", "killed"))
     assert whole.keys() == killed.keys()

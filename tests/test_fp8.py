@@ -109,6 +109,16 @@ def test_zeros_and_empty_tensors_pass() -> None:
         assert state.events() == {}
 
 
+def test_products_of_nothing_and_of_one_element() -> None:
+    for m, k, n in ((0, 32, 16), (32, 0, 16), (32, 16, 0)):
+        a, b = cast(torch.zeros(m, k), GRADIENT), cast(torch.zeros(n, k)).t()
+        for emulate in (True, False):
+            assert torch.equal(matmul(a, b, torch.bfloat16, emulate), torch.zeros(m, n).bfloat16())
+    one = cast(torch.tensor([[-3.0]]))
+    assert one.decoded(torch.float32).item() == -3.0
+    assert cast(torch.zeros(1, 1)).decoded(torch.float32).item() == 0.0
+
+
 @pytest.mark.parametrize("kind", ["normal", "outliers", "tiny"])
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_a_linear_layer_against_float64(kind: str, scaling: str) -> None:

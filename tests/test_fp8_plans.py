@@ -190,6 +190,45 @@ def plugin_bytes(model: nn.Module) -> int:
     return found.memory.parameters
 
 
+def kept_for_backward(model: nn.Module, sample: dict[str, Tensor]) -> int:
+    """Bytes of storages that autograd saves, but for parameters and FP8 copies of weights."""
+    states = [state for m in model.modules() if (state := state_of(m)) is not None]
+    sizes: dict[int, int] = {}
+
+    def note(value: Tensor) -> Tensor:
+        sizes[value.untyped_storage().data_ptr()] = value.nbytes
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+        out = model(**sample)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    for state in states:
+        for copy in state._weights.values():
+            own |= {t.untyped_storage().data_ptr() for t in copy}
+    out.loss.backward()
+    return sum(size for place, size in sizes.items() if place not in own)
+
+
+def test_predicted_activations_are_those_that_fp8_layers_keep() -> None:
+    found, sample = {}, data(0, 0, 0)
+    for scaling in (None, "tensorwise", "rowwise"):
+        model = llama().float()
+        chosen = {"use_fp8": scaling, "fp8_emulation": True} if scaling else {}
+        plugin = LowLevelZeroPlugin(1, verbose=False, **chosen)
+        cluster = described("cpu-loopback").resized(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = plugin.make_plan(model, optimizer, cluster, sample)
+        found[scaling] = plan.predicted.bytes.activations
+        assert not any(state_of(m) for m in model.modules())
+        if scaling:
+            convert_to_fp8(model, scaling, emulate=True)
+        counted = kept_for_backward(model, sample)
+        assert found[scaling] == pytest.approx(counted, rel=0.02), scaling
+    # A quarter of float32 for inputs that no other layer keeps.
+    assert found["tensorwise"] < 0.93 * found[None]
+    assert found["rowwise"] == pytest.approx(found[None], rel=0.02)
+
+
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "delayed"])
 def test_the_break_even_side_is_the_first_that_pays(scaling: str) -> None:
     device = described("8xh100-infiniband").device
@@ -247,6 +286,49 @@ def test_without_units_boost_refuses_and_changes_nothing() -> None:
     with pytest.raises(GulliverError, match="a CPU has no FP8 units"):
         booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert not any(state_of(module) for module in model.modules())
+
+
+def test_a_delayed_run_that_is_taken_up_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def booster_of(model: nn.Module) -> tuple[Booster, Any, Any]:
+        plugin = TorchDDPPlugin(use_fp8=Fp8Plan("delayed"), fp8_emulation=True, verbose=False)
+        booster = Booster(plugin)
+        return booster, *booster.boost(model, optimizer_of(model))[:2]
+
+    def steps(booster: Booster, model: Any, optimizer: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            # Larger from step to step: an own magnitude would give other scales.
+            for part in range(PARTS):
+                loss = model(**data(step, 0, part)).loss * 4.0**step / PARTS
+                booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    booster, model, optimizer = booster_of(llama())
+    steps(booster, model, optimizer, 0, 2)
+    booster.save(tmp_path, 2, model, optimizer, use_async=False)
+    steps(booster, model, optimizer, 2, 4)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+
+    again, other, resumed = booster_of(llama(layers=2))
+    steps(again, other, resumed, 0, 1)  # what it saw before it was filled is forgotten
+    again.load(tmp_path, other, resumed)
+    steps(again, other, resumed, 2, 4)
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+
+    # The histories are what does it: without them it is another run.
+    third, plain, begun = booster_of(llama())
+    third.load(tmp_path, plain, begun)
+    for module in plain.modules():
+        if (state := state_of(module)) is not None:
+            state.restore({}, torch.device("cpu"))
+    steps(third, plain, begun, 2, 4)
+    assert any(not torch.equal(v, wanted[n]) for n, v in plain.state_dict().items())
+
+    # And a run without FP8, or with other scales, takes the same step.
+    without = Booster(TorchDDPPlugin(verbose=False))
+    model, optimizer, *_ = without.boost(bare := llama(), optimizer_of(bare))
+    without.load(tmp_path, model, optimizer)
 
 
 def test_release_gives_back_plain_layers() -> None:

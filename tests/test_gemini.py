@@ -91,12 +91,15 @@ def _limits(world: World, folder: str) -> dict[str, tuple[dict[str, Tensor], int
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_limit_changes_no_value(pool: Pool, tmp_path: Path, ranks: int) -> None:
-    plain, clipped = _resident(), _resident(0.01)
+    start, plain, clipped = _model().state_dict(), _resident(), _resident(0.01)
     for found in pool.run(_limits, ranks, str(tmp_path)):
         for name, (values, _) in found.items():
             if name == "clipped":
-                for key, value in clipped.items():  # a norm is added up in another order
-                    torch.testing.assert_close(values[key], value, rtol=1e-3, atol=1e-3)
+                # A norm is added up in another order; Adam enlarges that where gradients are almost
+                # zero: 9e-4 of what was learnt. Without a norm it is all of it.
+                for key, value in clipped.items():
+                    learnt = (value - start[key]).norm()
+                    assert (values[key] - value).norm() <= 1e-2 * learnt, key
                 continue
             for key, value in (plain if ranks == 1 else found["resident"][0]).items():
                 assert torch.equal(values[key], value), (name, key)

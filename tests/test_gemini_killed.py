@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,6 +15,7 @@ from gulliver.booster import _limited
 from gulliver.comm import World
 from tests.gemini_killed import KINDS, SAVED, STEPS, adamw, batch_of, model_of, plugin_of
 from tests.pool import Pool
+from tests.programs import module, run_program
 
 
 def _resumed(world: World, folder: str) -> list[dict[str, Tensor]]:
@@ -41,9 +40,9 @@ def _resumed(world: World, folder: str) -> list[dict[str, Tensor]]:
 
 @pytest.mark.deadline(120)
 def test_a_killed_run_goes_on_under_any_limit(pool: Pool, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.gemini_killed", str(tmp_path)]
-    ended = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    assert ended == [str(-signal.SIGKILL)] * len(KINDS)
+    done = run_program(module, "tests.gemini_killed", str(tmp_path), timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(-signal.SIGKILL)] * len(KINDS)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == set(KINDS), "the file of the state goes with its process"
     model = model_of()

@@ -7,9 +7,6 @@ are those that real runs have.
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -43,6 +40,7 @@ from tests.hybrid_cells import (
 from tests.hybrid_models import batch, build
 from tests.patience import patient
 from tests.pool import Pool
+from tests.programs import Program, rank_environment, text
 
 STAGES = {"pp_size": 2, "num_microbatches": 2}
 TENSOR = {"tp_size": 2}
@@ -589,21 +587,9 @@ def test_a_rank_lost_in_the_middle_is_named_in_time(plugin: dict[str, Any]) -> N
             process.wait()
 
 
-def _start(rank: int, port: int, plugin: dict[str, Any]) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # As under torchrun: the store belongs to the launcher, here to this test.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    command = [sys.executable, "-c", LOOP.replace("PLUGIN", repr(plugin))]
-    return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+def _start(rank: int, port: int, plugin: dict[str, Any]) -> Program:
+    program = LOOP.replace("PLUGIN", repr(plugin))
+    return Program(text, program, env=rank_environment(rank, 2, port))
 
 
 def test_one_rank_is_a_plain_loop(pool: Pool) -> None:

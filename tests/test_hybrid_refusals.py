@@ -135,8 +135,17 @@ def test_a_refused_boost_leaves_the_model_as_it_was(pool: Pool, kind: str) -> No
 CALLED = {"max_new_tokens", "output_attentions", "use_cache", "mixed_precision", "weight"}
 """Arguments that messages name of calls: of the model, of a booster, of execute_pipeline."""
 
-OF_FUNCTIONS = {"causal", "window", "documents", "key_lengths", "keys", "ulysses"}
-"""Arguments of the functions of sequence parallelism, which no plugin calls in a user's words."""
+OF_FUNCTIONS = {
+    "exclude",
+    "mode",
+    "causal",
+    "window",
+    "documents",
+    "key_lengths",
+    "keys",
+    "ulysses",
+}
+"""Arguments of the functions of sequence parallelism and int8, which no plugin calls so."""
 
 OF_MODULES = {
     "groups",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import gulliver
+from gulliver.booster import Booster
 from gulliver.errors import GulliverError
 from gulliver.precision import int8
 from gulliver.precision.int8 import (
@@ -26,6 +28,8 @@ from gulliver.precision.int8 import (
     to_int4,
     to_int8,
 )
+from gulliver.precision.int8._products import _candidates
+from gulliver.quantize import replace_calibrated
 
 needs_native = pytest.mark.skipif(native_table() is None, reason="no native products here")
 SHAPES = [(1, 64, 8), (3, 77, 5), (7, 130, 3), (9, 256, 34), (1, 5, 1), (17, 1025, 6)]
@@ -137,16 +141,59 @@ def test_instruction_sets_give_the_same_integers(monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_int4_products_agree_with_float64():
+@pytest.mark.parametrize("instructions", ["avx512-vnni", "avx2", "none"])
+def test_int4_products_agree_with_float64(instructions: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GULLIVER_INT8", instructions)
+    native_table.cache_clear()
     native = native_table()
-    names = ["native"] if native is not None and native[0] == "avx512-vnni" else []
-    for name in [*names, "dequantised"]:
-        for rows, outputs in ((1, 7), (6, 33)):
-            w = stored(outputs, 384, "int4", 6.0)
-            x = torch.randn(rows, 384)
-            x[0, 200] = -50.0
-            wanted = exact(w, x, None)
-            close(KERNELS[name](w, x, None, None), wanted, 1e-5 if name == "native" else 1e-2)
+    name = "dequantised" if instructions == "none" else "native"
+    if name == "native" and native is None:
+        native_table.cache_clear()
+        pytest.skip("no such instructions here")
+    for rows, outputs in ((1, 7), (6, 33)):
+        w = stored(outputs, 384, "int4", 6.0)
+        w.values[0] = -1  # the largest of all sums: 15 and 127 throughout
+        x = torch.randn(rows, 384)
+        x[0, 200] = -50.0
+        x[-1] = 3.0
+        found = KERNELS[name](w, x, None, None)
+        close(found, exact(w, x, None), 1e-5 if name == "native" else 1e-2)
+        assert name in int8_candidates(w)
+    native_table.cache_clear()
+
+
+def int8_candidates(w: Stored) -> list[str]:
+    return _candidates(w, 1, torch.float32, torch.device("cpu"))
+
+
+def test_sums_of_whole_numbers_do_not_overflow_in_float16():
+    torch.manual_seed(0)
+    w = stored(8, 512, "int8")
+    x = (4 + torch.rand(3, 512)).half() * torch.sign(w.values[0]).half()
+    found = KERNELS["dequantised"](w, x, None, None)
+    assert found.isfinite().all()
+    close(found, exact(w, x.float(), None), 2e-3)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8_dynamic", "int4"])
+@torch.no_grad()
+def test_empty_and_one_element_tensors_go_through(mode: str):
+    for outputs, inputs in ((1, 1), (3, 0), (0, 5), (4, 128)):
+        layer = nn.Sequential(nn.Linear(inputs, outputs))
+        for rows in ((0, inputs), (1, inputs), (2, 0, inputs), (inputs,)):
+            x = torch.randn(rows)
+            wanted = layer(x)
+            got = gulliver.replace_module(copy.deepcopy(layer), mode=mode)(x)
+            assert got.shape == wanted.shape
+            torch.testing.assert_close(got, wanted, atol=0.3, rtol=0.3)
+    zeros = nn.Sequential(nn.Linear(128, 4, bias=False))
+    zeros[0].weight.zero_()
+    assert gulliver.replace_module(zeros, mode=mode)(torch.randn(3, 128)).eq(0).all()
+    conv = nn.Sequential(nn.Conv2d(1, 1, 1))
+    wanted = conv(torch.ones(1, 1, 1, 1))
+    gulliver.replace_module(conv, mode=mode)
+    torch.testing.assert_close(conv(torch.ones(1, 1, 1, 1)), wanted, atol=0.02, rtol=0.02)
+    assert conv(torch.ones(0, 1, 3, 3)).shape == (0, 1, 3, 3)
 
 
 @pytest.mark.parametrize("name", ["native", "int_mm"])
@@ -281,11 +328,57 @@ def test_what_cannot_be_is_refused_and_changes_nothing():
     assert type(whole["body"][0]) is nn.Linear  # type: ignore[index]
 
 
+@pytest.mark.parametrize("name", ["native", "dequantised"])
+def test_int4_weights_that_would_overflow_are_refused_by_name_and_others_are_not(name: str):
+    if name == "native" and native_table() is None:
+        pytest.skip("no native products here")
+    layers = nn.Sequential(nn.Linear(256, 8, bias=False))
+    weight = layers[0].weight.data.uniform_(-1.0, 1.0)
+    weight[0, 0] = 1.0
+    weight.mul_(1.1e34)
+    with pytest.raises(GulliverError, match=r"0.weight has magnitudes of 1.1e\+34.*mode='int8'"):
+        gulliver.replace_module(layers, mode="int4")
+    with pytest.raises(GulliverError, match=r"0.weight has magnitudes of 1.1e\+34"):
+        replace_calibrated(layers, [torch.randn(4, 256)], "int4")
+    weight.mul_(0.9)  # every activation and weight of one sign, in full
+    weight.copy_(weight.abs().amax())
+    layer = gulliver.replace_module(layers, mode="int4")[0]
+    x = torch.full((1, 256), 1e-3)
+    y = KERNELS[name](layer.stored, x, None, None)
+    torch.testing.assert_close(y, x @ weight.t(), rtol=1e-2, atol=0)
+
+
+def test_a_state_dict_goes_from_one_int8_mode_to_the_other():
+    torch.manual_seed(2)
+    float_model, ids = model(), torch.randint(20, (1, 5))
+    one = gulliver.replace_module(copy.deepcopy(float_model), mode="int8_dynamic")
+    expected = gulliver.replace_module(copy.deepcopy(float_model), mode="int8")
+    other = gulliver.replace_module(model(), mode="int8")
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(run(other, ids), run(expected, ids))
+
+
 def test_nothing_is_trained_through_int8_and_the_layer_is_named():
     layers = gulliver.replace_module(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
     y = layers(torch.randn(3, 8, requires_grad=True))
     with pytest.raises(GulliverError, match=r"2 has int8_dynamic weights.*no_grad"):
         y.sum().backward()
+    # Its biases would be trained, though no input asks for it.
+    with pytest.raises(GulliverError, match=r"2 has int8_dynamic weights.*requires_grad_"):
+        layers(torch.randn(3, 8)).sum().backward()
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    with pytest.raises(GulliverError, match=r"0 has int8_dynamic weights.*through int8"):
+        Booster(verbose=False).boost(layers, optimizer)
+    ran, *_ = Booster(verbose=False).boost(layers)
+    with torch.no_grad():
+        assert torch.equal(ran(torch.ones(1, 8)), layers(torch.ones(1, 8)))
+
+
+def test_what_comes_after_a_frozen_quantised_model_is_trained():
+    body = gulliver.replace_module(nn.Sequential(nn.Linear(8, 8), nn.ReLU())).requires_grad_(False)
+    head, x = nn.Linear(8, 2), torch.randn(3, 8)
+    head(body(x)).sum().backward()
+    assert torch.equal(head.weight.grad, body(x).sum(0).expand(2, 8))
 
 
 def test_patterns_exclude_layers_and_all_below_them():
@@ -320,3 +413,58 @@ def test_the_kernel_is_the_fastest_that_was_measured(monkeypatch: pytest.MonkeyP
         int8.chosen_kernel(w, 3, torch.float32, torch.device("cpu"))
         assert not calls
     int8.forget_kernels()
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 300), (1, 2), (2, 300)])
+@pytest.mark.parametrize("rows", [1, 65])
+def test_every_candidate_sums_layers_of_one_input_right(inputs: int, outputs: int, rows: int):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(inputs, outputs), torch.randn(rows, inputs)
+    made: Any = gulliver.replace_module(nn.Sequential(copy.deepcopy(layer)))
+    stored = made[0].stored
+    with torch.no_grad():
+        wanted = layer(x)
+        for name in _candidates(stored, rows, x.dtype, x.device):
+            found = KERNELS[name](stored, x, layer.bias, None)
+            assert (found - wanted).norm() <= 0.02 * wanted.norm(), name
+
+
+def test_a_tie_that_int4_undoes_is_told():
+    for mode, tied in (("int8", True), ("int4", False)):
+        made: Any = nn.Sequential(nn.Embedding(11, 256), nn.Linear(256, 11, bias=False))
+        made[1].weight = made[0].weight
+        gulliver.replace_module(made, mode=mode, embeddings=True)
+        assert (made[0].weight is made[1].weight) == tied
+        assert ("untied" in str(report_of(made))) == (not tied)
+
+
+@pytest.mark.parametrize("inputs", [16, 17, 31, 33, 48])
+def test_torchs_kernel_in_bfloat16_is_offered_only_inputs_that_it_reads_whole(inputs: int):
+    torch.manual_seed(0)
+    w, x = stored(33, inputs, "int8"), torch.randn(5, inputs).bfloat16()
+    names = _candidates(w, 5, x.dtype, x.device)
+    # Of others it reads past the ends of rows: wrong sums, or the process dies.
+    assert ("int8pack" in names) == (inputs % 16 == 0)
+    for name in names:
+        close(KERNELS[name](w, x, None, None), exact(w, x.float(), None), 2e-2)
+
+
+def test_layers_whose_weights_are_read_or_made_elsewhere_stay_what_they_are():
+    encoder = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True).eval()
+    normed = nn.Sequential(nn.utils.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 64)).eval()
+    spectral = nn.Sequential(nn.utils.spectral_norm(nn.Linear(64, 64)), nn.Linear(64, 64)).eval()
+    x = torch.randn(2, 7, 64)
+    with torch.no_grad():
+        for model, quantised in ((encoder, 0), (normed, 1), (spectral, 1)):
+            wanted = model(x)
+            gulliver.replace_module(model)
+            assert (model(x) - wanted).norm() <= 0.02 * wanted.norm()
+            assert len(report_of(model).replaced) == quantised
+
+
+def test_a_compiled_model_computes_what_it_computes_eagerly():
+    model = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    gulliver.replace_module(model)
+    x = torch.randn(3, 128)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend="eager")(x), model(x))

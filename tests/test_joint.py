@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,21 +14,68 @@ from gulliver.solve import (
     ENTRY,
     Block,
     EdgeSeconds,
+    JointPlan,
     OffloadLink,
     Operator,
     Strategy,
     joint_by_milp,
     joint_cost,
     least_memory,
+    solve_in_stages,
     solve_joint,
 )
-from tests.solver_cases import joint_case, small_network
+from gulliver.solve._pareto import boxed
+from tests.solver_cases import joint_case, small_network, staged_case
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_no_picks_are_better(seed: int) -> None:
     joint_case(seed, 2, 600)
+
+
+def _staged(blocks: list[Block], budget: int, link: OffloadLink | None) -> JointPlan | None:
+    try:
+        return solve_in_stages(blocks, budget, link)
+    except GulliverError:  # no shardings of a first stage fit
+        return None
+
+
+FULL = pytest.param(range(6, 60), marks=[pytest.mark.full, pytest.mark.deadline(600)])
+
+
+@pytest.mark.parametrize("seeds", [range(6), FULL])
+def test_two_stages_are_never_better_and_no_bound_is_above_what_is_possible(seeds: range) -> None:
+    for seed in seeds:
+        draw = random.Random(seed)
+        blocks = small_network(draw, draw.randint(2, 4), 4, 3)
+        link = OffloadLink(draw.choice([0.2, 1.0]), 1.0) if draw.random() < 0.3 else None
+        budget = least_memory(blocks, link).peak + draw.randint(0, 20)
+        exact = solve_joint(blocks, budget, link, tolerance=0, states=2000)
+        staged = _staged(blocks, budget, link)
+        assert exact.exact
+        assert staged is None or staged.cost == joint_cost(blocks, staged.picks, link)
+        for states in (1, 8):
+            rough = solve_joint(blocks, budget, link, states=states, tolerance=0.3)
+            assert rough.lower <= exact.cost.seconds * (1 + 1e-9)
+            assert exact.cost.seconds <= rough.cost.seconds * (1 + 1e-9)
+            assert rough.cost.peak <= budget
+            assert staged is None or rough.cost.seconds <= staged.cost.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_the_second_stage_is_the_best_for_the_shardings_of_the_first(seed: int) -> None:
+    staged_case(seed, 600)
+
+
+def test_what_is_low_at_the_peak_stays_beside_what_is_best_in_every_sum() -> None:
+    # No weighted sum of seconds and peak is least for the middle one.
+    seconds, peak = np.array([0.0, 6.0, 10.0]), np.array([10.0, 6.0, 0.0])
+    priced = seconds + np.array([0.5, 1.0, 2.0])[:, None] * peak
+    kinds = np.zeros(3, np.intp)
+    assert sorted(boxed(kinds, peak, priced, 1)) == [0, 2]
+    assert sorted(boxed(kinds, peak, priced, 3)) == [0, 1, 2]
 
 
 @pytest.mark.full

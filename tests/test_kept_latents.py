@@ -8,8 +8,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,8 +43,8 @@ from gulliver.video import (
 from gulliver.video._kept_latents import Sample, file_digest
 from gulliver.video._run import Run
 from gulliver.video.preparation import Encoded, encode
-from tests.patience import patient
 from tests.pool import Pool
+from tests.programs import module, run_program
 from tests.test_data import write_table, write_video
 from tests.test_text_encoders import save_t5
 from tests.test_video_training import assert_same_bytes
@@ -144,11 +142,7 @@ def test_any_number_of_ranks_and_a_call_after_the_end_leave_the_same_bytes(
 def killed(config: EncodeConfig, kills: int, seed: int, ranks: int) -> int:
     """Encodes with kills and resumptions; returns the number of kills."""
     told = json.dumps(resolved(config)), str(kills), str(seed), str(ranks)
-    command = [sys.executable, "-m", "tests.encode_killed", *told]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=patient(240)
-    )
+    done = run_program(module, "tests.encode_killed", *told, timeout=240)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 

@@ -509,6 +509,26 @@ def test_a_snapshot_is_asked_before_its_memory_is_used_again(tmp_path: Path):
     manager.close()
 
 
+def test_what_is_shown_stays_while_what_was_decided_before_comes(tmp_path: Path):
+    manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
+    objects = filled(manager, 4)
+    for turn in range(50):
+        for placed in objects[:2]:
+            with manager.using(placed, write=True) as tensor:
+                tensor.copy_(torch.full((1024,), 10.0 * turn + placed.number))
+        # Both leave now, and a thread lets others take their memory as soon as they are written.
+        wanted = [(placed, manager.want(placed)) for placed in objects[2:]]
+        shown = [manager.view(placed) for placed in objects[:2]]
+        for placed, stored in wanted:
+            manager.arrive(placed, stored, write=False)
+        found = [tensor.clone() for tensor in shown]
+        for placed in objects[2:]:
+            manager.done(placed)
+        for placed, tensor in zip(objects[:2], found, strict=True):
+            assert torch.equal(tensor, torch.full((1024,), 10.0 * turn + placed.number)), turn
+    manager.close()
+
+
 def test_what_is_shown_can_be_filled_wherever_it_lies(tmp_path: Path):
     manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
     objects = [*filled(manager, 4), manager.add("empty", OPTIMIZER_STATE, 1024, torch.float32)]

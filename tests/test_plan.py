@@ -66,7 +66,8 @@ def test_any_nested_values_are_read_back_as_they_were(values: dict[str, Any]) ->
 
 def _load(text: str, tmp_path: Path) -> Plan:
     path = tmp_path / "plan.yaml"
-    path.write_text(text, encoding="utf-8")
+    whole = f"{text}\nend: true\n" if text.startswith("version:") else text
+    path.write_text(whole, encoding="utf-8")
     return Plan.load(path)
 
 
@@ -145,6 +146,22 @@ def test_a_wrong_file_is_one_clear_line(text: str, message: str, tmp_path: Path)
     with pytest.raises(GulliverError, match=message) as caught:
         _load(text, tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_cut_at_any_line_is_refused(tmp_path: Path) -> None:
+    path, part = tmp_path / "plan.yaml", tmp_path / "part.yaml"
+    replace(PLAN, max_norm=1.0).save(path)
+    assert Plan.load(path) == replace(PLAN, max_norm=1.0)
+    text = path.read_text(encoding="utf-8")
+    *lines, last = text.splitlines(keepends=True)
+    assert last == "end: true\n"
+    for count in [n for n, line in enumerate(lines) if n and not line.startswith(" ")]:
+        part.write_text("".join(lines[:count]), encoding="utf-8")
+        with pytest.raises(GulliverError, match="does not end with end: true"):
+            Plan.load(part)
+    # A section that was taken out by hand is another thing than a cut.
+    part.write_text(text.replace("check_batches: true\n", ""), encoding="utf-8")
+    assert Plan.load(part) == Plan.load(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

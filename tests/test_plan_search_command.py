@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import re
+from copy import deepcopy
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 from benchmarks._live_bytes import LiveBytes
 from benchmarks._planning_page import written
 
-from gulliver.booster.search import least_bytes, search_grids
+from gulliver.booster.search import Behind, least_bytes, search_grids
 from gulliver.cli import main
 from gulliver.cli._plan_models import PUBLIC, adapt, built
 from gulliver.errors import GulliverError
 from gulliver.hardware import changed_cluster, named_cluster
-from gulliver.options import byte_size
+from gulliver.options import byte_size, size_text
 
 VALUES = {
     "model_type": "llama",
@@ -272,6 +275,24 @@ def test_refusals(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         odd.write_text(json.dumps(wrong))
         assert "odd.json" in says(odd, *ASKED)
     assert "leave one out" in says(file, *ASKED, "--lora", "2", "--inference")
+    for sizes, said in (
+        ({"num_hidden_layers": 0}, "at least one"),
+        ({"num_key_value_heads": 3}, "is no multiple of num_key_value_heads 3"),
+        ({"num_attention_heads": 6}, "does not divide"),
+    ):
+        odd.write_text(json.dumps({**VALUES, **sizes}))
+        assert said in says(odd, *ASKED)
+    nodes = yaml.safe_load(named_cluster("h100x16").to_yaml())
+    for change, said in (
+        (lambda c: c["axes"][0]["link"].update(bandwidth=400), "axes[0].link.bandwidth is 400 byt"),
+        (lambda c: c["device"].update(memory_bytes=80), "80 GiB are 85899345920"),
+        (lambda c: c["axes"][1]["link"].update(alpha_s=1e30), "axes[1].link.alpha_s"),
+        (lambda c: c["device"]["matmul"].update(bfloat16=989), "989 TFLOP/s are"),
+    ):
+        changed = deepcopy(nodes)
+        change(changed)
+        (tmp_path / "slip.yaml").write_text(yaml.safe_dump(changed))
+        assert said in says(file, "--cluster", tmp_path / "slip.yaml", "--batch", 8, "--seq", 64)
     assert "config.json" in says(tmp_path, *ASKED)
     assert "nothing fits" in printed(capsys, file, *ASKED, "--memory", "64KiB", code=1)
     out = printed(capsys, file, "--cluster", "h100x3", "--batch", "3", "--seq", "128")
@@ -319,3 +340,33 @@ def test_public_unet() -> None:
     with torch.device("meta"):
         model = diffusers.UNet2DConditionModel.from_config(PUBLIC["sdxl-unet"])
     assert sum(p.numel() for p in model.parameters()) == 2_567_463_684
+
+
+def test_off_load_is_told_as_the_search_finds_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {**VALUES, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(values))
+    asked = (file, "--cluster", "h100x1", "--batch", "2", "--seq", "128", "--host", "64MiB")
+    few = printed(capsys, *asked, "--memory", "100KiB", code=1)
+    least = re.search(r"off-load to the host needs at least (\S+)", few)
+    assert least is not None, few
+    limit = byte_size("least", least[1]) * 21 // 20
+    told = json.loads(printed(capsys, *asked, "--memory", str(limit), "--json"))
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values, use_cache=False))
+    ids = torch.zeros(1, 128, dtype=torch.long, device="meta")
+    optimizer, batch = torch.optim.AdamW(model.parameters()), {"input_ids": ids, "labels": ids}
+    cluster, behind = named_cluster("h100x1"), Behind(host=64 << 20)
+    found = search_grids(model, optimizer, batch, cluster, 2, limit, behind=behind)
+    moved = found.best[0].moved
+    assert moved is not None
+    assert told["best"][0]["moved"] == asdict(moved)
+    assert told["enough"]["offloaded"]["bytes"] <= limit
+    text = printed(capsys, *asked, "--memory", str(limit))
+    assert "behind it" in text
+    assert f"a step reads {size_text(moved.read)} and writes {size_text(moved.written)}" in text
+    assert "least memory where what does not fit leaves" in text
+    refused = printed(capsys, *asked, "--inference", code=1)
+    assert "--host and --disk are for training" in refused

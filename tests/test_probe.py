@@ -38,6 +38,7 @@ from gulliver.hardware import (
     probe_links,
     proposed_axes,
 )
+from gulliver.precision.wire import _rates, wire_format
 from tests.pool import Pool
 
 SLOW, FAST = Link(1e-3, 12.5e6), Link(1e-4, 125e6)
@@ -332,10 +333,29 @@ def test_a_measurement_is_kept_and_shown_until_it_is_asked_for_again(
     kept = path.read_text()
     with patch.object(command, "probe_device", side_effect=AssertionError("measured")):
         assert command.probe(path, tmp_path, again=False) == 0
-        assert "matrix product, float32" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "matrix product, float32" in said
+        assert "packing float32 as fp8, unpacking" in said
         with pytest.raises(AssertionError, match="measured"):
             command.probe(path, tmp_path, again=True, mib=1)
     assert path.read_text() == kept
+
+
+def test_rates_of_packing_are_kept_for_the_plans_of_later_jobs(tmp_path: Path) -> None:
+    _rates.pack_rates.cache_clear()
+    with small_sizes():
+        assert command.probe(tmp_path / "c.yaml", tmp_path, again=True, mib=1) == 0
+    wire = wire_format("int8:stochastic")
+    found = _rates.pack_rates(wire)
+    assert min(found.pack_s, found.unpack_s, found.call_s) > 0
+    random = torch.random.get_rng_state()
+    _rates.pack_rates(wire_format("fp8:1024:stochastic"))
+    assert torch.equal(random, torch.random.get_rng_state())  # a run goes on as if it were kept
+    _rates.pack_rates.cache_clear()
+    with patch.object(_rates, "_measured", side_effect=AssertionError("measured")):
+        assert _rates.pack_rates(wire) == found
+        with pytest.raises(AssertionError, match="measured"):
+            _rates.pack_rates(wire_format("int8:1024:stochastic"))
 
 
 def test_nothing_is_measured_that_could_not_be_kept(tmp_path: Path) -> None:

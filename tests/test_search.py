@@ -96,7 +96,7 @@ def test_more_memory_is_never_slower_and_too_little_is_told_with_what_would_do(s
     cluster = named_cluster("h100x8")
     found = search_grids(model, optimizer, None, cluster, 16, 1 << 20, facts=facts)
     assert not found.best
-    assert "nothing fits 1.0 MiB" in str(found)
+    assert "nothing fits 1.00MiB" in str(found)
     least = found.least.bytes
     steps = [
         search_grids(model, optimizer, None, cluster, 16, limit, facts=facts).best[0].seconds.step

@@ -105,6 +105,10 @@ PLANNED = {
     **{f"ZeRO {stage}": Grid(Axes(data=RANKS), stage) for stage in STAGES},
     **{f"tensor 2, ZeRO {stage}": Grid(Axes(RANKS // 2, tensor=2), stage) for stage in range(3)},
     "tensor 8": Grid(Axes(tensor=8)),
+    **{
+        f"pipeline 2, ZeRO {stage}": Grid(Axes(RANKS // 2, pipeline=2), stage, 4, "1f1b")
+        for stage in (2, 3)
+    },
     "pipeline 2": Grid(Axes(RANKS // 2, pipeline=2), 1, 4, "1f1b"),
     "pipeline 4, tensor 2": Grid(Axes(tensor=2, pipeline=4), 0, 4, "1f1b"),
 }

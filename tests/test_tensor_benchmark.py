@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -37,7 +35,7 @@ from benchmarks._tensor_report import (
 from benchmarks.netlab import NetlabError
 from benchmarks.tensor import check, is_ratio
 
-from tests.patience import patient
+from tests.programs import module, run_program
 
 SIZES = Sizes(hidden=512, wide=1408, blocks=4, vocabulary=2048, batch=4, length=256)
 
@@ -189,9 +187,9 @@ def test_every_linear_of_a_block_is_cut(sequence: bool) -> None:
 def test_a_small_run_ends_with_bars() -> None:
     sizes = {"hidden": 256, "wide": 128, "blocks": 1, "vocabulary": 64, "batch": 2, "length": 8}
     options = [f"--{name}={value}" for name, value in sizes.items()]
-    command = [sys.executable, "-m", "benchmarks.tensor", *options, "--rounds=1"]
+    command = ["benchmarks.tensor", *options, "--rounds=1"]
     command += ["--ranks", "2", "--networks", "loopback", "--contestants", "DTensor"]
-    done = subprocess.run([*command, *OURS], capture_output=True, text=True, timeout=patient(120))
+    done = run_program(module, *command, *OURS, timeout=120)
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     losses = [bar for bar in line["bars"] if "losses" in bar["name"]]

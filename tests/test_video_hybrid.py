@@ -185,7 +185,7 @@ def test_a_killed_run_of_tensor_ranks_goes_on_with_sequence_ranks(
 ) -> None:
     config = small(tmp_path / "run", autoencoder, steps=6, tp_size=2)
     # Ranks are not said: as many as one model takes.
-    process = cli(*options_of(config), start_new_session=True)
+    process = cli(*options_of(config))
     wait_for_step(config.out, 4, process)  # past the first checkpoint
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

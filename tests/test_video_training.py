@@ -7,8 +7,6 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +36,7 @@ from gulliver.video._run import Run
 from gulliver.video._sources import make_dataset
 from tests.patience import patient
 from tests.pool import Pool
+from tests.programs import Program, module
 
 SHAPES = ("9x32x32:2", "5x24x40:1", "1x32x32:1")
 
@@ -125,17 +124,10 @@ def test_one_two_and_four_ranks_train_the_same_model(
         assert math.sqrt(error / size) < 1e-3, name
 
 
-def cli(*arguments: str, **options) -> subprocess.Popen:
-    command = [sys.executable, "-m", "gulliver.cli", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+def cli(*arguments: str) -> Program:
+    """The command line in a process of its own, which leads a group of processes."""
+    environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return Program(module, "gulliver.cli", *arguments, env=environment)
 
 
 def options_of(config: TrainConfig) -> list[str]:
@@ -145,7 +137,7 @@ def options_of(config: TrainConfig) -> list[str]:
     return ["train", "--config", str(path)]
 
 
-def wait_for_step(out: Path, step: int, process: subprocess.Popen) -> None:
+def wait_for_step(out: Path, step: int, process: Program) -> None:
     end = time.monotonic() + patient(60)
     while time.monotonic() < end and process.poll() is None:
         log = out / "log.jsonl"
@@ -161,7 +153,7 @@ def test_killed_and_resumed_ends_with_the_same_bytes(
     whole = small(tmp_path / "whole", autoencoder, ranks=2)
     pool.run(_train_in_world, 2, whole)
     broken = small(tmp_path / "broken", autoencoder, ranks=2)
-    process = cli(*options_of(broken), start_new_session=True)
+    process = cli(*options_of(broken))
     wait_for_step(broken.out, random.Random().randint(2, 7), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -184,7 +176,7 @@ def test_sigterm_saves_and_resuming_continues_bit_for_bit(
     stopped = small(tmp_path / "stopped", autoencoder, steps=12, save_every=100)
     process = cli(*options_of(stopped))
     wait_for_step(stopped.out, 3, process)
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=patient(60))
     if process.returncode == 0:
         pytest.skip("the run was over before the signal came")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -35,8 +32,8 @@ from gulliver.precision.wire import (
     unpack,
     wire_format,
 )
-from tests.patience import patient
 from tests.pool import Pool
+from tests.programs import run_program, text
 
 PACKED = [name for name in NAMES if name != "identity"]
 SIZES = (0, 1, 2, 255, 256, 257, 1000, 70_001)
@@ -96,20 +93,37 @@ def test_stochastic_rounding_is_right_in_the_mean(name: str) -> None:
     assert float(off.norm()) < float((nearest[:256] - tensor[:256]).double().norm())
 
 
+@pytest.mark.parametrize("rounding", ["", ":stochastic"])
 @pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_stays_recognisable_in_its_block_alone(name: str, bad: float) -> None:
-    wire, tensor = wire_format(name), _inputs(1000)["normal"]
-    tensor[300] = bad
-    before = nonfinite_blocks()
-    found = unpack(pack(tensor, wire), wire, 1000)
-    assert not math.isfinite(float(found[300]))
-    assert bool(found[:256].isfinite().all())
-    assert bool(found[512:].isfinite().all())
-    if name != "bf16":
-        assert nonfinite_blocks() == before + 1
-        scales = pack(tensor, wire)[:16].view(torch.float32)
-        assert scales.isfinite().tolist() == [True, False, True, True]
+def test_what_is_not_finite_arrives_so_alone_under_finite_scales(
+    name: str, rounding: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wire, kept = wire_format(name + rounding), {"bf16", "fp8_e5m2"}
+    for size, dtype in ((1000, torch.float32), (65_801, torch.float32), (1000, torch.float16)):
+        tensor = _inputs(size)["normal"].to(dtype)
+        bad = {0: math.nan, 300: math.inf, 301: -math.inf, 500: math.nan, size - 1: math.inf}
+        plain = tensor.clone()
+        for place, value in bad.items():
+            tensor[place], plain[place] = value, 0.0
+        before = nonfinite_blocks()
+        caplog.clear()
+        generator = torch.Generator().manual_seed(1)
+        packed = pack(tensor, wire, generator=generator)
+        found = unpack(packed, wire, size)
+        expected = unpack(pack(plain, wire, generator=generator.manual_seed(1)), wire, size)
+        added = unpack(packed, wire, size, out=torch.ones(size), add=2.0)
+        for place, value in bad.items():
+            told = value if name in kept else math.nan
+            same = found[place] == told or (math.isnan(told) and bool(found[place].isnan()))
+            assert same, (place, found[place])
+            assert not math.isfinite(float(added[place]))
+            found[place] = expected[place] = 0.0
+        assert torch.equal(found, expected)  # all others are what they are without them
+        assert int((~added.isfinite()).sum()) == len(bad)
+        if wire.scaled:
+            assert nonfinite_blocks() == before + 3
+            assert ("arrives as one" in caplog.text) == (before == 0)  # said once
+            assert bool(packed[: 4 * -(-size // 256)].view(torch.float32).isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -283,6 +297,36 @@ def test_what_packing_loses_is_made_up_for_by_error_feedback(pool: Pool) -> None
         assert kept < lost / 8
 
 
+def _odd(world: World, name: str) -> dict[str, Tensor]:
+    """Sums and gathered parts of tensors that are empty, tiny, all zero, or not finite."""
+    wire, found = wire_format(name), {}
+    bad = _term(world.rank, 1024)
+    bad[300] = math.inf if world.rank else 1.0
+    odd = {"empty": torch.empty(0), "one": torch.tensor([1.5 + world.rank]), "bad": bad}
+    odd["zero"] = torch.zeros(1024)
+    for kind, tensor in odd.items():
+        whole = torch.empty(world.size * tensor.numel())
+        all_gather(whole, tensor, wire=wire)
+        total = tensor.clone()
+        all_reduce(total, wire=wire)
+        part = torch.empty(tensor.numel())
+        reduce_scatter(part, tensor.repeat(world.size), wire=wire)
+        found |= {f"{kind}, gathered": whole, f"{kind}, sum": total, f"{kind}, part": part}
+    return found
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "int8", "int4"])
+def test_odd_tensors_travel_and_what_is_not_finite_stays_alone(pool: Pool, name: str) -> None:
+    for found in pool.run(_odd, 2, name):
+        assert all(not found[f"empty, {kind}"].numel() for kind in ("gathered", "sum", "part"))
+        assert found["one, gathered"].tolist() == [1.5, 2.5]  # not worth a scale
+        assert found["one, sum"].tolist() == found["one, part"].tolist() == [4.0]
+        assert all(not found[f"zero, {kind}"].any() for kind in ("gathered", "sum", "part"))
+        for kind in ("sum", "part"):
+            finite = found[f"bad, {kind}"].isfinite()
+            assert (~finite).nonzero().flatten().tolist() == [300]
+
+
 DISAGREE = """
 import os, sys, torch
 from gulliver.comm import RankGroup, all_gather, all_reduce, exchange, guard, init_world
@@ -330,14 +374,7 @@ if __name__ == "__main__":
 @pytest.mark.deadline(100)
 def test_ranks_that_disagree_about_a_format_are_told() -> None:
     cases = ["gather, fp8, int8:128", "reduce, fp8, identity", "exchange, fp8, identity"]
-    done = subprocess.run(
-        [sys.executable, "-c", DISAGREE, *cases],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-        check=False,
-    )
+    done = run_program(text, DISAGREE, *cases, timeout=60)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().splitlines()
     assert len(lines) == 6, done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from gulliver.booster import (
 from gulliver.comm import World, sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.hardware import Axis, Cluster, Device, Link
+from gulliver.parallel.zero import GradientGate
 from gulliver.plan import Plan
 from gulliver.precision.wire import wire_format
 from tests.hybrid_models import batch, build
@@ -93,7 +95,7 @@ def test_replicas_train_as_without_a_wire_format_and_send_less(pool: Pool, name:
     found = pool.run(_trained, ranks, plugin, options | packed)
     for (losses, weights, sent), (others, expected, whole) in zip(found, exact, strict=True):
         for loss, other in zip(losses, others, strict=True):
-            assert loss == pytest.approx(other, rel=2e-2)
+            assert loss == pytest.approx(other, rel=1e-2)
         begun = _model().state_dict()
         off = torch.cat([(weights[key] - expected[key]).flatten() for key in weights])
         moved = torch.cat([(expected[key] - begun[key]).flatten() for key in weights])
@@ -105,12 +107,8 @@ def test_replicas_train_as_without_a_wire_format_and_send_less(pool: Pool, name:
             # As they are DDP's own messages are not counted.
             count = sum(p.numel() for p in _model().parameters())
             assert sent == pytest.approx(count * wire_format("fp8").ratio() * 4, rel=0.03)
-        elif name in ("stage 3", "torus"):  # gathers, the last chunk once, and a reduction
-            assert 0.6 < sent / whole < 0.8
-        elif name == "stage 0":
-            assert sent / whole == pytest.approx(0.254, abs=0.03)
-        else:  # parameters are gathered as they are
-            assert sent / whole == pytest.approx((1 + 0.254) / 2, abs=0.03)
+        else:
+            assert sent / whole == pytest.approx(0.254, abs=0.01)
 
 
 def _stopped(world: World, plugin: Any, options: dict[str, Any]) -> str:
@@ -134,6 +132,97 @@ def test_a_format_that_harms_is_stopped_with_the_name_of_the_parameter(
         assert "error_feedback=True" in told
     for right in ({"error_feedback": True}, {"wire_gate": False}):
         assert pool.run(_stopped, 2, plugin, options | right) == ["trained"] * 2
+
+
+def _compared(world: World, options: dict[str, Any], steps: int) -> tuple[float, float, float]:
+    """Bytes of a step: of the last ones, as compared, and the mean over all steps."""
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=2, **options, verbose=False))
+    model = _model()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    before = late = sent_bytes()
+    for step in range(steps):
+        late = _sent(optimizer) if step == steps - 4 else late
+        x, target = _data(world.rank, step)
+        booster.backward(nn.functional.mse_loss(model(x), target), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    last, every = (_sent(optimizer) - late) / 4, (sent_bytes() - before) / steps
+    row = next(row for row in booster.compare().rows if row.kind == "sent")
+    return last, row.measured, every
+
+
+def test_bytes_that_are_compared_are_without_those_of_tuning_and_of_the_gate(pool: Pool) -> None:
+    packed = {"communication_dtype": "int8", "force_communication_dtype": True}
+    for options, steps in (({"chunk_mb": 0.05, **packed}, 8), ({}, 24)):
+        for last, measured, every in pool.run(_compared, 2, options, steps):
+            # A busy machine may try a bucket size more: far from what tuning and the gate send.
+            assert measured == pytest.approx(last, rel=0.15)
+            assert every > 1.2 * last
+
+
+class _Uneven(nn.Module):
+    """Gradients are the inputs; those of 64 parameters are small beside those of 192."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Parameter(torch.zeros(192)), nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.large * x[:192]).sum() + 0.02 * (self.small * x[192:]).sum()
+
+
+def _uneven(world: World, plugin: Any, options: dict[str, Any], wire: str, bad: bool) -> str:
+    options = options | {"communication_dtype": {"reduce": wire}, "verbose": False}
+    booster = Booster(plugin=plugin(**options, force_communication_dtype=True))
+    model = _Uneven()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(256, generator=torch.Generator().manual_seed(world.rank))
+    if bad and world.rank:
+        x[200] = torch.inf
+    try:
+        booster.backward(model(x), optimizer)
+        optimizer.step()
+    except GulliverError as error:
+        return str(error)
+    return str([p.detach().isfinite().logical_not().nonzero() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", ["DDP", "stage 0", "stage 2"])
+def test_blocks_that_would_pass_are_named_because_they_were_tried(pool: Pool, name: str) -> None:
+    plugin, options = REPLICAS[name]
+    for told in pool.run(_uneven, 2, plugin, options, "int8", False):
+        assert "gradient of 'small'" in told
+        found = re.search(
+            r"take int8:64, which passed in this step \(cosine (1\.0000|0\.99\d\d)\)", told
+        )
+        assert found, told
+    assert pool.run(_uneven, 2, plugin, options, "int8:64", False)[0].startswith("[")
+
+
+def test_blocks_that_would_not_pass_either_are_not_named() -> None:
+    exact = torch.randn(256, generator=torch.Generator().manual_seed(1))
+    for finer, named in ((exact, True), (exact.roll(1), False), (exact * torch.inf, False)):
+        gate = GradientGate(wire_format("int8"), False, True)
+        gate.add("a", exact, exact, exact)
+        gate.add("b", exact.roll(2), exact, finer)
+        with pytest.raises(GulliverError, match=r"'b'.*format with more bits") as caught:
+            gate.end_step()
+        assert ("int8:64" in str(caught.value)) == named
+    overflowed = GradientGate(wire_format("fp8"), False, True)
+    overflowed.add("a", exact * torch.inf, exact)
+    with pytest.raises(GulliverError, match="'a' is too far"):
+        overflowed.end_step()
+
+
+@pytest.mark.parametrize("name", ["DDP", "stage 2"])
+def test_an_overflow_reaches_the_parameters_that_it_would_reach_as_it_is(
+    pool: Pool, name: str
+) -> None:
+    plugin, options = REPLICAS[name]
+    whole = pool.run(_uneven, 2, plugin, options, "identity", True)
+    for wire in ("fp8", "fp8_e5m2", "int8", "int4"):
+        assert pool.run(_uneven, 2, plugin, options, wire, True) == whole, wire
+    assert "[[8]]" in whole[0]
 
 
 def _shared(world: World, grid: dict[str, Any], wire: Any) -> tuple[list[float], float]:
@@ -193,9 +282,9 @@ def test_a_format_stays_off_where_it_would_not_pay_and_the_plan_says_why() -> No
     optimizer = torch.optim.Adam(model.parameters())
     options: dict[str, Any] = {"stage": 3, "communication_dtype": "fp8"}
     slow = LowLevelZeroPlugin(**options).make_plan(model, optimizer, _links(1e7))
-    assert (slow.wire.gather, slow.wire.reduce) == ("identity", "fp8")
+    assert (slow.wire.gather, slow.wire.reduce) == ("fp8", "fp8")
     assert "fp8 pays" in slow.reasons["wire.reduce"]
-    assert "on the wire: reduce fp8" in slow.summary()
+    assert "on the wire: gather fp8, reduce fp8" in slow.summary()
     fast = LowLevelZeroPlugin(**options).make_plan(model, optimizer, _links(1e12))
     assert fast.wire.reduce == "identity"
     assert "fp8 stays off" in fast.reasons["wire.reduce"]
@@ -223,7 +312,19 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         ),
         ("did you mean 'fp8'", LowLevelZeroPlugin, 2, {"communication_dtype": "fp9"}),
         ("needs a communication_dtype", TorchDDPPlugin, 2, {"error_feedback": True}),
-        ("travel as they are", LowLevelZeroPlugin, 2, {"communication_dtype": {"gather": "fp8"}}),
+        ("from stage 1", TorchDDPPlugin, 2, {"communication_dtype": {"gather": "fp8"}}),
+        (
+            "right would be wire.gather: fp8, of a plugin communication_dtype={'gather': 'fp8'}$",
+            LowLevelZeroPlugin,
+            2,
+            {"communication_dtype": {"gather": "fp8:stochastic"}},
+        ),
+        (
+            "communication_dtype={'gather': 'int8', 'reduce': 'int8:stochastic'}$",
+            LowLevelZeroPlugin,
+            2,
+            {"communication_dtype": "int8:stochastic"},
+        ),
         ("one rank", LowLevelZeroPlugin, 2, {"communication_dtype": {"tensor": "fp8"}}),
         (
             "tensor",
@@ -242,3 +343,29 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
             plan_of(plugin, ranks, **options)
     alone = LowLevelZeroPlugin(communication_dtype="fp8", error_feedback=True)
     assert alone.wires.asked(alone.choices(1)).wire.formats["reduce"] == "identity"
+
+
+def test_packing_is_in_the_predicted_step_and_memory_counts_what_packed_changes_need() -> None:
+    from gulliver.plan import Work
+
+    model = _model(256)
+    optimizer = torch.optim.Adam(model.parameters())
+    work = Work(samples=4, forward_s=1e-3, backward_s=2e-3)
+    packed: dict[str, Any] = {"communication_dtype": "fp8", "force_communication_dtype": True}
+    cluster = _links(1e9)
+    one, other = (
+        LowLevelZeroPlugin(stage=2, **options).make_plan(model, optimizer, cluster, work=work)
+        for options in ({}, packed)
+    )
+    count = sum(p.numel() for p in model.parameters())
+    passes = 8.0 / cluster.device.memory_rate  # of an element: two passes each way
+    # A quarter of the parameters is packed, all are unpacked; of gradients three quarters both.
+    packing = passes * count * (1 / 4 + 1 + 2 * 3 / 4)
+    less = wire_format("fp8").ratio() * one.predicted.seconds.exposed
+    assert other.predicted.seconds.exposed == pytest.approx(packing + less, rel=0.03)
+    shard = sum(chunk.bytes for chunk in one.zero.chunks) / 4 if one.zero else 0
+    beside = other.predicted.bytes.parameters - one.predicted.bytes.parameters
+    assert beside == pytest.approx(2 * shard, rel=0.01)
+    off = LowLevelZeroPlugin(stage=2, communication_dtype="fp8")
+    plan = off.make_plan(model, optimizer, _links(1e12), work=work)
+    assert plan.predicted.bytes == one.predicted.bytes

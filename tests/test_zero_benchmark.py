@@ -33,6 +33,7 @@ from benchmarks.zero import check_memory, checked, is_ratio, needed_bytes
 from torch import nn
 
 from tests.patience import patient
+from tests.programs import run_program, text
 
 MODEL = 1_000_000
 
@@ -268,8 +269,8 @@ def test_a_small_run_measures_every_stage_beside_its_peers() -> None:
 def test_without_root_one_line_says_so() -> None:
     script = "import os; os.geteuid = lambda: 1000; from benchmarks.zero import main; main()"
     # One contestant: how much memory is free must not matter here.
-    command = [sys.executable, "-c", script, "--networks", "1gbit", "--contestants", "DDP"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(100))
+    options = "--networks", "1gbit", "--contestants", "DDP"
+    done = run_program(text, script, *options, timeout=100)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("benchmarks.zero: shaped networks need root")
     assert "Traceback" not in done.stderr

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.patience import patient
+from tests.programs import run_program, text
 
 PROGRAM = """
 import json, os, sys
@@ -115,15 +113,7 @@ DIFFERENT = {
 
 @pytest.mark.deadline(200)
 def test_ranks_that_use_a_sharded_model_differently_end_with_one_line() -> None:
-    program = [sys.executable, "-c", PROGRAM, *DIFFERENT, "read, end", "right"]
-    done = subprocess.run(
-        program,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=patient(90),
-        check=False,
-    )
+    done = run_program(text, PROGRAM, *DIFFERENT, "read, end", "right", timeout=90)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for case, words in DIFFERENT.items():

@@ -61,9 +61,10 @@ def batch(number: int, rank: int = 0) -> Tensor:
     return torch.randint(WORDS, (3, 5), generator=generator)
 
 
-def loss_of(model: nn.Module, number: int, rank: int = 0) -> Tensor:
+def loss_of(model: nn.Module, number: int, rank: int = 0, apart: int = 0) -> Tensor:
+    """The loss; another layer has no gradient in every step and, `apart`, on every rank."""
     ids = batch(number, rank)
-    logits = model(ids, skip=number % DEPTH)  # another layer has no gradient in every step
+    logits = model(ids, skip=(number + apart * rank) % DEPTH)
     return F.cross_entropy(logits.flatten(0, 1).float(), ids.roll(1, 1).flatten())
 
 
@@ -115,15 +116,21 @@ def boosted(
 
 
 def steps(
-    model: Odd, optimizer: Any, begin: int = 0, end: int = 4, rank: int = 0, parts: int = 1
+    model: Odd,
+    optimizer: Any,
+    begin: int = 0,
+    end: int = 4,
+    rank: int = 0,
+    parts: int = 1,
+    apart: int = 0,
 ) -> list[float]:
     """Trains; with several parts each step accumulates as many batches."""
     found = []
     for number in range(begin, end):
         for part in range(parts - 1):
             with optimizer.no_sync():
-                backward(optimizer, loss_of(model, 7 * number + part, rank) / parts)
-        loss = loss_of(model, number, rank)
+                backward(optimizer, loss_of(model, 7 * number + part, rank, apart) / parts)
+        loss = loss_of(model, number, rank, apart)
         backward(optimizer, loss / parts)
         optimizer.step()
         optimizer.zero_grad()

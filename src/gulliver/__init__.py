@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from gulliver.hardware import Cluster, current_cluster
     from gulliver.plan import Plan
     from gulliver.precision import replace_module
+    from gulliver.serve import LLM
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "AsyncCheckpointer",
     "Booster",
     "Cluster",
@@ -62,12 +64,14 @@ _PACKAGES = {
         *("TorchDDPPlugin", "auto_engine", "keep_logits", "lazy_parameters"),
     ),
     "checkpoint": ("AsyncCheckpointer",),
+    "embedding": (),
     "comm": ("World", "current_world", "guard", "init_world", "launch", "shutdown"),
     "data": ("DataLoader",),
     "errors": ("GulliverError",),
     "hardware": ("Cluster", "current_cluster"),
     "plan": ("Plan",),
     "precision": ("replace_module",),
+    "serve": ("LLM",),
     **dict.fromkeys(
         ("families", "io", "layout", "memory", "models", "parallel", "quantize", "solve", "video"),
         (),

@@ -189,7 +189,7 @@ def check_options(options: Any, prefix: str = "--") -> None:
     for field in dataclasses.fields(options):
         value, name = getattr(options, field.name), prefix + field.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
-            check_options(value, f"{name}.")
+            check_options(value, prefix if hasattr(value, "UNPREFIXED") else f"{name}.")
         elif field.name in ranges and _is_number(value) and value not in ranges[field.name]:
             raise GulliverError(f"{name} is {value}: it must be {ranges[field.name]}")
 

@@ -53,7 +53,7 @@ from gulliver.booster.hybrid import (
     rewrite_groups,
     wire_sequences,
 )
-from gulliver.booster.operators import check_operators, share_operators
+from gulliver.booster.operators import Program, check_operators, share_operators
 from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError
 from gulliver.parallel import (
@@ -95,7 +95,9 @@ def apply_plan(
     """
     agreed(lambda: check_units(plan, model))
     if plan.operators is not None:
-        return share_operators(plan, model, optimizer, world)
+        made = list[Program]()
+        agreed(lambda: made.append(check_operators(plan, model, optimizer)))
+        return share_operators(plan, made[0], model, optimizer, world)
     if plan.ddp is not None:
         use_fp8(plan, model)
         return share_ddp(plan, model, optimizer, world)

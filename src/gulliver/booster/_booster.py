@@ -29,6 +29,7 @@ from gulliver.errors import GulliverError
 from gulliver.parallel import BoostedOptimizer
 from gulliver.plan import Comparison, Plan
 from gulliver.precision.fp8 import revert_fp8
+from gulliver.precision.int8 import QuantizedLayer
 
 
 class Booster(FileKeeper):
@@ -171,6 +172,14 @@ class Booster(FileKeeper):
                 f"the optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or "
                 "none to run the model without training it"
             )
+        if optimizer is not None:
+            for path, module in model.named_modules():
+                if isinstance(module, QuantizedLayer):
+                    raise GulliverError(
+                        f"{path or 'the model'} has {module.mode} weights, and nothing is trained "
+                        "through int8: boost the model before replace_module, or boost it without "
+                        "an optimizer to run it"
+                    )
         for name, parameter in model.named_parameters():
             if parameter.device.type not in (world.device.type, *self.plugin.takes):
                 raise GulliverError(

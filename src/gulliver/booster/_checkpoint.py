@@ -24,6 +24,7 @@ from gulliver.booster._states import (
     saved_groups,
     scheduler_numbers,
 )
+from gulliver.booster._wire_state import WIRE, restore_wire, wire_entry
 from gulliver.checkpoint import (
     Filling,
     Loaded,
@@ -45,9 +46,11 @@ from gulliver.errors import GulliverError
 from gulliver.memory import Part, whole_shape
 from gulliver.parallel import BoostedOptimizer, Counter, ZeroOptimizer
 from gulliver.parallel.zero import import_leaves
+from gulliver.precision.fp8 import fp8_histories, restore_histories
 
 MODEL, OPTIMIZER, SCHEDULER, RANDOM = "model", "optimizer", "lr_scheduler", "random"
-RESERVED = (MODEL, OPTIMIZER, SCHEDULER, RANDOM)
+FP8 = "fp8_histories"
+RESERVED = (MODEL, OPTIMIZER, SCHEDULER, RANDOM, WIRE, FP8)
 
 
 def boosted_state(
@@ -80,10 +83,13 @@ def boosted_state(
         found[MODEL] = plain
     if optimizer is not None:
         found[OPTIMIZER] = optimizer_entry(optimizer, optimizer.state_leaves())
+        found |= wire_entry(optimizer)
     if lr_scheduler is not None:
         kind = type(lr_scheduler).__name__
         found[SCHEDULER] = {"kind": kind, "state": scheduler_numbers(lr_scheduler)}
     found[RANDOM] = PerRank(random_state())
+    if histories := fp8_histories(plain):
+        found[FP8] = histories
     for entry, value in (state or {}).items():
         if entry in RESERVED:
             raise GulliverError(f"state[{entry!r}] is taken: the booster saves that itself")
@@ -198,9 +204,12 @@ def load_boosted(
         agreed(lambda: reader.read_into(MODEL, wanted, prefix))
         wanted.clear()  # under a memory limit nothing can leave that is still looked at
         holder.after_model_load()
+        # Those of other weights say nothing of these.
+        restore_histories(unwrapped(model), reader.value(FP8) if FP8 in reader.entries else {})
     if optimizer is not None:
         boosted = optimizer
         agreed(lambda: fill_optimizer(reader, boosted, entries))
+        restore_wire(reader, optimizer)
     if lr_scheduler is not None:
         fill_scheduler(lr_scheduler, reader.value(SCHEDULER)["state"])
     agreed(lambda: fill_all(rest, loaded))

@@ -46,6 +46,7 @@ from gulliver.checkpoint import (
 from gulliver.comm import broadcast_object, init_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import BoostedOptimizer
+from gulliver.parallel.zero import ZeroOptimizer, exact_parameters
 
 
 class FileKeeper:
@@ -265,6 +266,8 @@ class FileKeeper:
         if holder is None:
             check_whole(plain)
         state = whole_model(plain)
+        if isinstance(holder, ZeroOptimizer):
+            state |= exact_parameters(holder, plain)
         if not use_async:
             on_main(lambda: write_tensors(place, state))
             return

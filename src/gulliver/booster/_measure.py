@@ -22,7 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from gulliver.booster._blocks import offloadable_blocks, recomputable_blocks, recompute_blocks
 from gulliver.memory import ActivationPeak, activation_peak, block_activations
 from gulliver.parallel.tensor import TensorPlan
-from gulliver.plan import BlockWork, Work
+from gulliver.plan import BlockWork, Fp8Plan, Work
+from gulliver.precision.fp8 import Recipe, convert_to_fp8, revert_fp8
 
 TURNS = 3
 UPDATED = 1 << 22
@@ -39,6 +40,7 @@ def measure_work(
     blocks: tuple[str, ...],
     autocast: torch.dtype | None,
     each: bool = False,
+    fp8: Fp8Plan | None = None,
 ) -> Work:
     """Runs a batch a few times.
 
@@ -50,9 +52,12 @@ def measure_work(
         blocks: paths of its blocks, of which the first tells the size of a hidden state.
         autocast: dtype of autocast.
         each: whether to say the seconds of each block.
+        fp8: layers that will compute in FP8, and so keep their inputs in FP8; their seconds here
+            are those without.
     """
     sizes: dict[str, list[int]] = {"forward": [], "backward": [], "hidden": [], "again": []}
-    with _put_back(model), _sizes_of(model, tensor, blocks, sizes), _counted() as kept:
+    watched = _sizes_of(model, tensor, blocks, sizes)
+    with _put_back(model), watched, _in_fp8(model, fp8), _counted(model) as kept:
         timed(model, sample, autocast)
     with _put_back(model):
         turns = [timed(model, sample, autocast) for _ in range(TURNS)]
@@ -283,9 +288,24 @@ def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterato
 
 
 @contextmanager
-def _counted() -> Iterator[list[int]]:
+def _in_fp8(model: nn.Module, fp8: Fp8Plan | None) -> Iterator[None]:
+    """Lets layers keep for backward what they will keep, as FP8 of the hardware at hand or not."""
+    if fp8 is None or not fp8.layers:
+        yield
+        return
+    # Copies of weights that are kept are counted as parameters.
+    recipe = Recipe(fp8.scaling, emulate=True)
+    convert_to_fp8(model, recipe, layers=fp8.layers, keep_weights=False)
+    try:
+        yield
+    finally:
+        revert_fp8(model)
+
+
+@contextmanager
+def _counted(model: nn.Module) -> Iterator[list[int]]:
     """Bytes of what forward keeps for backward, each storage once; parameters are not counted."""
-    found, seen = [0], set[int]()
+    found, seen = [0], {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(value: Tensor) -> Tensor:
         key = value.untyped_storage().data_ptr()

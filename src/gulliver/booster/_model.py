@@ -129,15 +129,18 @@ def convert(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None
     for _, tensor in converted(model, kept):
         tensor.data = tensor.data.to(dtype)
 
-    def cast(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
-        if isinstance(value, dict):
-            return {key: cast(entry) for key, entry in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(cast(entry) for entry in value)
-        return value
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: (cast(args), cast(kwargs)), prepend=True, with_kwargs=True
-    )
+    model.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Arguments with their floating-point tensors in a dtype, in dicts, lists and tuples, too."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: cast_floats(entry, dtype) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(cast_floats(entry, dtype) for entry in value)
+    return value

@@ -128,7 +128,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
         plan = resolve(choices, model, optimizer, cluster)
         if sample is not None and not plan.limited:
             plan = with_work(plan, model, optimizer, sample)
-        plan = decide(plan, model, self.wires, cluster)
+        plan = decide(plan, model, optimizer, self.wires, cluster)
         plan = predict(plan, model, optimizer, cluster)
         # Ranks measure different times, and have one plan.
         return broadcast_object(plan) if current_world().size == ranks > 1 else plan
@@ -159,7 +159,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
         choices = self.wires.asked(self.choices(world.size, precision))
         choices = self.for_model(choices, plain, optimizer, None)
         agreed(lambda: plans.append(resolve(choices, plain, optimizer)))
-        plans = [decide(plans[0], plain, self.wires)]
+        plans = [decide(plans[0], plain, optimizer, self.wires)]
         known = choices.work.samples or choices.limited
         plan = predict(plans[0], plain, optimizer) if known else plans[0]
         boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
@@ -229,7 +229,8 @@ def _unknown_label(plan: Plan) -> str | None:
     kinds = [Plugin]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    if plan.plugin in ("", *(kind.__name__ for kind in kinds)):
+    # "operators" is what `find_operators` writes, which is no plugin.
+    if plan.plugin in ("", "operators", *(kind.__name__ for kind in kinds)):
         return None
     return f"plan: {plan.told('plugin')} is no plugin here: it is a label, the other values run"
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,19 +21,22 @@ from gulliver.booster._autocast import PRECISIONS
 from gulliver.booster._blocks import offloadable_blocks
 from gulliver.booster._estimate import estimate_sample
 from gulliver.booster._measure import follow_sample, measure_work, with_peaks
+from gulliver.booster._packed_messages import in_parts, packed, rates_of_packing
 from gulliver.booster._ranks import largest_residency, rank_states, rank_work
 from gulliver.booster._residency import other_bytes, priced
 from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
 from gulliver.booster.hybrid import attention_shape, sequence_plan
 from gulliver.families import family_of, hugging_face_of, is_hugging_face
 from gulliver.hardware import (
+    GATHER_LAUNCHES,
     Cluster,
     Device,
     Link,
     Message,
     StepCosts,
     current_cluster,
-    point_to_point_seconds,
+    exchange_launches,
+    hop_launches,
     predict_step,
     torus_links,
     zero_collectives,
@@ -41,7 +45,7 @@ from gulliver.memory import FreedMemory
 from gulliver.parallel.pipeline import predict as predict_pipeline
 from gulliver.parallel.sequence import Volume, volume
 from gulliver.plan import AXES, SHARED_BY_TENSOR, Moved, Plan, Predicted, Seconds, Work
-from gulliver.precision.wire import wire_format
+from gulliver.precision.wire import PackRates, WireFormat
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -62,13 +66,14 @@ def predict(
     """
     tensor = plan_tensors(plan, model)
     blocks = _blocks(plan, model)
+    rates = partial(rates_of_packing, cluster=cluster)
     cluster = cluster or current_cluster(plan.mesh.size)
     links = axis_links(plan, cluster)
     share = 1.0 if tensor is None else 1 - tensor.share_of(model) * (1 - 1 / tensor.size)
     share /= plan.mesh.of("sequence")
     sent = attention_sends(plan, model)
     share_s = _computed(plan, share)
-    costs = _costs(plan, links, share_s, len(blocks), cluster.device, sent)
+    costs = _costs(plan, links, share_s, len(blocks), cluster.device, sent, rates)
     reasons = dict(plan.reasons)
     if plan.work.samples:
         reasons["predicted.seconds"] = (
@@ -80,7 +85,7 @@ def predict(
     if moved is not None:
         assert plan.zero is not None, "tiers are of ZeRO"
         assert plan.zero.tiers is not None, "there are tiers"
-        moved, seconds, other = _tiered(plan, model, optimizer, cluster, seconds)
+        moved, seconds, other = tiered_step(plan, model, optimizer, cluster, seconds)
         activations = other + plan.memory.activations
         folder, disk = plan.zero.tiers.disk, cluster.disk
         if folder is not None and disk is not None and not disk.has(folder):
@@ -109,7 +114,8 @@ def with_work(
         work = estimate_sample(model, optimizer, sample, plan.precision.autocast)
     else:
         with _as_it_runs(plan):
-            work = measure_work(model, optimizer, sample, tensor, blocks, autocast, chosen)
+            given = model, optimizer, sample, tensor, blocks, autocast, chosen
+            work = measure_work(*given, plan.precision.fp8)
     if plan.zero is not None and plan.zero.tiers is not None:
         work = with_peaks(work, model, sample, autocast, plan.zero.tiers.activations)
     return replace(plan, work=work)
@@ -136,14 +142,25 @@ def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
     return replace(plan, work=replace(plan.work, peak_mixed=found or plan.work.peak_mixed))
 
 
-def _tiered(
+def tiered_step(
     plan: Plan,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     cluster: Cluster,
     seconds: Seconds,
 ) -> tuple[Moved, Seconds, int]:
-    """Returns moves between memories, seconds of a step that waits for them, and other bytes."""
+    """Returns moves between memories, seconds of a step that waits for them, and other bytes.
+
+    Args:
+        plan: resolved plan with tiers.
+        model: whole model.
+        optimizer: optimizer of its parameters.
+        cluster: machines.
+        seconds: seconds of a step in which nothing moves.
+
+    Raises:
+        GulliverError: the limit, or what lies behind, is too small.
+    """
     assert plan.zero is not None, "tiers are of ZeRO"
     assert plan.zero.tiers is not None, "there are tiers"
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
@@ -233,6 +250,7 @@ def _costs(
     blocks: int,
     device: Device,
     attention: Volume,
+    rates: Callable[[WireFormat], PackRates],
 ) -> StepCosts:
     work = plan.work
     again = len(plan.recompute) / blocks if blocks else 0.0
@@ -248,7 +266,7 @@ def _costs(
     messages = list(shared_messages(plan, links["replicas"], times))
     whole = model_messages(plan, links, again, max(blocks, 1) * own, own, attention)
     messages += [in_parts(m, times) for m in whole]
-    messages = [_packed(plan, message, links) for message in messages]
+    messages = [packed(plan, message, links, rates) for message in messages]
     return predict_step(
         (own * forward, own * backward),
         own * repeated,
@@ -279,33 +297,6 @@ def passes(work: Work, share: float, tensor: int, times: int) -> tuple[float, fl
     )
 
 
-def in_parts(message: Message, times: int) -> Message:
-    """The same bytes in more messages; those between stages are counted as such already."""
-    if times == 1 or message.behind_s == math.inf:
-        return message
-    behind = None if message.behind_s is None else message.behind_s / times
-    size, count = message.bytes // times, message.count * times
-    return replace(message, bytes=size, count=count, behind_s=behind)
-
-
-def wire_kind(message: Message, links: dict[str, list[tuple[int, Link]]]) -> str:
-    """Kind of what a message carries, of `gulliver.plan.WIRE_KINDS`."""
-    if message.kind == "all_to_all":
-        return "sequence"
-    if message.kind == "sends":
-        return "pipeline" if message.axes is links.get("pipeline") else "sequence"
-    if message.axes is links["replicas"]:
-        return "gather" if message.kind == "all_gather" else "reduce"
-    return "tensor"
-
-
-def _packed(plan: Plan, message: Message, links: dict[str, list[tuple[int, Link]]]) -> Message:
-    """A message in the format of the plan."""
-    wire = wire_format(getattr(plan.wire, wire_kind(message, links)))
-    half = plan.precision.parameters != "none"
-    return replace(message, bytes=int(message.bytes * wire.ratio(2 if half else 4)))
-
-
 def by_kind(costs: StepCosts) -> Seconds:
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends")
     spent = {kind: costs.messages.get(kind, 0.0) for kind in kinds}
@@ -323,7 +314,7 @@ def by_kind(costs: StepCosts) -> Seconds:
 def _pipelined(
     plan: Plan, links: dict[str, list[tuple[int, Link]]], forward: float, backward: float
 ) -> tuple[float, float]:
-    """Seconds that the first rank waits, and its share of the work."""
+    """Seconds that the rank which computes most waits, and its share of the work."""
     line, ranks = plan.pipeline, plan.mesh.of("pipeline")
     if not forward:
         return 0.0, sum(line.shares[::ranks])
@@ -335,9 +326,20 @@ def _pipelined(
         line.micro_batches,
         [forward * part for part in each],
         [backward * part for part in each],
-        point_to_point_seconds(links["pipeline"][0][1], sent),
+        hop_message(links, sent).seconds,
     )
-    return found.seconds - found.busy[0], found.busy[0] / (forward + backward)
+    busiest = max(found.busy)
+    return found.seconds - busiest, busiest / (forward + backward)
+
+
+def hop_message(links: dict[str, list[tuple[int, Link]]], count: int) -> Message:
+    """A message between two stages, which the later one waits for while others compute.
+
+    Args:
+        links: size and link of each axis, of `axis_links`.
+        count: bytes of the message.
+    """
+    return Message("sends", count, links["pipeline"])
 
 
 def model_messages(
@@ -360,20 +362,21 @@ def model_messages(
     """
     work, sequence, degree = plan.work, plan.sequence, plan.mesh.of("sequence")
     if "tensor" in links:
+        line = links["tensor"]
         passes = dict[int, float](Counter((*work.reduced_forward, *work.reduced_backward)))
         for count, number in Counter(work.reduced_again).items():
             passes[count] = passes.get(count, 0) + again * number
         for count, times in passes.items():
             size = count // degree
             if sequence.mode in SHARED_BY_TENSOR:
-                yield Message("reduce_scatter", size, links["tensor"], times * own)
-                yield Message("all_gather", size, links["tensor"], times * own)
+                for kind in ("reduce_scatter", "all_gather"):
+                    yield Message(kind, size, line, times * own, launches=GATHER_LAUNCHES)
             else:
-                yield Message("all_reduce", size, links["tensor"], times * own)
+                yield Message("all_reduce", size, line, times * own)
         if sequence.mode in SHARED_BY_TENSOR:
             # Gathered inputs are not kept for the gradients of the weights, but gathered again.
             for size, number in Counter(work.reduced_backward).items():
-                yield Message("all_gather", size, links["tensor"], number * own)
+                yield Message("all_gather", size, line, number * own, launches=GATHER_LAUNCHES)
     if "sequence" in links:
         u, ring = sequence.ulysses, sequence.outer * sequence.inner
         ways: tuple[tuple[Literal["forward", "backward"], float, float, float], ...] = (
@@ -385,14 +388,24 @@ def model_messages(
             if u > 1:
                 # One exchange of queries, keys and values, one of the result.
                 line, size = [(u, links["sequence"][0][1])], exchanged / 2 * u / (u - 1)
-                yield Message("all_to_all", int(size), line, 2 * blocks * times)
+                count, packing = 2 * blocks * times, exchange_launches(u)
+                yield Message("all_to_all", int(size), line, count, launches=packing)
             if ring > 1:
-                hop, number = int((whole - exchanged) / (ring - 1)), (ring - 1) * blocks * times
+                # In backward keys and values go round, and their gradients, each by themselves.
+                each = 1 if beside == "forward" else 2
+                number = (ring - 1) * each
                 # Of each attention a ring computes as much while a hop is under way.
                 shared = degree * ring * plan.mesh.of("tensor") * max(1.0, blocks / max(own, 1e-9))
-                behind = seconds / shared if seconds else None
+                behind = seconds / (shared * each) if seconds else None
                 yield Message(
-                    "sends", hop, links["sequence"], number, True, beside, behind_s=behind
+                    "sends",
+                    int((whole - exchanged) / number),
+                    links["sequence"],
+                    number * blocks * times,
+                    True,
+                    beside,
+                    behind_s=behind,
+                    launches=hop_launches(ring) / each,
                 )
     if "pipeline" in links:
         micro = plan.pipeline.micro_batches

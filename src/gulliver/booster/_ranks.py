@@ -17,6 +17,7 @@ from torch import nn
 from gulliver.booster._model import HALVES, no_optimizer
 from gulliver.booster._residency import Residency, find_residency, least_bytes
 from gulliver.booster._state_bytes import BACKWARD, FORWARD, Passes, StateBytes
+from gulliver.comm import IDENTITY
 from gulliver.memory import ChunkLayout, moment_size
 from gulliver.parallel import is_boosted, needs_whole, state_sizes
 from gulliver.parallel.pipeline import Cut, Stack, check_counts, computations, names_held, uses_held
@@ -24,11 +25,13 @@ from gulliver.parallel.tensor import TensorPlan
 from gulliver.parallel.zero import (
     ChunkBytes,
     TensorSize,
+    ZeroWires,
     makes_beside,
     ordered_layouts,
     shard_dtype,
 )
 from gulliver.plan import Plan, Tiers, Work
+from gulliver.precision.wire import wire_format
 from gulliver.solve import FORWARD as FIRST
 from gulliver.solve import INPUTS, Policy
 
@@ -177,6 +180,8 @@ def rank_work(
         stages: how blocks are.
     """
     work, degree = plan.work, plan.mesh.of("sequence")
+    # Every micro-batch launches all operations of its own, however many ranks share them.
+    times = 1 if stages is None else plan.pipeline.micro_batches or 2 * stages[1].stages
     own, cut, kept = 1.0, 1.0, KEPT_WHOLE + (1 - KEPT_WHOLE) / degree
     if stages is not None:
         _, found, numbers = stages
@@ -186,11 +191,12 @@ def rank_work(
         kept *= KEPT_WHOLE + (1 - KEPT_WHOLE) * cut
     return replace(
         work,
-        forward_s=work.forward_s * own * cut / degree,
-        backward_s=(work.backward_s + _again_s(plan)) * own * cut / degree,
+        forward_s=own * (work.forward_s * cut / degree + times * work.launch_forward_s),
+        backward_s=own * (work.backward_s + _again_s(plan)) * cut / degree
+        + own * times * (work.launch_backward_s + _again_share(plan) * work.launch_forward_s),
         update_s=work.update_s * own * cut,
-        peak=int(work.peak * own * kept),
-        peak_recomputed=int(work.peak_recomputed * own * kept),
+        peak=work.peak_rank or int(work.peak * own * kept),
+        peak_recomputed=work.peak_rank or int(work.peak_recomputed * own * kept),
     )
 
 
@@ -199,6 +205,11 @@ def _again_s(plan: Plan) -> float:
     work, again = plan.work, set(plan.recompute)
     known = [block.forward_s for block in work.blocks if block.path in again]
     return sum(known) if known or not again else (work.share_blocks or 1.0) * work.forward_s
+
+
+def _again_share(plan: Plan) -> float:
+    """Share of a forward's operations that backward launches again."""
+    return (plan.work.share_blocks or 1.0) if plan.recompute else 0.0
 
 
 def tensor_sizes(
@@ -296,6 +307,10 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
 
     def counted(trained: set[str]) -> StateBytes:
         found = [_chunk_bytes(one, dtype, states, trained, ranks) for one, dtype, _ in layouts]
+        if zero.stage < 3:
+            wires = ZeroWires(gather=wire_format(plan.wire.gather))
+            shown = [_shown_bytes(wires, one, dtype) for one, dtype, _ in layouts]
+            found = [(replace(c, packed=n), m) for (c, m), n in zip(found, shown, strict=True)]
         chunks, moments = zip(*found, strict=True) if found else ((), ())
         taken = _taken(plan, chunks)
         return StateBytes(chunks, moments, parts, zero.gather_ahead, uses, beside, taken)
@@ -329,6 +344,12 @@ def _chunk_bytes(
         held.append([moment_size(kind) * home.itemsize for kind in kinds])
     most = itertools.zip_longest(*held, fillvalue=0)
     return ChunkBytes(names, whole, shard, is_trained, home != dtype), tuple(map(max, most))
+
+
+def _shown_bytes(wires: ZeroWires, layout: ChunkLayout, dtype: torch.dtype) -> int:
+    """Bytes of a shard as all ranks have it, which is kept where changes of it travel packed."""
+    packed = wires.of_parameters(layout.parts, layout.part_size, dtype) is not IDENTITY
+    return layout.part_size * dtype.itemsize * packed
 
 
 def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:

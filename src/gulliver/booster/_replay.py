@@ -61,12 +61,19 @@ class Seen:
         chunk: number of the chunk.
         moves: what is read and written, in order.
         behind: the same between a second and a third memory.
+        held: bytes in the first memory by kind, when they are most until the next visit.
     """
 
     phase: str
     chunk: int
     moves: list[Coming] = field(default_factory=list)
     behind: list[Coming] = field(default_factory=list)
+    held: dict[str, int] = field(default_factory=dict)
+
+    def note(self, counter: ByteCounter) -> None:
+        """Notes what is held now, if it is most."""
+        if counter.total > sum(self.held.values()):
+            self.held = dict(counter.live)
 
 
 @dataclass
@@ -402,6 +409,7 @@ class Replay:
         """Lends a buffer."""
         self._decide(lambda: self._core.lend(whole_pages(nbytes), f"a buffer of {kind}"))
         self.counter.add(kind, nbytes)
+        self._seen[-1].note(self.counter)
 
     def give(self, nbytes: int, kind: str) -> None:
         """Takes a buffer back."""
@@ -425,6 +433,7 @@ class Replay:
         """Notes which part of a step begins, and at which chunk it is."""
         self._visits += 1
         self._seen.append(Seen(phase, number))
+        self._seen[-1].note(self.counter)
 
     def _run(self, actions: Iterable[Action]) -> None:
         seen = self._seen[-1]
@@ -436,6 +445,7 @@ class Replay:
             if self.held.bytes != before:
                 sign = 1 if self.held.bytes > before else -1
                 self.counter.add(one.kind, sign * one.nbytes)
+                seen.note(self.counter)
             seen.moves += [moved] if moved is not None else []
             if self._middle is not None:
                 self._middle.follow(action, size)

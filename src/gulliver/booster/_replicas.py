@@ -35,6 +35,7 @@ def share_ddp(
 ) -> tuple[nn.Module, BoostedOptimizer]:
     """Wraps the model with DDP; in a world of one, or not to be trained, it stays as it is."""
     assert plan.ddp is not None, "the plan is of DDP"
+    hook: BucketHook | None = None
     plain, idle = unwrapped(model), optimizer is None
     names = {} if optimizer is None else named_trainables(plain, optimizer)
     optimizer = optimizer or no_optimizer()
@@ -51,8 +52,10 @@ def share_ddp(
             gradient_as_bucket_view=True,
         )
         if plan.wire.reduce != "identity":
-            model.register_comm_hook(None, BucketHook(plan.wire, names).reduce)
+            hook = BucketHook(plan.wire, names)
+            model.register_comm_hook(None, hook.reduce)
     boosted = _DDPOptimizer(optimizer, names, model)
+    boosted.feedback = hook
     boosted.given_groups = given
     return model, boosted
 
@@ -95,6 +98,8 @@ def share_zero(
         group = Torus(torus, order, plan.mesh.device) if torus else None
         boosted = ZeroOptimizer(inner, names, zero.stage, group=group, **options)
     boosted.given_groups = whole.given
+    gate = boosted.shards.reducer.sender.gate
+    boosted.taken.more.append(lambda: gate.checking)
     keep_to_limit(plan, boosted, manager)
     return boosted
 
@@ -109,7 +114,9 @@ def tune(plan: Plan, model: nn.Module, boosted: ZeroOptimizer, verbose: bool) ->
         folder = None if zero.report is None else Path(zero.report)
         report = say() if verbose else None
         again, early = zero.tuning == "again", boosted.steps_in_backward
-        boosted.tune(BucketTuner(boosted.shards, model, folder, report, again, early))
+        tuner = BucketTuner(boosted.shards, model, folder, report, again, early)
+        boosted.taken.more.append(lambda: tuner.tuning)
+        boosted.tune(tuner)
 
 
 class _DDP(DistributedDataParallel):

@@ -32,6 +32,7 @@ from gulliver.parallel.pipeline import Stack, cut, deal, stack_of, style_of
 from gulliver.parallel.tensor import TensorPlan, best_match, plan_tensor
 from gulliver.parallel.zero import (
     TensorSize,
+    after_micro_batches,
     held_bytes,
     ordered_layouts,
     ordinary_step,
@@ -325,6 +326,8 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
     kept = sum(sum(moments) for moments in state.moments)
     events = list(ordinary_step(state.chunks, state.order)) if zero.stage == 3 else None
     found = held_bytes(state.chunks, zero.stage, state.parts, state.ahead, kept, events)
+    if plan.mesh.of("pipeline") > 1:
+        found = after_micro_batches(found, state.chunks, zero.stage, state.parts, state.ahead)
     beside = 0
     if zero.stage < 3:
         # What is not in chunks: frozen parameters, and those of another optimizer.

@@ -14,6 +14,7 @@ from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.parallel.zero import Stage
 from gulliver.plan import ChunkPlan, Comparison, MemoryPlan, Plan, Row
 
+EXTRA = "the steps so far tuned chunks, or compared packed gradients: take more steps"
 KINDS = ("parameters", "gradients", "optimizer_state")
 
 
@@ -91,15 +92,12 @@ class Running:
     def compare(self) -> Comparison:
         """Predicted and measured seconds of a step, and bytes that this rank sends and holds."""
         predicted, rows = self.plan.predicted, list[Row]()
-        between = [b - a for a, b in itertools.pairwise(self.optimizer.stepped_at)]
+        between = [b - a for a, b in itertools.pairwise(self.optimizer.taken.stepped_at)]
         if between:
             rows += self._phases(statistics.median(between))
         # torch's DDP sends by itself, and says nothing of it.
         if between and self.planned.ddp is None:
-            # The mean: what is posted after a step counts for the next, or not, as time goes.
-            first, *_, last = self.optimizer.sent_at
-            sent = (last - first) / len(between)
-            rows.append(Row("sent", "sent bytes", predicted.sent, sent))
+            rows.append(self._sent(predicted.sent))
         held = self._held()
         rows += [Row(k, "bytes", getattr(predicted.bytes, k), held[k]) for k in KINDS]
         rows.append(Row("total", "bytes", predicted.bytes.total, sum(held.values())))
@@ -113,13 +111,20 @@ class Running:
                 rows.append(Row("disk written", "bytes", predicted.moved.disk_written, written))
         return Comparison(tuple(rows))
 
+    def _sent(self, predicted: int) -> Row:
+        """Bytes sent in a step, without those that tune chunks or compare gradients."""
+        steps, alone = self.optimizer.taken.sent()
+        # The mean: what is posted after a step counts for the next, or not, as time goes.
+        sent = statistics.fmean(steps)
+        return Row("sent", "sent bytes", predicted, sent, "" if alone else EXTRA)
+
     def _phases(self, step: float) -> list[Row]:
         """Seconds of a step, of what comes before the optimizer, and of the optimizer's step.
 
         On a GPU the processor runs ahead: there the two phases are what it waits for in each.
         """
         predicted, cluster = self.plan.predicted.seconds, self.plan.predicted.cluster
-        update = statistics.median(self.optimizer.updated_in)
+        update = statistics.median(self.optimizer.taken.updated_in)
         links = f"gulliver probe measures the links of {cluster or 'the cluster'}"
         passes = f"make_plan(..., sample=batch) measures the operators, {links}"
         if predicted.exposed > predicted.compute:
@@ -147,7 +152,7 @@ class Running:
             if isinstance(value, Tensor) and value.ndim
         )
         parameters = optimizer.parameter_bytes(self.model)
-        gradients = optimizer.most_gradients
+        gradients = optimizer.taken.most_gradients
         return {"parameters": parameters, "gradients": gradients, "optimizer_state": state}
 
 

@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gulliver.booster._packed_messages import packed_message, rates_of_packing, wire_kind
 from gulliver.booster._predict import (
     attention_sends,
     axis_links,
     model_messages,
     shared_messages,
-    wire_kind,
 )
+from gulliver.booster._ranks import tensor_sizes
+from gulliver.booster._resolve import plan_stages, plan_tensors, predict_memory
 from gulliver.comm import (
     all_reduce,
     broadcast_object,
@@ -30,10 +32,10 @@ from gulliver.comm import (
     group_size,
 )
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware import Cluster, Link, Message, current_cluster, packing_seconds
+from gulliver.hardware import Cluster, Link, Message, current_cluster
 from gulliver.parallel.zero import GradientGate, ZeroWires
 from gulliver.plan import WIRE_KINDS, Plan, Wire
-from gulliver.precision.wire import WireFormat, pack_rates, wire_format
+from gulliver.precision.wire import WireFormat, wire_format
 
 SAMPLE_BYTES = 1 << 20
 """Size of the message that is judged by where those of a step are not known."""
@@ -117,12 +119,15 @@ class WireOptions:
 def _kinds(plan: Plan) -> list[str]:
     """Kinds of what travels under a plan, and can be packed."""
     kinds = ["reduce"] if plan.mesh.replicas > 1 else []
+    if kinds and plan.zero is not None and plan.zero.stage > 0:
+        kinds.insert(0, "gather")
     return kinds + [k for k in ("tensor", "sequence", "pipeline") if plan.mesh.of(k) > 1]
 
 
 def decide(
     plan: Plan,
     model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
     options: WireOptions,
     cluster: Cluster | None = None,
 ) -> Plan:
@@ -131,6 +136,7 @@ def decide(
     Args:
         plan: resolved for the model, with the formats that were asked for.
         model: whole model.
+        optimizer: optimizer of its parameters.
         options: what was asked for.
         cluster: machines; None for those at hand.
 
@@ -145,9 +151,10 @@ def decide(
     for message in _messages(plan, model, links):
         by_kind.setdefault(wire_kind(message, links), []).append(message)
     formats, reasons = dict(plan.wire.formats), dict(plan.reasons)
+    item = 2 if plan.precision.parameters != "none" else 4
     for kind, wire in asked.items():
         axes = links["replicas" if kind in ("gather", "reduce") else kind]
-        plain, packed, packing = _compared(by_kind[kind], wire, axes, cluster)
+        plain, packed, packing = _compared(by_kind[kind], wire, axes, cluster, item)
         off = packed >= plain and not options.force
         formats[kind] = "identity" if off else formats[kind]
         what = "a step" if by_kind[kind] else "a message of 1 MiB"
@@ -161,7 +168,21 @@ def decide(
     decided = replace(plan.wire, **formats, error_feedback=feedback), reasons
     if current_world().size == plan.mesh.size > 1:
         decided = broadcast_object(decided)  # ranks measure different times
-    return replace(plan, wire=decided[0], reasons=decided[1])
+    return _with_memory(plan, replace(plan, wire=decided[0], reasons=decided[1]), model, optimizer)
+
+
+def _with_memory(
+    asked: Plan, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Plan:
+    """A plan without the bytes that parameters would have taken in a format that stays off."""
+    if plan.wire.gather == asked.wire.gather or plan.stage == 3:
+        return plan
+    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
+    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
+    before, after = (predict_memory(p, model, sizes).parameters for p in (asked, plan))
+    predicted, held = plan.predicted, plan.predicted.bytes
+    held = replace(held, parameters=held.parameters - before + after)
+    return replace(plan, predicted=replace(predicted, bytes=held))
 
 
 def _messages(
@@ -178,29 +199,23 @@ def _compared(
     wire: WireFormat,
     axes: Sequence[tuple[int, Link]],
     cluster: Cluster | None,
+    item: int,
 ) -> tuple[float, float, float]:
     """Seconds of messages as they are and packed, and those of packing among the latter."""
     if not messages:
         messages = [Message("reduce_scatter", SAMPLE_BYTES, axes)]
     plain = sum(message.seconds for message in messages)
-    less = [replace(m, bytes=int(m.bytes * wire.ratio())) for m in messages]
-    if cluster is None:
-        rates = pack_rates(wire, current_world().device.type)
-        pack_s, unpack_s, call_s = rates.pack_s, rates.unpack_s, rates.call_s
-    else:  # machines elsewhere: a pass that reads and one that writes
-        pack_s = unpack_s = 8.0 / cluster.device.memory_rate
-        call_s = 2 * cluster.device.launch_s
-    packing = sum(
-        m.count * packing_seconds(m.kind, m.axes, m.bytes // 4, pack_s, unpack_s, call_s)
-        for m in messages
-    )
+    rates = rates_of_packing(wire, cluster)
+    less = [packed_message(m, wire, rates, item) for m in messages]
+    packing = sum(m.count * m.packing_s for m in less)
     return plain, sum(message.seconds for message in less) + packing, packing
 
 
 def zero_wires(plan: Plan) -> ZeroWires:
     """The formats of chunks."""
     wire = plan.wire
-    return ZeroWires(wire_format(wire.reduce), wire.error_feedback, wire.gate)
+    reduce, gather = wire_format(wire.reduce), wire_format(wire.gather)
+    return ZeroWires(reduce, gather, wire.error_feedback, wire.gate)
 
 
 class BucketHook:
@@ -213,7 +228,9 @@ class BucketHook:
 
     def __init__(self, wire: Wire, names: Mapping[Any, str]) -> None:
         self.wire, self.names = wire_format(wire.reduce), names
-        self._lost: dict[int, torch.Tensor] | None = {} if wire.error_feedback else None
+        self.feeds = wire.error_feedback
+        self._lost: dict[int, tuple[dict[str, torch.Tensor], torch.Tensor]] = {}
+        self._given: dict[str, torch.Tensor] = {}
         self.gate = GradientGate(self.wire, wire.error_feedback, wire.gate)
 
     # torch compares annotations with types, and takes none for the right ones.
@@ -223,14 +240,16 @@ class BucketHook:
         cuda = tensor.is_cuda
         devices = [tensor.device] if cuda else None
         future: Any = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
-        if self._lost is not None:
-            lost = self._lost.get(bucket.index())
-            if lost is None or lost.shape != tensor.shape:  # DDP cuts buckets anew after a step
-                lost = self._lost[bucket.index()] = torch.zeros_like(tensor)
+        if self.feeds:
+            lost = self._lost_of(bucket, tensor)
         checking = self.gate.checking
-        reference = tensor.clone() if checking else None
-        if reference is not None:
-            all_reduce(reference, "mean")
+
+        def reduced(wire: WireFormat) -> torch.Tensor:
+            copy = tensor.clone()
+            all_reduce(copy, "mean", wire=wire)
+            return copy
+
+        references = self.gate.reduced(reduced) if checking else None
         packed = self.wire.of(tensor, tensor.numel() // group_size()).name != "identity"
         waits = cuda or checking or not packed
         handle = all_reduce(
@@ -243,16 +262,47 @@ class BucketHook:
         )
         if waits:
             handle.wait()
-            if reference is not None:
-                self._compare(bucket, reference)
+            if references is not None:
+                self._compare(bucket, *references)
             future.set_result(tensor)
         return future
 
-    def _compare(self, bucket: dist.GradBucket, reference: torch.Tensor) -> None:
+    def _lost_of(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> torch.Tensor:
+        members = [self.names.get(p, "") for p in bucket.parameters()]
+        views, lost = self._lost.get(bucket.index(), ({}, tensor))
+        if list(views) != members:  # DDP cuts buckets anew after a step
+            self._given = self.lost()
+            self._lost = {}
+            lost, views = torch.zeros_like(tensor), {}
+            runs = lost.split([g.numel() for g in bucket.gradients()])
+            for name, run, gradient in zip(members, runs, bucket.gradients(), strict=True):
+                views[name] = run.view(gradient.shape)
+        for name in views.keys() & self._given.keys():
+            views[name].copy_(self._given.pop(name))
+        self._lost[bucket.index()] = views, lost
+        return lost
+
+    def lost(self) -> dict[str, torch.Tensor]:
+        """What packing has lost of this rank's gradients so far, by parameter."""
+        found = dict(self._given)
+        for views, _ in self._lost.values():
+            found |= views
+        return found
+
+    def take_lost(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Goes on with what packing has lost, by parameter; what was lost here is forgotten."""
+        self._lost, self._given = {}, dict(found) if self.feeds else {}
+
+    def _compare(
+        self, bucket: dist.GradBucket, exact: torch.Tensor, finer: torch.Tensor | None
+    ) -> None:
         start = 0
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            exact = reference[start : start + gradient.numel()]
-            self.gate.add(self.names.get(parameter, "a parameter"), gradient, exact)
+            run = slice(start, start + gradient.numel())
+            name, other = self.names.get(parameter, "a parameter"), None
+            if finer is not None:
+                other = finer[run]
+            self.gate.add(name, gradient, exact[run], other)
             start += gradient.numel()
         if bucket.is_last():
             self.gate.end_step()

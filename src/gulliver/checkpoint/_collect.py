@@ -16,7 +16,7 @@ from gulliver.checkpoint._dtensors import is_dtensor, local_leaf
 from gulliver.checkpoint._image import RESERVED, check_holdable, is_holdable
 from gulliver.checkpoint._tree import Leaf, as_leaf, split_state
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, storage_of
+from gulliver.memory import Part, state_shape, storage_of
 
 WHOLE_FILE = ".safetensors"
 SMALL = 2**16
@@ -165,7 +165,7 @@ def kind_of(value: Any) -> dict[str, Any] | None:
         return None
     # A boosted one is saved as the one that it wraps.
     kind = type(getattr(value, "inner", value)).__name__
-    shapes = [[list(p.shape) for p in group["params"]] for group in value.param_groups]
+    shapes = [[list(state_shape(p)) for p in group["params"]] for group in value.param_groups]
     return {"kind": kind, "shapes": shapes}
 
 

@@ -43,12 +43,16 @@ def write_tensors(
     path = Path(path)
     needed = sum(t.nbytes for t in ready.values()) + 4096
     with atomic_file(path, needed) as partial:
+        # safetensors makes files that nobody else may read: the umask says who may.
+        partial.touch()
+        mode = partial.stat().st_mode & 0o777
         try:
             save_file(ready, str(partial), metadata=dict(metadata or {}))
         except (SafetensorError, TypeError, ValueError) as error:
             if "No space left" in str(error):
                 raise OSError(errno.ENOSPC, str(error)) from error
             raise GulliverError(f"{path} cannot be written: {error}") from error
+        partial.chmod(mode)
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from gulliver.checkpoint._reader import StepReader
 from gulliver.checkpoint._refs import Ref, refs_in, replace_refs, with_refs
 from gulliver.checkpoint._tree import Leaf, names_in
 from gulliver.errors import GulliverError
+from gulliver.memory import state_shape
 
 
 def optimizer_state(
@@ -118,7 +119,7 @@ def _check_groups(
                 f"{where}: group {number} has {first[0]!r} where the optimizer has {first[1]!r}"
             )
         for place, parameter in enumerate(group["params"] if shapes is not None else ()):
-            there, here = tuple(shapes[number][place]), tuple(parameter.shape)  # type: ignore[index]
+            there, here = tuple(shapes[number][place]), state_shape(parameter)  # type: ignore[index]
             if there != here:
                 raise GulliverError(
                     f"{where}: parameter {place} of group {number} is {there} there, {here} here"

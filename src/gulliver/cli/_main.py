@@ -83,6 +83,20 @@ COMMANDS = {
             "find the fastest plan of a model on a cluster, or what fits",
         ),
         (
+            "embedding",
+            "gulliver.cli._embedding",
+            "EmbeddingConfig",
+            "_embedding",
+            "plan tables larger than a device: bytes and seconds of each rank",
+        ),
+        (
+            "jobs",
+            "gulliver.cli._jobs",
+            "JobsConfig",
+            "_jobs",
+            "simulate jobs that share a cluster: when each ends, and why it waits",
+        ),
+        (
             "precision",
             OPTIONS,
             "PrecisionConfig",
@@ -102,6 +116,27 @@ COMMANDS = {
             "QuantizeConfig",
             "_quantize",
             "make an int8 or int4 folder of a language model's",
+        ),
+        (
+            "chat",
+            OPTIONS,
+            "ChatConfig",
+            "_chat",
+            "talk with a language model, or continue texts",
+        ),
+        (
+            "speculate",
+            "gulliver.serve.speculative._train_config",
+            "SpeculateConfig",
+            "_speculate",
+            "train a draft for a language model, and measure what drafts are worth",
+        ),
+        (
+            "serve",
+            "gulliver.cli._serve",
+            "ServeConfig",
+            "_serve",
+            "serve a language model to clients of OpenAI's interface, or send a load to one",
         ),
         ("capabilities", OPTIONS, "CapabilitiesConfig", "_commands", "show what may be combined"),
         (
@@ -145,8 +180,7 @@ def _options(name: str, arguments: list[str]) -> Any:
         raise GulliverError("--out is empty: name a place, . is the folder you are in")
     kind = _found(COMMANDS[name].options)
     default, options = _from_file(kind, arguments)
-    if name == "plan":
-        options = _with_action(options)
+    options = _with_action(name, options)
     config = tyro.cli(
         kind,
         args=options,
@@ -159,12 +193,20 @@ def _options(name: str, arguments: list[str]) -> Any:
     return config
 
 
-def _with_action(arguments: list[str]) -> list[str]:
-    """``gulliver plan MODEL ...`` is ``gulliver plan search MODEL ...``."""
-    from gulliver.cli._options import PLAN_ACTIONS
+def _with_action(name: str, arguments: list[str]) -> list[str]:
+    """``gulliver plan MODEL ...`` is ``gulliver plan search MODEL ...``, and so for serve."""
+    if name == "plan":
+        from gulliver.cli._options import PLAN_ACTIONS as actions
 
-    bare = arguments and arguments[0] not in (*PLAN_ACTIONS, "-h", "--help")
-    return ["search", *arguments] if bare else arguments
+        usual = "search"
+    elif name == "serve":
+        from gulliver.cli._serve import SERVE_ACTIONS as actions
+
+        usual = "start"
+    else:
+        return arguments
+    bare = arguments and arguments[0] not in (*actions, "-h", "--help")
+    return [usual, *arguments] if bare else arguments
 
 
 def _found(place: tuple[str, str]) -> Any:

@@ -6,13 +6,14 @@ in `gulliver.video._config`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from gulliver.options import AT_LEAST_0, GUIDANCE, POSITIVE, RANKS, SEED, SHARE, Range
+from gulliver.cli._placement import Placement
+from gulliver.options import AT_LEAST_0, AT_LEAST_1, GUIDANCE, POSITIVE, RANKS, SEED, SHARE, Range
 from gulliver.video import SamplingConfig
 
 
@@ -173,24 +174,63 @@ class ModelsConfig:
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """Quantises the weights of a causal language model for inference."""
+    """Quantises the weights of a language model, or of a diffusers pipeline, for inference."""
 
     folder: tyro.conf.Positional[Path] = Path()
-    """Hugging Face folder of the model: config.json and safetensors files."""
+    """Hugging Face folder of the model, config.json and safetensors files, or a pipeline's."""
     out: Path = Path("quantized")
     """Folder that is made."""
     mode: Literal["int8", "int8_dynamic", "int4"] = "int8_dynamic"
-    """Weights and activations in int8, weights only, or weights in int4."""
+    """Weights in int8, weights and activations in int8, or weights in int4."""
     exclude: tuple[str, ...] = ()
     """Patterns of layers that are kept, such as lm_head."""
     embeddings: bool = False
     """Quantise embeddings, too."""
     outlier_threshold: Annotated[float, POSITIVE] = 6.0
     """Magnitude from which on an activation is not rounded to int8."""
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    """Round weights to the nearest, or by GPTQ for a text; the whole model is loaded for that."""
+    calibration: Path | None = None
+    """Text file that GPTQ rounds for; it needs the folder's tokenizer."""
+    calibration_tokens: Annotated[int, AT_LEAST_1] = 16384
+    """Tokens of that text that are used."""
     report: bool = False
-    """Print each layer's error, and perplexity and speed before and after."""
+    """Print errors, memory, speed, and perplexity or pictures; and write OUT/report.html."""
     text: Path | None = None
     """Text file to measure perplexity on; it needs the folder's tokenizer."""
+    prompts: tuple[str, ...] = ()
+    """Prompts of the pictures that are compared; of pipelines."""
+    steps: Annotated[int | None, AT_LEAST_1] = None
+    """Steps of each picture; by default 20."""
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """Talks with a language model, by its chat template; answers come as they are made."""
+
+    folder: tyro.conf.Positional[Path] = Path()
+    """Hugging Face folder of the model, with its tokenizer."""
+    prompt: tuple[str, ...] = ()
+    """Message to answer; several are answered in turn, without a terminal."""
+    system: str = ""
+    """What the model is told before the first message."""
+    plain: bool = False
+    """Continue each text as it is: no chat template, no history."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the weights; that of the files by default."""
+    quantize: Literal["int8", "int8_dynamic", "int4"] | None = None
+    """Read the weights into int8 or int4."""
+    context: Annotated[int | None, Range(2, 2**24)] = None
+    """Most tokens of the conversation; the model's own by default."""
+    max_tokens: Annotated[int, Range(1, 2**20)] = 256
+    """Most tokens of an answer."""
+    temperature: Annotated[float, Range(0, 100)] = 0.7
+    """0 takes the likeliest token, 1 the model's own distribution."""
+    top_p: Annotated[float, Range(0.001, 1)] = 1.0
+    """Draw among the fewest tokens that have this probability together."""
+    seed: Annotated[int | None, SEED] = None
+    """Seed of what is drawn; a new one each time by default."""
+    placement: tyro.conf.OmitArgPrefixes[Placement] = field(default_factory=Placement)
 
 
 @dataclass(frozen=True)
@@ -338,14 +378,18 @@ class Search:
     """Machines: h100x64, a described name, a file of gulliver probe's form, or here."""
     batch: Annotated[int, Range(1, 2**24)] = 64
     """Samples of a step, of all ranks together."""
-    seq: Annotated[int, Range(1, 2**24)] = 2048
-    """Tokens of a sample, of models of language."""
+    seq: Annotated[int | None, Range(1, 2**24)] = None
+    """Tokens of a sample, of models of language; by default 2048."""
     frames: Annotated[int | None, Range(1, 65535)] = None
     """Frames of a clip, of models of video; by default the model's usual ones."""
     size: str | None = None
     """Rows x columns of a picture or clip in pixels, such as 720x1280."""
     memory: str | None = None
     """Memory of each rank, such as 70GiB; by default the device's, less what libraries take."""
+    host: str | None = None
+    """Page-locked host memory of each rank, such as 200GiB, for state that does not fit."""
+    disk: str | None = None
+    """Folder and bytes of each rank for it, such as /scratch:1TiB."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Dtype of the parameters; 16 bits have float32 copies in training."""
     optimizer: Literal["adamw", "adam", "sgd", "sgd-momentum", "rmsprop", "adagrad"] = "adamw"
@@ -371,12 +415,53 @@ class Search:
     """Print JSON, in seconds and bytes."""
 
 
+@dataclass(frozen=True)
+class PlanData:
+    """Draws the steps of data-centric training: which ranks share which samples, and who waits."""
+
+    costs: Path
+    """JSON file of costs: seconds by shape, degree and batch."""
+    ranks: Annotated[int, Range(1, 4096)] = 8
+    """Data ranks."""
+    samples: Annotated[int | None, Range(1, 2**24)] = None
+    """Budget of a step: samples of all ranks."""
+    tokens: Annotated[int | None, Range(1, 2**40)] = None
+    """Budget of a step: about so many tokens."""
+    seconds: Annotated[float | None, POSITIVE] = None
+    """Budget of a step: at most so many predicted seconds."""
+    shapes: Path | None = None
+    """Text file with the shape of a sample on each line; by default --count are drawn."""
+    distribution: Literal["short", "balanced", "long"] = "balanced"
+    """Samples that dominate among those drawn."""
+    count: Annotated[int, Range(1, 2**24)] = 5000
+    """Number of samples that are drawn."""
+    window: Annotated[int | None, Range(1, 2**24)] = None
+    """Samples that are looked at ahead; by default 16 steps' worth."""
+    intra: bool = True
+    """Groups choose their own degrees; else all have --degree."""
+    inter: bool = True
+    """Groups run several micro-batches in a step; else one each."""
+    together: bool = True
+    """Samples of a shape wait in the window for an efficient micro-batch."""
+    degree: Annotated[int | None, Range(1, 4096)] = None
+    """Degree of all groups, with --no-intra."""
+    unfit: Literal["refuse", "skip"] = "refuse"
+    """What becomes of samples that fit at no degree."""
+    seed: Annotated[int, AT_LEAST_0] = 0
+    """Seed of all orders."""
+    steps: Annotated[int, Range(0, 1000)] = 2
+    """Number of steps to draw as text."""
+    html: Path | None = None
+    """File to write a report with pictures to."""
+
+
 PlanAction = (
     Annotated[Memory, tyro.conf.subcommand("memory", prefix_name=False)]
     | Annotated[Show, tyro.conf.subcommand("show", prefix_name=False)]
     | Annotated[Search, tyro.conf.subcommand("search", prefix_name=False)]
+    | Annotated[PlanData, tyro.conf.subcommand("data", prefix_name=False)]
 )
-PLAN_ACTIONS = ("memory", "show", "search")
+PLAN_ACTIONS = ("memory", "show", "search", "data")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """``gulliver plan memory``: where a model's state would lie, told before anything is loaded.
 
-The search, ``gulliver plan MODEL``, is in `_plan_search.py`.
+The search, ``gulliver plan MODEL``, is in `_plan_search.py`, and ``gulliver plan data`` in
+`_plan_data.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gulliver.booster import GeminiPlugin, HybridParallelPlugin, Plugin, estimate_work
-from gulliver.cli._options import Memory, PlanConfig, Search, Show
+from gulliver.cli._options import Memory, PlanConfig, PlanData, Search, Show
+from gulliver.cli._plan_data import plan_data
 from gulliver.cli._plan_models import OPTIMIZERS, model_of
 from gulliver.cli._plan_search import search_command
 from gulliver.errors import GulliverError
@@ -32,6 +34,8 @@ def plan_command(config: PlanConfig, arguments: list[str]) -> int:
         return 0
     if isinstance(options, Search):
         return search_command(options)
+    if isinstance(options, PlanData):
+        return plan_data(options)
     model = model_of(options.model)
     optimizer = OPTIMIZERS[options.optimizer](model.parameters())
     cluster = current_cluster(max(options.ranks, options.tp * options.sp * options.pp))

@@ -10,16 +10,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from gulliver.checkpoint import open_weights, read_json
 from gulliver.cli._models import inputs_of, tokens_of
 from gulliver.cli._options import Search
 from gulliver.errors import GulliverError, nearest
+from gulliver.memory import StorageCounter
 from gulliver.models import CONFIGURATIONS, build
 
 OPTIMIZERS = {
@@ -30,6 +33,15 @@ OPTIMIZERS = {
     "rmsprop": torch.optim.RMSprop,
     "adagrad": torch.optim.Adagrad,
 }
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+"""Fields of a configuration of transformers that count something."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LLAMA = {
     "model_type": "llama",
@@ -91,6 +103,8 @@ PUBLIC: dict[str, dict[str, Any]] = {
 """Public models by name, as their config.json has them."""
 TEXT_LENGTH = 77
 """Tokens of a caption of Stable Diffusion."""
+TOKENS = 2048
+"""Tokens of a sample of a model of language, unless others are asked for."""
 LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
 
 
@@ -125,6 +139,7 @@ def subject_of(options: Search) -> Subject:
     """
     name = options.model
     if name in CONFIGURATIONS:
+        _refuse(options, "is a model of video", "seq")
         return _video(options)
     if name.lower() in PUBLIC:
         return _configured(PUBLIC[name.lower()], name.lower(), options)
@@ -137,12 +152,21 @@ def subject_of(options: Search) -> Subject:
         if not isinstance(values, Mapping):
             raise GulliverError(f"{file} is no configuration: it has fields such as model_type")
         return _configured(values, path.name, options)
-    if re.fullmatch(r"[\w.]+:\w+", name):
+    if re.fullmatch(r"[\w.]+:\w*", name):
         return _made(name, options)
     raise GulliverError(
         f"there is no model {name!r}: {nearest(name, [*PUBLIC, *CONFIGURATIONS])}; or name a "
         "Hugging Face folder, a config.json, or module:function"
     )
+
+
+def _refuse(options: Search, why: str, *names: str) -> None:
+    """Refuses options that would change nothing of such a model."""
+    for name in names:
+        if getattr(options, name) is not None:
+            raise GulliverError(
+                f"--{name} changes nothing here: {options.model} {why}; leave it out"
+            )
 
 
 def _video(options: Search) -> Subject:
@@ -175,6 +199,7 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
     """A model of a configuration of transformers or diffusers, and a sample of it."""
     if "_class_name" in values:
         return _unet(values, name, options)
+    _check_sizes(values, name)
     model = built(values)
     if model is None:
         kind = values.get("model_type", "no model_type")
@@ -183,23 +208,105 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
             "model_type, the architecture and the fields such as it knows?"
         )
     config: Any = model.config
-    config.use_cache = False
+    for module in model.modules():  # encoder and decoder have copies of their own
+        own: Any = getattr(module, "config", None)
+        if hasattr(own, "use_cache"):
+            own.use_cache = False
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # any token does, where none is read
+    made = _sample_of(model, name, options)
+    if made is None:
+        kind, takes = type(model).__name__, getattr(model, "main_input_name", "unknown inputs")
+        raise GulliverError(
+            f"{name}: no batch is known for a {kind}, which takes {takes}: give module:function, "
+            "which returns the model and an example batch"
+        )
+    batch, sample, tokens, notes = made
+    cached = cached_elements(model, batch) if options.inference else 0
+    return Subject(model, batch, name, sample, tokens, notes, cached)
+
+
+def _sample_of(
+    model: Any, name: str, options: Search
+) -> tuple[dict[str, Any], str, int, tuple[str, ...]] | None:
+    """A sample of a model of transformers, what it is, its tokens, and what is worth knowing.
+
+    Returns:
+        None where the model takes something else than text, pictures, both, or a spectrogram.
+    """
+    config = model.config
+    _refuse(options, "takes no clips", "frames")
+    seq = options.seq or TOKENS
+    ids = torch.zeros(1, seq, dtype=torch.long, device="meta")
+    takes, main = signature(model.forward).parameters, getattr(model, "main_input_name", "")
+    text, vision = (getattr(config, f"{part}_config", None) for part in ("text", "vision"))
+    if "return_loss" in takes and text is not None and vision is not None:
+        most = getattr(text, "max_position_embeddings", seq)
+        _refuse(options, "takes pictures of the size that it is made for", "size")
+        pixels, sample = _pixels(vision, options)
+        ids = ids[:, :most]
+        batch: dict[str, Any] = {"input_ids": ids, "pixel_values": pixels}
+        if not options.inference:
+            batch["return_loss"] = True
+        return batch, f"{sample} and {ids.shape[1]} tokens", 0, ()
+    if main == "input_features" and hasattr(config, "max_source_positions"):
+        shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
+        sound = torch.empty(shape, dtype=DTYPES[options.precision], device="meta")
+        ids = ids[:, : config.max_target_positions]
+        last = "decoder_input_ids" if options.inference else "labels"
+        batch = {main: sound, last: ids}
+        return batch, f"{shape[2]} frames of sound and {ids.shape[1]} tokens", 0, ()
     if getattr(config, "image_size", None) and not getattr(config, "vocab_size", None):
-        side = config.image_size
-        rows, columns = (side, side) if isinstance(side, int) else side
-        shape = (1, config.num_channels, rows, columns)
-        pixels = torch.empty(shape, dtype=DTYPES[options.precision], device="meta")
-        return Subject(model, {"pixel_values": pixels}, name, f"a picture of {rows} x {columns}")
-    ids = torch.zeros(1, options.seq, dtype=torch.long, device="meta")
+        _refuse(options, "takes pictures alone, of the size that it is made for", "seq", "size")
+        pixels, sample = _pixels(config, options)
+        return {"pixel_values": pixels}, sample, 0, ()
+    if main != "input_ids" or "input_ids" not in takes:
+        return None
+    _refuse(options, "is planned for text alone", "size")
     batch = {"input_ids": ids}
     if type(model).__name__.endswith(LANGUAGE) and not options.inference:
         batch["labels"] = ids
     elif config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids
-    most = getattr(config, "max_position_embeddings", None) or options.seq
-    notes = (f"the model is made for {most} tokens, not {options.seq}",) * (options.seq > most)
-    cached = cached_elements(model, batch) if options.inference else 0
-    return Subject(model, batch, name, f"{options.seq} tokens", options.seq, notes, cached)
+    most = getattr(config, "max_position_embeddings", None) or seq
+    notes = [f"the model is made for {most} tokens, not {seq}"] * (seq > most)
+    notes += [f"{name} is planned for text alone: give module:function for pictures"] * bool(vision)
+    return batch, f"{seq} tokens", seq, tuple(notes)
+
+
+def _pixels(config: Any, options: Search) -> tuple[torch.Tensor, str]:
+    """A picture of the size that a model is made for."""
+    side = config.image_size
+    rows, columns = (side, side) if isinstance(side, int) else side
+    shape = (1, config.num_channels, rows, columns)
+    pixels = torch.empty(shape, dtype=DTYPES[options.precision], device="meta")
+    return pixels, f"a picture of {rows} x {columns}"
+
+
+def _check_sizes(values: Mapping[str, Any], name: str) -> None:
+    """Refuses sizes of a configuration that no model has, which transformers takes or only quotes.
+
+    Raises:
+        GulliverError: a number of layers or heads is below one, or heads do not divide.
+    """
+    sizes = {key: values[key] for key in SIZES if isinstance(values.get(key), int)}
+    for key, value in sizes.items():
+        if value < 1:
+            raise GulliverError(f"{name}: {key} is {value}: a model has at least one")
+    heads, grouped = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    if heads is None:
+        return
+    if grouped is not None and heads % grouped:
+        raise GulliverError(
+            f"{name}: num_attention_heads {heads} is no multiple of num_key_value_heads {grouped}: "
+            "every key and value head serves as many query heads"
+        )
+    hidden = sizes.get("hidden_size")
+    if hidden is not None and hidden % heads and not values.get("head_dim"):
+        raise GulliverError(
+            f"{name}: hidden_size {hidden} does not divide by num_attention_heads {heads}: "
+            "give sizes that do, or head_dim"
+        )
 
 
 def cached_elements(model: nn.Module, batch: Mapping[str, Any]) -> int:
@@ -211,7 +318,7 @@ def cached_elements(model: nn.Module, batch: Mapping[str, Any]) -> int:
     if not getattr(model, "can_generate", lambda: False)():
         return 0
     try:
-        with torch.no_grad():
+        with torch.no_grad(), StorageCounter():  # which knows shapes that meta does not
             found = model(**batch, use_cache=True)
     except Exception:  # a model looks at data: what it keeps is told as not counted
         return 0
@@ -243,6 +350,7 @@ def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
     with torch.device("meta"):
         model: Any = UNet2DConditionModel.from_config(dict(values))
     config: Any = model.config
+    _refuse(options, "is a model of pictures", "seq", "frames")
     side = config.sample_size
     rows, columns = (n // 8 for n in _size(options.size) or (8 * side, 8 * side))
     dtype = DTYPES[options.precision]
@@ -265,6 +373,12 @@ def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
 def _made(place: str, options: Search) -> Subject:
     """Model and example batch that a function of a module returns."""
     module, function = place.split(":")
+    if not function:
+        raise GulliverError(
+            f"{place} names no function: give {place}FUNCTION, which returns a model and an "
+            "example batch"
+        )
+    _refuse(options, "gives its own example batch", "seq", "frames", "size")
     sys.path.insert(0, "")
     try:
         make = getattr(import_module(module), function)
@@ -280,7 +394,15 @@ def _made(place: str, options: Search) -> Subject:
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], nn.Module):
         raise GulliverError(f"{place} must return a model and an example batch")
     model, batch = found
-    return Subject(model, batch, place, "a sample of its batch")
+    dtype, notes = DTYPES[options.precision], ()
+    floats = {t.dtype for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)}
+    floats = {str(d).removeprefix("torch.") for d in floats if d.is_floating_point and d != dtype}
+    if floats and options.precision != "fp32":
+        notes = (
+            f"{' and '.join(sorted(floats))} of the batch are taken as {options.precision}, as a "
+            "run turns them: --precision fp32 plans without",
+        )
+    return Subject(model, batch, place, "a sample of its batch", notes=notes)
 
 
 def trained_part(subject: Subject, options: Search) -> torch.optim.Optimizer | None:

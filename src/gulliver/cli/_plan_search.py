@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from gulliver.booster.search import (
+    Behind,
     Found,
     Scored,
     enough,
@@ -23,7 +24,7 @@ from gulliver.booster.search import (
 from gulliver.cli._options import Search
 from gulliver.cli._plan_answer import Answer
 from gulliver.cli._plan_models import Subject, subject_of, trained_part
-from gulliver.cli._plan_text import lines_of, show_answer
+from gulliver.cli._plan_text import lines_of, not_counted, show_answer
 from gulliver.cli._plan_why import why_module
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, changed_cluster, named_cluster
@@ -59,6 +60,8 @@ def answer_of(options: Search) -> Answer:
         GulliverError: an unknown model, cluster, module or change; or no mesh that can run it.
     """
     cluster = named_cluster(options.cluster)
+    if options.inference and (options.host or options.disk):
+        raise GulliverError("--host and --disk are for training: leave them out of --inference")
     other = changed_cluster(cluster, options.what_if) if options.what_if else None
     subject, found = _searched(options, cluster)
     samples = options.batch
@@ -105,6 +108,7 @@ def _searched(options: Search, cluster: Cluster, best: int = 10) -> tuple[Subjec
         options.precision,
         best,
         facts,
+        Behind() if options.inference else Behind.of(options.host, options.disk),
     )
     return subject, found
 
@@ -137,6 +141,8 @@ def plain(answer: Answer) -> dict[str, Any]:
             "bytes": answer.enough.bytes,
             "grid": str(answer.enough.grid),
             "ranks": answer.enough.ranks,
+            "ranks_unlooked": answer.enough.unlooked,
+            "offloaded": answer.enough.offloaded and asdict(answer.enough.offloaded),
         },
         "what_if": answer.changed and [_plain(scored) for scored in answer.changed.best],
         "estimates": answer.estimates
@@ -144,7 +150,8 @@ def plain(answer: Answer) -> dict[str, Any]:
             use: _plain(one.best[0]) if one.best else None for use, one in answer.estimates.items()
         },
         "why": answer.why and asdict(answer.why),
-        "not_counted": list(analysis.notes),
+        "not_counted": not_counted(found),
+        "notes": [*answer.subject.notes, *analysis.notes, *map(str, analysis.opaque)],
     }
 
 
@@ -154,5 +161,6 @@ def _plain(scored: Scored) -> dict[str, Any]:
         "grid": asdict(scored.grid),
         "seconds": asdict(scored.seconds),
         "bytes": {**vars(scored.memory), "working": scored.working, "all": scored.bytes},
+        "moved": scored.moved and asdict(scored.moved),
         "samples_per_second": scored.samples / scored.seconds.step,
     }

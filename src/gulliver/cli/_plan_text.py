@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from gulliver.booster.search import (
 )
 from gulliver.cli._options import Search
 from gulliver.cli._plan_why import Why
-from gulliver.hardware import seconds_text
+from gulliver.hardware import flops_text, rate_text, seconds_text
 from gulliver.options import size_at_least, size_text
 from gulliver.plan.analysis import BACKWARD, FORWARD
 
@@ -29,11 +30,13 @@ WIDTH = 50
 """Characters of a step's timeline."""
 COLUMNS = 120
 NOT_COUNTED = (
-    "not counted: input, what kernels work with inside, fragments of the allocator, text encoders "
-    "and autoencoders"
+    "input",
+    "what kernels work with inside",
+    "fragments of the allocator",
+    "text encoders and autoencoders",
 )
-GENERATED = ", and the tokens that are generated: seconds are those of one forward, the prompt's"
-CACHE = GENERATED + ", nor its keys and values, which are not known"
+GENERATED = "the tokens that are generated: seconds are those of one forward, the prompt's"
+CACHE = "keys and values, which are not known"
 SAMPLES = (1, 8, 64)
 """Numbers of samples that the memory of inference is told for."""
 HOUR, TRILLION = 3600.0, 1e12
@@ -42,7 +45,7 @@ HOUR, TRILLION = 3600.0, 1e12
 def show_answer(answer: Answer, options: Search) -> None:
     """Prints an answer."""
     console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = COLUMNS
     found = answer.found
     for line in lines_of(answer, options):
@@ -51,6 +54,8 @@ def show_answer(answer: Answer, options: Search) -> None:
         console.print(_grids(found.best))
         best = found.best[0]
         console.print(_memory(best))
+        for line in _moved(best):
+            console.print(line)
         for line in timeline(best):
             console.print(line)
     for line in _refusals(found):
@@ -79,12 +84,12 @@ def lines_of(answer: Answer, options: Search) -> list[str]:
     lines = [
         f"{subject.name}: {type(facts.model).__name__}, {facts.parameters:,} parameters{trained}, "
         f"{len(facts.blocks)} blocks, {options.precision}",
-        f"a sample ({subject.sample}): {flops / 1e12:,.2f} TFLOP, forward "
+        f"a sample ({subject.sample}): {flops_text(flops)}, forward "
         f"{seconds_text(seconds[0])} and backward {seconds_text(seconds[1])} on one "
         f"{facts.device.name}; keeps {size_text(facts.saved)} for the backward",
         f"{options.batch} samples a step on {cluster.size} ranks, {cluster.name}",
         _honest(found),
-        NOT_COUNTED + ((GENERATED if facts.cached else CACHE) if options.inference else ""),
+        "not counted: " + ", ".join(not_counted(found)),
     ]
     if facts.cached:
         lines.append(_inference(found, subject.sample))
@@ -101,12 +106,20 @@ def lines_of(answer: Answer, options: Search) -> list[str]:
         name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[options.precision]
         rate = facts.device.matmul.get(name, rate)
         share = flops * options.batch / (step * cluster.size * rate)
+        samples = best.samples / step
         lines.append(
-            f"best: {best.grid}: {seconds_text(step)} a step, {best.samples / step:,.4g} samples/s"
-            + (f", {best.samples * subject.tokens / step:,.0f} tokens/s" if subject.tokens else "")
+            f"best: {best.grid}: {seconds_text(step)} a step, {rate_text(samples)} samples/s"
+            + (f", {rate_text(samples * subject.tokens)} tokens/s" if subject.tokens else "")
             + f", {100 * share:.0f} % of the rate of {name}"
         )
     return lines
+
+
+def not_counted(found: Found) -> list[str]:
+    """What the seconds and bytes of a search are without."""
+    if found.facts.trained:
+        return list(NOT_COUNTED)
+    return [*NOT_COUNTED, GENERATED, *([] if found.facts.cached else [CACHE])]
 
 
 def _honest(found: Found) -> str:
@@ -117,18 +130,40 @@ def _honest(found: Found) -> str:
 
 def _grids(best: Sequence[Scored]) -> Table:
     table = Table()
-    for name in ("", "step", "samples/s", "memory", "grid"):
+    behind = any(scored.moved is not None for scored in best)
+    for name in ("", "step", "samples/s", "memory", *["behind it"] * behind, "grid"):
         table.add_column(name, justify="left" if name == "grid" else "right", overflow="fold")
     for number, scored in enumerate(best, 1):
-        step = scored.seconds.step
+        step, moved = scored.seconds.step, scored.moved
+        leaves = "" if moved is None else size_text(moved.leaves.total)
         table.add_row(
             str(number),
             seconds_text(step),
-            f"{scored.samples / step:.4g}",
+            rate_text(scored.samples / step),
             size_text(scored.bytes),
+            *[leaves] * behind,
             str(scored.grid),
         )
     return table
+
+
+def _moved(best: Scored) -> list[str]:
+    """Bytes of a rank by memory, and what a step moves between them."""
+    moved = best.moved
+    if moved is None:
+        return []
+    lines = [
+        f"off-load: {size_text(moved.stays.total)} of state stay, {size_text(moved.leaves.total)} "
+        f"come and go; a step reads {size_text(moved.read)} and writes {size_text(moved.written)}, "
+        f"{moved.bottleneck}; least limit {size_at_least(moved.minimum)}, which {moved.decides} "
+        "needs"
+    ]
+    if moved.on_disk.total:
+        lines.append(
+            f"  {size_text(moved.on_disk.total)} of it lie on the disk at times; a step reads "
+            f"{size_text(moved.disk_read)} from there and writes {size_text(moved.disk_written)}"
+        )
+    return lines
 
 
 def _memory(best: Scored) -> str:
@@ -180,8 +215,20 @@ def _after(answer: Answer, options: Search) -> list[str]:
     found, need = answer.found, answer.enough
     lines = [
         f"least memory on these ranks: {size_at_least(need.bytes)} ({need.grid})",
-        f"fewest of such ranks that fit it: {need.ranks or 'more than were looked at'}",
+        f"fewest of such ranks that fit it: {need.ranks or 'more than were looked at'}"
+        + (
+            f", or fewer: {need.unlooked[0]} to {need.unlooked[1]} were not looked at"
+            if need.unlooked
+            else ""
+        ),
     ]
+    if need.offloaded is not None:
+        told = f"{size_at_least(need.offloaded.bytes)} ({need.offloaded})"
+        lines.insert(1, f"least memory where what does not fit leaves: {told}")
+    if found.unlooked:
+        lines.append(
+            f"off-load: {found.unlooked:,} more grids, of a higher bound, were not replayed"
+        )
     if answer.changed is not None:
         lines += _changes(found, answer.changed)
     if found.best:
@@ -243,7 +290,7 @@ def _costs(best: Scored, ranks: int, tokens: int, options: Search) -> list[str]:
 def _show_why(console: Console, why: Why) -> None:
     again, blocks = why.recomputed
     console.print(
-        f"why {why.path}: {why.kind}, {why.parameters:,} parameters, {why.flops / 1e9:,.2f} GFLOP "
+        f"why {why.path}: {why.kind}, {why.parameters:,} parameters, {flops_text(why.flops)} "
         f"and {size_text(why.saved)} kept for a sample; {again} of {blocks} blocks are recomputed"
     )
     table = Table()
@@ -256,7 +303,7 @@ def _show_why(console: Console, why: Why) -> None:
             choice.how or choice.refused,
             seconds_text(choice.compute_s) if choice.how else "",
             seconds_text(choice.message_s) if choice.how else "",
-            seconds_text(choice.step_s) if choice.step_s else choice.refused and "none fits",
+            seconds_text(choice.step_s) if choice.step_s else (choice.how and choice.refused),
         )
     console.print(table)
     console.print(f"  constants: {why.source}")

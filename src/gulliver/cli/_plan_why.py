@@ -14,6 +14,11 @@ ADDED_UP = ("row", "vocabulary")
 """Kinds of modules whose outputs tensor ranks add up."""
 
 
+NONE_FITS = "none fits"
+NOT_SHARED = "no such grid"
+"""Of the best grid's kind; heads, samples or ranks do not divide so."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """A way to lay a module over ranks.
@@ -116,35 +121,35 @@ def _choice(found: Found, path: str, size: int, samples: int) -> Choice:
     if placed is not None and placed.how.kind in ADDED_UP:
         links = found.cluster.crossed(1, size)
         message = all_reduce_seconds(links, analysis.module(path).output // n)
-    step = _step(found, size, samples)
+    step, reason = _step(found, size, samples)
     return Choice(
         size,
         how,
         seconds / size if cut else seconds,
         message,
         step.seconds.step if step else 0.0,
-        "" if step else "no grid with as many tensor ranks fits",
+        reason,
     )
 
 
-def _step(found: Found, size: int, samples: int) -> Scored | None:
+def _step(found: Found, size: int, samples: int) -> tuple[Scored | None, str]:
     """The fastest of the grids that were found, or of the best one turned to `size` ranks."""
     same = [scored for scored in found.best if scored.grid.axes.tensor == size]
     if same:
-        return same[0]
+        return same[0], ""
     if not found.best:
-        return None
+        return None, NONE_FITS
     return _turned(found, found.best[0], size, samples)
 
 
-def _turned(found: Found, best: Scored, size: int, samples: int) -> Scored | None:
-    """The best grid with other tensor ranks, taken from sequence, data or pipeline ranks."""
+def _turned(found: Found, best: Scored, size: int, samples: int) -> tuple[Scored | None, str]:
+    """The best grid with other tensor ranks, of sequence or data ranks, or why there is none."""
     on_cpu = found.cluster.device.to_device_rate is None
     scorer = Scorer(
         found.facts, found.cluster, samples, "cpu" if on_cpu else "cuda", 0.0 if on_cpu else 1.0
     )
     axes = best.grid.axes
-    tried = []
+    tried, reason = list[Scored](), NOT_SHARED
     for name in ("data", "sequence", "pipeline"):
         whole = getattr(axes, name) * axes.tensor
         if whole % size:
@@ -159,6 +164,9 @@ def _turned(found: Found, best: Scored, size: int, samples: int) -> Scored | Non
             continue
         if changed.pipeline != axes.pipeline or scorer.refuses(changed):
             continue
+        reason = NONE_FITS
         scored = scorer.least(grid, found.limit)
         tried += [scored] if scored else []
-    return min(tried, key=lambda scored: scored.seconds.step, default=None)
+    if not tried:
+        return None, reason
+    return min(tried, key=lambda scored: scored.seconds.step), ""

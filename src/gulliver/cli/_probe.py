@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
@@ -46,6 +46,7 @@ from gulliver.hardware import (
     probe_links,
     proposed_axes,
 )
+from gulliver.precision.wire import NAMES, PackRates, pack_rates, wire_format
 
 BUSY = 0.5
 """Relative spread above which the machine was busy."""
@@ -76,9 +77,11 @@ def probe(out: Path | None, folder: Path | None, again: bool, mib: int = 256) ->
         if world.is_main:
             cluster.save(path)
             forget_seconds()
+    broadcast_object(None)  # nobody measures before it is forgotten, all at once do afterwards
+    packing = measured_packing(world)
     assert cluster is not None
     if world.is_main:
-        show(cluster)
+        show(cluster, packing)
         done = f"measured {cluster.date}, kept in {path}; --again measures anew"
         console.print(done if anew else f"kept in {path}")
         if world.size == 1:
@@ -144,8 +147,20 @@ def measured_cluster(
     )
 
 
-def show(cluster: Cluster) -> None:
-    """Prints a cluster as a table; a spread is between quartiles, or the largest error of a fit."""
+def measured_packing(world: World) -> dict[str, PackRates]:
+    """Measures how fast wire formats are packed, or finds what was kept; every rank calls it."""
+    names = [name for name in NAMES if name != "identity"]
+    texts = [name + rounding for name in names for rounding in ("", ":stochastic")]
+    return {text: pack_rates(wire_format(text), world.device.type) for text in texts}
+
+
+def show(cluster: Cluster, packing: Mapping[str, PackRates] | None = None) -> None:
+    """Prints a cluster as a table; a spread is between quartiles, or the largest error of a fit.
+
+    Args:
+        cluster: cluster.
+        packing: rates of wire formats, by name.
+    """
     table = Table(title=cluster.name, title_justify="left")
     table.add_column("what")
     table.add_column("rate", justify="right")
@@ -167,6 +182,9 @@ def show(cluster: Cluster) -> None:
     ):
         if rate:
             table.add_row(name, f"{rate / 1e9:,.2f} GB/s")
+    for name, rates in (packing or {}).items():
+        pack, unpack = (4e-9 / seconds for seconds in (rates.pack_s, rates.unpack_s))
+        table.add_row(f"packing float32 as {name}, unpacking", f"{pack:,.1f}, {unpack:,.1f} GB/s")
     for axis in cluster.axes:
         link = axis.link
         table.add_row(

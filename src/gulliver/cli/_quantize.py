@@ -1,4 +1,4 @@
-"""``gulliver quantize``: int8 and int4 folders of language models."""
+"""``gulliver quantize``: int8 and int4 folders of language models and of diffusers pipelines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from gulliver.quantize import quantize_folder
 def quantize_command(config: QuantizeConfig, arguments: list[str]) -> int:
     """Quantises a folder, and prints what became of it."""
     del arguments
-    _, report, lines = quantize_folder(**asdict(config))
-    for line in (str(report), *lines, f"{config.out}: written"):
+    done = quantize_folder(**asdict(config))
+    for name, report in done.reports.items():
+        print(f"{name}, {report}")
+    for line in (*done.lines, f"{config.out}: written"):
         print(line)
     return 0

@@ -44,7 +44,8 @@ from gulliver.comm._point_to_point import (
     post,
     shift,
 )
-from gulliver.comm._rank_group import ALONE, RankGroup
+from gulliver.comm._rank_group import ALONE, RankGroup, rank_group_of
+from gulliver.comm._rendezvous import listen_on_localhost
 from gulliver.comm._watchdog import Watchdog
 from gulliver.comm._wire import IDENTITY, WireFormat
 from gulliver.comm._world import (
@@ -98,9 +99,11 @@ __all__ = [
     "host_rank_group",
     "init_world",
     "launch",
+    "listen_on_localhost",
     "make_axes",
     "operations",
     "post",
+    "rank_group_of",
     "reduce_choices",
     "reduce_scatter",
     "release_groups",

@@ -202,6 +202,7 @@ def all_gather(
     async_op: bool = False,
     purpose: Purpose = ANY,
     wire: WireFormat = IDENTITY,
+    add: bool = False,
 ) -> Handle:
     """Writes the inputs of all ranks, one after the other, to `output`.
 
@@ -214,13 +215,19 @@ def all_gather(
         purpose: all ranks pass the same; those that differ are told, over gloo.
         wire: format that the elements travel in. All ranks then have the same bits, those of the
             packed elements, also of the own part: its exact values stay in `input` alone.
+        add: whether packed elements are added to what `output` holds, which may be narrower.
+
+    Raises:
+        GulliverError: sizes or dtypes do not fit; elements that are not packed are to be added.
     """
     check_wire(wire)
     _check(output, "sum")
     _check(input, "sum")
     size = group_size(group)
     wire = wire.of(input)
-    _check_parts(input, output, size)
+    _check_parts(input, output, size, input.dtype if add else None)
+    if add and (wire is IDENTITY or size == 1):
+        raise GulliverError("what is gathered is added to what there is where it travels packed")
     if size == 1:
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
@@ -228,7 +235,7 @@ def all_gather(
     if wire is not IDENTITY:
         packer = _packer(wire, "sum", group, "all_gather", output, purpose)
         output, input = output.detach(), input.detach()
-        steps = _packed.all_gather(output, input, packer)
+        steps = _packed.all_gather(output, input, packer, add)
         return _finished(Handle(_packed.run(steps, packer, [output, input], None)), async_op)
     if isinstance(group, Torus):
         rank_groups = group.ways("all_gather", output.nbytes)

@@ -166,8 +166,8 @@ def run(
     return works[0] if works else None
 
 
-def all_gather(output: Tensor, input: Tensor, packer: Packer) -> Steps:
-    """The parts of all ranks, each as its owner packed it, the own one too."""
+def all_gather(output: Tensor, input: Tensor, packer: Packer, add: bool = False) -> Steps:
+    """The parts of all ranks, each as its owner packed it, the own one too, written or added."""
     numel = input.numel()
     held, made = packer.pack(input, 0, "out"), list[Tensor]()
     blocks = [held]
@@ -189,7 +189,7 @@ def all_gather(output: Tensor, input: Tensor, packer: Packer) -> Steps:
             block = stacked.movedim(0, depth).contiguous()
             blocks = list(block.view(-1, held.numel()))
     for part, into in zip(blocks, output.view(-1, numel), strict=True):
-        unpack(part, packer.wire, numel, out=into)
+        unpack(part, packer.wire, numel, out=into, add=float(add))
     packer.give(made)
 
 

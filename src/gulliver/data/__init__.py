@@ -2,13 +2,27 @@
 
 from gulliver.data._arena import ArenaStatistics, PinnedArena
 from gulliver.data._bucket_config import BucketConfig
+from gulliver.data._budgets import Budget, Samples, Seconds, Tokens
 from gulliver.data._clips import BrokenClip, Bucket, Clip, ClipBatch, ClipDataset, collate
+from gulliver.data._documents import document_shapes, pack_documents
 from gulliver.data._frames import STILL_FPS, Frame, open_video, stacked, upright_frames
 from gulliver.data._loader import DataLoader, LoaderStatistics
+from gulliver.data._nested import move_tensors
+from gulliver.data._planner import DataCentricPlanner
 from gulliver.data._records import read_utf8
+from gulliver.data._replay import (
+    DISTRIBUTIONS,
+    Replayed,
+    draw_shapes,
+    least_time,
+    replay_ours,
+    replay_published,
+)
 from gulliver.data._resolutions import resolution
 from gulliver.data._sampler import BucketSampler, ResumableSampler, Step
 from gulliver.data._scores import STYLES, with_scores
+from gulliver.data._step_pictures import Shares, shares_of, step_lines, steps_page
+from gulliver.data._steps import MicroBatch, RankGroup, StepPlan
 from gulliver.data._table import (
     ClipTable,
     Probe,
@@ -20,6 +34,7 @@ from gulliver.data._table import (
 )
 
 __all__ = [
+    "DISTRIBUTIONS",
     "STILL_FPS",
     "STYLES",
     "ArenaStatistics",
@@ -27,27 +42,47 @@ __all__ = [
     "Bucket",
     "BucketConfig",
     "BucketSampler",
+    "Budget",
     "Clip",
     "ClipBatch",
     "ClipDataset",
     "ClipTable",
+    "DataCentricPlanner",
     "DataLoader",
     "Frame",
     "LoaderStatistics",
+    "MicroBatch",
     "PinnedArena",
     "Probe",
+    "RankGroup",
+    "Replayed",
     "ResumableSampler",
     "Row",
+    "Samples",
+    "Seconds",
+    "Shares",
     "Step",
+    "StepPlan",
+    "Tokens",
     "choose_bucket",
     "collate",
+    "document_shapes",
+    "draw_shapes",
+    "least_time",
+    "move_tensors",
     "open_video",
+    "pack_documents",
     "probe_file",
     "read_utf8",
+    "replay_ours",
+    "replay_published",
     "resize_and_crop",
     "resolution",
+    "shares_of",
     "span_of",
     "stacked",
+    "step_lines",
+    "steps_page",
     "upright_frames",
     "with_scores",
 ]

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -33,6 +34,11 @@ def map_leaves(batch: Any, visit: Callable[[Any], Any]) -> Any:
     if isinstance(batch, Sequence) and not isinstance(batch, range | memoryview):
         return _sequence(batch, [map_leaves(part, visit) for part in batch])
     return visit(batch)
+
+
+def move_tensors(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device."""
+    return map_leaves(batch, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
 
 
 def _mapping(like: Mapping, values: dict) -> Any:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name.startswith("_") and name != "__all__":
         raise AttributeError(name)
+    if name in ("DataConfig", "check_data"):
+        # Options: other commands have them too, and read them without torch.
+        from gulliver.finetune import _config
+
+        return getattr(_config, name)
     from gulliver.finetune import _public
 
     return getattr(_public, name)

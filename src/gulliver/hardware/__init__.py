@@ -1,15 +1,19 @@
 """What things cost: devices, links and disks, measured or described, and the formulas on them."""
 
 from gulliver.hardware._attention import (
+    GATHER_LAUNCHES,
     AttentionBytes,
     AttentionSeconds,
     AttentionShape,
     SequenceSplit,
     attention_seconds,
+    exchange_launches,
+    hop_launches,
     split_attention_bytes,
     split_attention_seconds,
     two_ring_bytes,
 )
+from gulliver.hardware._batch_costs import BatchCosts, BlockKind, keep_blocks, kept_front
 from gulliver.hardware._changed import changed_cluster
 from gulliver.hardware._cluster import (
     Along,
@@ -46,6 +50,8 @@ from gulliver.hardware._costs import (
     zero_collectives,
 )
 from gulliver.hardware._curve import Curve
+from gulliver.hardware._embedding import LookupLoad, lookup_seconds
+from gulliver.hardware._function_costs import FunctionCosts
 from gulliver.hardware._kept import current_cluster, forget_seconds, kept_path, kept_seconds
 from gulliver.hardware._links import (
     fit_line,
@@ -64,7 +70,9 @@ from gulliver.hardware._offload import (
     Transfer,
     Visit,
     disk_rates,
+    flops_text,
     host_rates,
+    rate_text,
     seconds_text,
     tiered_seconds,
 )
@@ -75,6 +83,24 @@ from gulliver.hardware._operators import (
     operator_seconds,
 )
 from gulliver.hardware._probe import FP8_CAPABILITY, probe_device, probe_disk
+from gulliver.hardware._refinement import Refinement
+from gulliver.hardware._sample_files import (
+    kept_samples,
+    load_samples,
+    sample_fingerprint,
+    save_samples,
+)
+from gulliver.hardware._sample_tables import TableCosts
+from gulliver.hardware._samples import (
+    SampleCosts,
+    SampleFit,
+    SampleModel,
+    SamplePoint,
+    SampleShape,
+    fit_samples,
+    measure_samples,
+)
+from gulliver.hardware._scaling import Scaling, batch_efficiency, best_batch, fit_scaling
 from gulliver.hardware._step import (
     Message,
     StepCosts,
@@ -90,6 +116,7 @@ from gulliver.hardware._transfers import IN_A_ROW, Transfers, probe_transfers
 __all__ = [
     "BACKWARD_OF_LINEAR",
     "FP8_CAPABILITY",
+    "GATHER_LAUNCHES",
     "IN_A_ROW",
     "RING_BYTES",
     "Along",
@@ -97,15 +124,27 @@ __all__ = [
     "AttentionSeconds",
     "AttentionShape",
     "Axis",
+    "BatchCosts",
+    "BlockKind",
     "Cluster",
     "Curve",
     "Device",
     "Disk",
     "Fp8Seconds",
+    "FunctionCosts",
     "Link",
+    "LookupLoad",
     "Message",
+    "Refinement",
+    "SampleCosts",
+    "SampleFit",
+    "SampleModel",
+    "SamplePoint",
+    "SampleShape",
+    "Scaling",
     "SequenceSplit",
     "StepCosts",
+    "TableCosts",
     "TierRates",
     "TieredSeconds",
     "Transfer",
@@ -116,6 +155,8 @@ __all__ = [
     "all_reduce_ways",
     "all_to_all_seconds",
     "attention_seconds",
+    "batch_efficiency",
+    "best_batch",
     "broadcast_seconds",
     "changed_cluster",
     "collective_seconds",
@@ -126,20 +167,31 @@ __all__ = [
     "described_names",
     "disk_rates",
     "disk_seconds",
+    "exchange_launches",
     "exposed_seconds",
     "fit_line",
+    "fit_samples",
+    "fit_scaling",
     "flop_formulas",
+    "flops_text",
     "forget_seconds",
     "fp8_break_even",
     "fp8_seconds",
     "group_into_nodes",
+    "hop_launches",
     "host_rates",
+    "keep_blocks",
+    "kept_front",
     "kept_path",
+    "kept_samples",
     "kept_seconds",
     "layer_seconds",
     "linear_flops",
     "linear_seconds",
+    "load_samples",
+    "lookup_seconds",
     "matmul_seconds",
+    "measure_samples",
     "memory_bytes",
     "memory_seconds",
     "named_cluster",
@@ -157,9 +209,12 @@ __all__ = [
     "probe_links",
     "probe_transfers",
     "proposed_axes",
+    "rate_text",
     "reduce_scatter_seconds",
     "resharding_bytes",
     "roofline_seconds",
+    "sample_fingerprint",
+    "save_samples",
     "seconds_text",
     "split_attention_bytes",
     "split_attention_seconds",

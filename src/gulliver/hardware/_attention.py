@@ -47,6 +47,15 @@ from gulliver.hardware._costs import (
     wire_bytes,
 )
 
+EXCHANGE_LAUNCHES, EXCHANGE_RANK_LAUNCHES = 7, 8
+"""Operations that pack and unpack an exchange of heads, and more of them for each of its ranks."""
+RING_LAUNCHES, RING_RANK_LAUNCHES = 58, 26
+"""Operations of a ring's attention, forward and backward, beside those of a whole one, and more of
+them for each of its ranks: blocks, how they are merged, and what is kept of them. All four are
+counted from steps of 2 and of 4 ranks (tests/test_step_prices.py counts them again)."""
+GATHER_LAUNCHES = 5
+"""Operations that pack and unpack a sequence which tensor ranks gather, or add up and share."""
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -202,6 +211,24 @@ def head_exchange_bytes(split: SequenceSplit, shape: AttentionShape) -> float:
     of_kv = shape.batch * shape.keys / split.degree * split.kv_heads
     sent = of_q * shape.head_dim + of_kv * (shape.head_dim + shape.values) + of_q * shape.values
     return wire_bytes([(split.ulysses, Link(0.0, 1.0))], int(sent * shape.item), "all_to_all")[0]
+
+
+def exchange_launches(ranks: int) -> float:
+    """Operations that pack and unpack one exchange of heads.
+
+    Args:
+        ranks: ranks that exchange.
+    """
+    return EXCHANGE_LAUNCHES + EXCHANGE_RANK_LAUNCHES * ranks
+
+
+def hop_launches(ranks: int) -> float:
+    """Operations of one hop of a ring and its attention, beside those of a whole attention.
+
+    Args:
+        ranks: ranks of the ring, several.
+    """
+    return (RING_LAUNCHES + RING_RANK_LAUNCHES * ranks) / (2 * (ranks - 1))
 
 
 def two_ring_bytes(ranks: int, shape: AttentionShape) -> AttentionBytes:

@@ -17,6 +17,15 @@ from typing import Any, Self
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware._curve import Curve
+from gulliver.hardware._plausible import (
+    LATENCY,
+    LINK,
+    MATMUL,
+    MEMORY,
+    RANKS,
+    RATE,
+    check_plausible,
+)
 from gulliver.hardware._reading import read
 from gulliver.io import named_errors, to_yaml, write_text
 
@@ -239,7 +248,29 @@ class Cluster:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise GulliverError(f"{where} is no YAML: {' '.join(str(error).split())}") from error
-        return read(cls, values, where)
+        cluster = read(cls, values, where)
+        check_plausible(_bounded(cluster), where)
+        return cluster
+
+
+def _bounded(cluster: Cluster) -> list[tuple[str, float | None, Any]]:
+    """Entries of a file that a slip of units would make a machine of, with their bounds."""
+    device = cluster.device
+    found: list[tuple[str, float | None, Any]] = [
+        ("device.memory_rate", device.memory_rate, RATE),
+        ("device.memory_bytes", device.memory_bytes, MEMORY),
+        ("device.launch_s", device.launch_s, LATENCY),
+        ("device.to_device_rate", device.to_device_rate, RATE),
+        ("device.to_host_rate", device.to_host_rate, RATE),
+    ]
+    found += [(f"device.matmul.{dtype}", rate, MATMUL) for dtype, rate in device.matmul.items()]
+    for number, axis in enumerate(cluster.axes):
+        found += [
+            (f"axes[{number}].size", axis.size, RANKS),
+            (f"axes[{number}].link.alpha_s", axis.link.alpha_s, LATENCY),
+            (f"axes[{number}].link.bandwidth", axis.link.bandwidth, LINK),
+        ]
+    return found
 
 
 def described_names() -> list[str]:

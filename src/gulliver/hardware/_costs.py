@@ -59,7 +59,8 @@ def roofline_seconds(device: Device, operations: float, count: int, dtype: str) 
     """
     if dtype not in device.matmul:
         raise GulliverError(
-            f"{device.name} has no rate for {dtype}: {nearest(dtype, device.matmul)}"
+            f"{device.name} has no rate for {dtype}, only for {', '.join(device.matmul)}: convert "
+            "the model, or give a cluster file with that rate"
         )
     moved = memory_seconds(device, count)
     if dtype in device.matmul_curves:

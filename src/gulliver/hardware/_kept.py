@@ -84,7 +84,7 @@ def kept_path(world_size: int) -> Path:
 
 def fingerprint(world_size: int) -> str:
     """Sixteen digits that change when a measurement should be made anew."""
-    return digest({"hosts": _hosts(world_size), **_machine(), "ranks": world_size})
+    return digest({"hosts": _hosts(world_size), **machine_facts(), "ranks": world_size})
 
 
 def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: int = 2) -> Seconds:
@@ -97,7 +97,7 @@ def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: i
         measure: measures them.
         count: number of them.
     """
-    path = _seconds_folder() / f"{digest({**_machine(), **facts})}.json"
+    path = _seconds_folder() / f"{digest({**machine_facts(), **facts})}.json"
     try:
         kept: Any = tuple(float(seconds) for seconds in json.loads(path.read_text("utf-8")))
         if len(kept) == count:
@@ -120,7 +120,8 @@ def _seconds_folder() -> Path:
     return cache_folder() / "seconds"
 
 
-def _machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
+    """Facts that tell machines apart: processor, cores, threads, GPUs and torch."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),

@@ -269,4 +269,21 @@ def host_rates(device: Device) -> TierRates | None:
 
 def seconds_text(seconds: float) -> str:
     """Writes seconds for people."""
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    if seconds >= 0.9995:
+        return f"{seconds:,.1f} s"
+    if 0 < seconds < 0.9995e-4:
+        return f"{1e6 * seconds:.3g} µs"
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def rate_text(count: float) -> str:
+    """Writes a number per second for people, four digits of a small one."""
+    return f"{count:,.0f}" if count >= 1000 else f"{count:.4g}"
+
+
+def flops_text(count: float) -> str:
+    """Writes a number of floating-point operations for people."""
+    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
+        if count >= size or size == 1e3:
+            return f"{count / size:,.2f} {unit}"
+    raise AssertionError("the smallest unit is for all")

@@ -2,13 +2,14 @@
 
 FLOPs are those of `torch.utils.flop_counter`: products of matrices, convolutions and attention; all
 else is charged by the bytes that it moves. Torch has no formula for the attention kernel of CPUs,
-which computes what the kernels of GPUs do and takes theirs, nor for grouped products of experts.
+which computes what the kernels of GPUs do and takes theirs, nor for grouped products of experts and
+for LSTMs on CPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
 
     formulas = dict(FlopCounterMode(display=False).flop_registry)
     formulas.setdefault(aten._grouped_mm, _grouped_flops)
+    formulas.setdefault(aten.mkldnn_rnn_layer, partial(_recurrent_flops, 1))
+    formulas.setdefault(aten.mkldnn_rnn_layer_backward, partial(_recurrent_flops, 2))
     return formulas | {mine: formulas[other] for mine, other in ON_CPU.items()}
 
 
@@ -45,6 +48,16 @@ def _grouped_flops(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
     """FLOPs of products of which each row, column or term belongs to one group, as one expert's."""
     groups = one.shape[0] if one.ndim == 3 and other.ndim == 2 else 1
     return 2 * one.numel() * other.shape[-1] // groups
+
+
+def _recurrent_flops(
+    products: int, rows: Tensor, inner: Tensor, outer: Tensor, *_: Any, **__: Any
+) -> int:
+    """FLOPs of a layer of an LSTM: each row of the input, and of the state, by a matrix of gates.
+
+    A backward has two products for each of the forward, of the rows' gradient and the matrix'.
+    """
+    return products * 2 * (rows.numel() // rows.shape[-1]) * (inner.numel() + outer.numel())
 
 
 def operator_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:

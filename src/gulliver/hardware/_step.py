@@ -10,12 +10,19 @@ equal messages one never hides, and the others have (N - 1) / N of the pass. A h
 behind the part of its attention that is computed meanwhile, not behind other layers. And the
 processor posts every message, which takes as long as launching an operation.
 
+[Note: one queue] Over sockets all messages of a rank leave by one queue. So a rank that stops for a
+message, while others are under way beside its computing, stops until those have left, too: of each
+of those it can compute beside no more than lies between two stops. (On shaped links a forward with
+exchanges of heads takes as long as the gathers beside it and its computing one after the other,
+docs/lab-notes.md.) Links that are rings, as of NCCL, have queues of their own.
+
 The bytes are those of ZeRO (Rajbhandari et al. 2020): shards, whole chunks of those that are needed
 at once, and buffers under way.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -50,6 +57,8 @@ class Message:
         part: share of that pass in which they may: of several micro-batches the last alone.
         behind_s: seconds of computing that hide one of them, whatever pass that is in; None for
             those of the pass, which all share.
+        launches: number of operations that pack and unpack one of them.
+        packing_s: seconds in which the rank packs and unpacks one of them, and does not compute.
     """
 
     kind: Kind
@@ -60,6 +69,18 @@ class Message:
     beside: Pass = "backward"
     part: float = 1.0
     behind_s: float | None = None
+    launches: float = 0.0
+    packing_s: float = 0.0
+
+    @property
+    def stops(self) -> float:
+        """Number of times that a rank stops for them."""
+        return self.count if self.axes and (not self.hidden or self.behind_s is not None) else 0.0
+
+    @property
+    def queued(self) -> bool:
+        """Whether they leave by one queue with all others of a rank."""
+        return any(not link.ring for size, link in self.axes if size > 1)
 
     @property
     def seconds(self) -> float:
@@ -104,7 +125,7 @@ class StepCosts:
         recompute: seconds of forwards that backward repeats.
         messages: seconds of all messages by kind, hidden or not.
         sent: bytes of all messages.
-        exposed: seconds of messages in which the rank does not compute.
+        exposed: seconds of messages, packing included, in which the rank does not compute.
         bubble: seconds that it waits for other stages.
         update: seconds of the optimizer.
     """
@@ -142,29 +163,37 @@ def predict_step(
         bubble_s: seconds that it waits for other stages.
         free: share of messages that need nothing that computes: 1 on GPUs, 0 where every core
             computes and carries messages as well.
-        launch_s: seconds of the processor for posting a message that is not waited for.
+        launch_s: seconds of the processor for launching an operation, or for posting a message that
+            is not waited for.
     """
     spent: dict[str, float] = {}
     for message in messages:
         spent[message.kind] = spent.get(message.kind, 0.0) + message.seconds
     hidden = [m for m in messages if m.hidden]
     windows = {"forward": passes_s[0], "backward": passes_s[1] + recompute_s}
+    stops = sum(m.stops for m in messages if m.queued)
+    between = sum(windows.values()) / stops if stops else math.inf
     shown = sum(
-        exposed_seconds([m for m in hidden if m.beside == name], window)
+        exposed_seconds([m for m in hidden if m.beside == name], window, between)
         for name, window in windows.items()
     )
-    posting = launch_s * sum(m.count for m in hidden)
-    exposed = sum(spent.values()) - free * (sum(m.seconds for m in hidden) - shown) + posting
+    posting = launch_s * sum(m.count * (m.hidden + m.launches) for m in messages)
+    packing = sum(m.count * m.packing_s for m in messages)
+    exposed = sum(spent.values()) - free * (sum(m.seconds for m in hidden) - shown)
+    exposed += posting + packing
     sent = sum(message.sent for message in messages)
     return StepCosts(sum(passes_s), recompute_s, spent, sent, exposed, bubble_s, update_s)
 
 
-def exposed_seconds(messages: Sequence[Message], window_s: float) -> float:
+def exposed_seconds(
+    messages: Sequence[Message], window_s: float, between_s: float = math.inf
+) -> float:
     """Seconds of messages beside a pass in which the rank does not compute.
 
     Args:
         messages: messages that travel beside the pass, one after the other.
         window_s: seconds that the pass computes.
+        between_s: seconds that it computes between two messages that it stops for.
     """
     own = [m for m in messages if m.behind_s is not None and m.count]
     hops = sum(max(0.0, m.seconds - m.count * (m.behind_s or 0.0)) for m in own)
@@ -174,6 +203,8 @@ def exposed_seconds(messages: Sequence[Message], window_s: float) -> float:
     number, part = sum(m.count for m in shared), max(m.part for m in shared)
     last = max(m.seconds / m.count for m in shared)
     within = part * window_s * max(0.0, 1 - 1 / number)
+    if any(m.queued for m in shared):
+        within = min(within, between_s * max(0.0, number - 1))
     return hops + max(last, sum(m.seconds for m in shared) - within)
 
 
@@ -249,6 +280,18 @@ def layer_seconds(device: Device, weights: int, tokens: int, dtype: str = "float
     return linear_flops(weights, tokens) / rate
 
 
+UNFUSED = {0: 3, 1: 8, 2: 21}
+"""Tensors that torch's optimizers read and write where each of their operations is a pass over
+memory, by the states of an element: SGD, with momentum, and AdamW."""
+
+
 def update_seconds(device: Device, parameter_bytes: int, states: float) -> float:
-    """Seconds of an element-wise optimizer: reads all, writes all but the gradients."""
-    return memory_seconds(device, int(parameter_bytes * (3 + 2 * states)))
+    """Seconds of an element-wise optimizer: reads all, writes all but the gradients.
+
+    On a CPU each operation of it is a pass of its own: of AdamW a decay, averages, a root and their
+    quotient, three times as much.
+    """
+    passes = 3 + 2 * states
+    if device.to_device_rate is None:
+        passes = UNFUSED.get(int(states), 3 * passes)
+    return memory_seconds(device, int(parameter_bytes * passes))

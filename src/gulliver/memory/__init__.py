@@ -35,7 +35,16 @@ from gulliver.memory._malloc import FreedMemory
 from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, moment_size
 from gulliver.memory._pages import page_aligned
-from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
+from gulliver.memory._parts import (
+    Part,
+    Region,
+    part_of,
+    region_of,
+    set_region,
+    set_state_shape,
+    state_shape,
+    whole_shape,
+)
 from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_ready
 from gulliver.memory._placed import HELD, Placed, Where
 from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
@@ -52,7 +61,15 @@ from gulliver.memory._read_locks import (
 )
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
-from gulliver.memory._stores import DiskStore, Store, Transfer, check_disk_folder, whole_pages
+from gulliver.memory._stores import (
+    IN_MEMORY,
+    DiskStore,
+    Store,
+    Transfer,
+    check_disk_folder,
+    file_system,
+    whole_pages,
+)
 from gulliver.memory._symbolic import (
     ActivationPeak,
     Kept,
@@ -71,6 +88,7 @@ __all__ = [
     "ASKS",
     "GRADIENTS",
     "HELD",
+    "IN_MEMORY",
     "KINDS",
     "LEGAL_PRESENCE",
     "OPTIMIZER_STATE",
@@ -129,6 +147,7 @@ __all__ = [
     "block_activations",
     "check_disk_folder",
     "drop_read_lock",
+    "file_system",
     "follow_step",
     "hide_from_compilers",
     "mark_pending",
@@ -144,8 +163,10 @@ __all__ = [
     "room_without_unseen",
     "seconds_between",
     "set_region",
+    "set_state_shape",
     "smallest_limit",
     "stand_in_loss",
+    "state_shape",
     "storage_of",
     "whole_pages",
     "whole_shape",

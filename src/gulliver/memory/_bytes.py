@@ -26,6 +26,11 @@ class ByteCounter:
         self._total = 0
         self.restart()
 
+    @property
+    def total(self) -> int:
+        """Bytes held now, of all kinds."""
+        return self._total
+
     def restart(self) -> None:
         """Forgets the peaks: what is held now is the most from here on."""
         self.peak, self.fullest, self._most = dict(self.live), dict(self.live), self._total

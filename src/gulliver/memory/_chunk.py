@@ -39,6 +39,8 @@ from gulliver.memory._pending import INSTEAD, mark_ready
 from gulliver.memory._placed import Placed
 from gulliver.memory._read_locks import any_read_lock, before_write
 from gulliver.memory._reduced import ReducedGradient, reduced_gradient
+from gulliver.memory._sums import column_sums
+from gulliver.precision.wire import IDENTITY, WireFormat, pack, unpack
 
 _form = attrgetter("shape", "dtype")
 _ALWAYS = nullcontext()
@@ -61,6 +63,8 @@ class Chunk:
         parked: whether what was collected has left until it is reduced.
         resting: what is being collected, while it may leave until more comes.
         writes: number of times that writes to parameters were brought to `home`.
+        wire: format that the parameters travel in; `home` keeps what that loses.
+        shown_part: this rank's part as all ranks have it, where it follows from what was sent.
     """
 
     def __init__(
@@ -80,6 +84,9 @@ class Chunk:
         self.home = self.shard
         self._separate = False
         self.writes = 0
+        self.wire = IDENTITY
+        self.shown_part: Tensor | None = None
+        self._sums: Tensor | None = None
         self.gradient: Tensor | None = None
         self.parked = False
         self.resting: Placed | None = None
@@ -151,6 +158,24 @@ class Chunk:
         if self._separate:
             self._count_home(self.home.nbytes)
 
+    def pack_parameters(self, wire: WireFormat, kept: bool) -> None:
+        """Lets parameters travel packed, or if the buffer is `kept` changes of them (`change`)."""
+        self.wire = wire
+        if kept:
+            self.shown_part = self.shard.clone()
+            self.pool.counter.add(PARAMETERS, self.shown_part.nbytes)
+
+    def change(self) -> Tensor:
+        """What this rank's part of the buffer lacks to be `home`."""
+        return self.home - self.shard.to(self.home.dtype)
+
+    def note_gathered(self) -> None:
+        """Takes this rank's part of the buffer for what all ranks have of it."""
+        if self.shown_part is not None:
+            self.shown_part.copy_(self.shard)
+        elif self.wire is not IDENTITY:
+            self._sums = column_sums(self.shard)  # packing it again would cost more
+
     def widen_home(self, dtype: torch.dtype) -> None:
         """Keeps `home`, a tensor of its own, in another dtype from here on."""
         self._count_home(-self.home.nbytes)
@@ -209,21 +234,32 @@ class Chunk:
             self.pool.counter.add(PARAMETERS, -self.nbytes)
         if self._separate:
             self._count_home(-self.home.nbytes)
+        if self.shown_part is not None:
+            self.pool.counter.add(PARAMETERS, -self.shown_part.nbytes)
         self.free_gradient()
         self.drop_moments()
 
     def take_writes(self) -> None:
         """Brings what the user has written to parameters, on every rank alike, to `home`.
 
-        Values are compared: a write through ``.data`` leaves no other trace, since it does not move
-        the parameter's version counter. Nothing is compared where `home` is a view.
+        Values are compared: a write through ``.data`` leaves no other trace, as no version counter
+        moves. Nothing is compared where `home` is a view.
         """
-        if not self.home_is_view:
-            self.merge(self.home, self.shard)
+        known = self._sums is not None and torch.equal(self._sums, column_sums(self.shard))
+        if not known and not self.home_is_view:
+            self.merge(self.home, self.shard, self._as_sent())
+            self.note_gathered()
 
-    def merge(self, home: Tensor, values: Tensor) -> None:
-        """Writes what differs to `home` or a run of it; the rest keeps more bits than `values`."""
-        rounded = home.to(values.dtype)
+    def _as_sent(self) -> Tensor | None:
+        """This rank's part as it is on all ranks if nobody has written to it; None: rounded."""
+        if self.shown_part is not None or self.wire is IDENTITY:
+            return self.shown_part
+        rounded = self.home.to(self.dtype)
+        return unpack(pack(rounded, self.wire), self.wire, rounded.numel(), self.dtype)
+
+    def merge(self, home: Tensor, values: Tensor, rounded: Tensor | None = None) -> None:
+        """Writes what differs from `rounded`, or else `home`; the rest keeps more bits."""
+        rounded = home.to(values.dtype) if rounded is None else rounded
         # A device would be waited for; to write what is there already costs it less.
         if (self.device.type == "cpu" or any_read_lock()) and torch.equal(rounded, values):
             return

@@ -251,6 +251,7 @@ class Manager:
                 if placed.where is not Where.AWAY:
                     self._traffic.settle(placed)
                 self._make_writable(placed)
+            self._traffic.let_leave(placed)  # a thread gives its memory to others once written
             if placed.where in (Where.HERE, Where.LEAVING):
                 assert placed.memory is not None
                 return typed(placed.memory, placed.nbytes, placed.dtype)
@@ -326,8 +327,8 @@ class Manager:
                 self._history.event(f"give {kind}", size)
                 self._run(self._core.give(size))
 
-    def set_budget(self, nbytes: int) -> None:
-        """Changes the size of the fast tier, and waits until no more than that is held.
+    def set_budget(self, nbytes: int, ahead: int | None = None) -> None:
+        """Changes the size of the fast tier (and `ahead`), and waits until no more is held.
 
         Raises:
             GulliverError: less than what is in use now; nothing was changed.
@@ -335,6 +336,7 @@ class Manager:
         with self._entered():
             actions = self._decided(lambda: self._core.set_budget(nbytes))
             self._traffic.budget = nbytes
+            self._core.ahead = self._core.ahead if ahead is None else ahead
             self._history.event("budget", nbytes)
             self._run(actions)
             self._traffic.fit()
@@ -359,10 +361,7 @@ class Manager:
         return {**self._traffic.moved, **done}
 
     def explain(self, step: int = -1) -> str:
-        """Says every decision of a step as text; -1 is the last that has ended.
-
-        The last few steps are remembered.
-        """
+        """Says every decision of one of the last few steps as text; -1 is the last that ended."""
         text = self._history.explain(step) + self._middle.explain(step)
         cycle = self._core.cycle
         if cycle is None or not cycle.cost:

@@ -70,6 +70,16 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(parameter.shape) if region is None else region.shape
 
 
+def set_state_shape(parameter: Tensor, shape: tuple[int, ...]) -> None:
+    """Says which shape the state of a parameter has that stands for more than it holds."""
+    vars(parameter)["_state_shape"] = shape
+
+
+def state_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Shape that a parameter has in files; its own, where nothing else was said."""
+    return vars(parameter).get("_state_shape", tuple(parameter.shape))
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """Elements `start` to `stop` of a whole tensor or of a region of it, in row-major order.

@@ -37,8 +37,7 @@ from gulliver.memory._moments import Moment, first_elements, moment_size
 from gulliver.memory._placed import Placed
 from gulliver.memory._read_locks import before_write
 from gulliver.memory._reduced import ReducedGradient
-
-COLUMNS = 1021
+from gulliver.memory._sums import column_sums
 
 
 class LentBuffers(BufferPool):
@@ -92,7 +91,6 @@ class PlacedChunk(Chunk):
         self._in_place = False
         self._stack: ExitStack | None = None
         self._leaving: list[Placed] = []
-        self._sums: Tensor | None = None
         self._filled: Tensor | None = None  # the reduced gradient, while it is being made
         self._kept = False
         super().__init__(layout, parameters, part, pool)
@@ -146,7 +144,7 @@ class PlacedChunk(Chunk):
         if self._in_place and self._is_written():
             self._sums = None
         elif self._sums is None:
-            self._sums = _sums(self.shard)
+            self._sums = column_sums(self.shard)
 
     def _is_written(self) -> bool:
         """Whether the shard's content lies in the fast tier only."""
@@ -154,13 +152,13 @@ class PlacedChunk(Chunk):
 
     def take_writes(self) -> None:
         """Brings what the user has written to parameters, on every rank alike, to `home`."""
-        if self._sums is None or torch.equal(self._sums, _sums(self.shard)):
+        if self._sums is None or torch.equal(self._sums, column_sums(self.shard)):
             return
         with self.opened(write=True):
             if self._in_place:
                 self.writes += 1
             else:
-                self.merge(self.home, self.shard)
+                self.merge(self.home, self.shard, self._as_sent())
 
     @contextmanager
     def opened(self, write: bool = False, moments: bool = False) -> Iterator[None]:
@@ -362,10 +360,3 @@ class PlacedChunk(Chunk):
 
 def _on_meta(placed: Placed) -> Tensor:
     return torch.empty(placed.numel, dtype=placed.dtype, device="meta")
-
-
-def _sums(values: Tensor) -> Tensor:
-    """Column sums of 64-bit words, see the note above; what fills no row stands for itself."""
-    words = values.view(torch.int64)
-    whole = words.numel() // COLUMNS * COLUMNS
-    return torch.cat([words[:whole].view(-1, COLUMNS).sum(0), words[whole:]])

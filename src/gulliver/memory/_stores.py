@@ -337,7 +337,7 @@ def check_disk_folder(folder: Path) -> None:
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise GulliverError(f"disk folder {folder} {what}: make it, or name one on a local disk")
-    kind = _file_system(folder)
+    kind = file_system(folder)
     if kind in NETWORK:
         raise GulliverError(
             f"disk folder {folder} lies on a network mount ({kind}): name a local disk"
@@ -348,7 +348,7 @@ def check_disk_folder(folder: Path) -> None:
         )
 
 
-def _file_system(folder: Path) -> str:
+def file_system(folder: Path) -> str:
     """Returns the kind of file system that a folder lies on; empty where that is not known."""
     try:
         lines = Path(MOUNTS).read_text(encoding="utf-8", errors="replace").splitlines()

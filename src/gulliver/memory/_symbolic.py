@@ -28,7 +28,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils import _pytree as pytree
 
-from gulliver._compat import DispatchMode, fake_kind, fake_mode, replace_tensors
+from gulliver._compat import DispatchMode, fake_kind, fake_mode, replace_tensors, without_modes
 from gulliver.errors import GulliverError
 from gulliver.memory._activations import ActivationOffload
 from gulliver.memory._fakes import FakeTensors, without_traces
@@ -222,6 +222,10 @@ class _FakeOffload(ActivationOffload):
 def stand_in_loss(output: Any) -> Tensor:
     """A loss for a model of which only the output is known; it needs as much memory as any."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    # A model that computes its loss may return it as it is, or before all else.
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    if not isinstance(found, Tensor) and isinstance(first, Tensor) and not first.ndim:
+        found = first if first.requires_grad else None
     if isinstance(found, Tensor):
         return found
     loss = torch.zeros(())
@@ -233,10 +237,12 @@ def stand_in_loss(output: Any) -> Tensor:
     return loss
 
 
-OPAQUE = (torch.ops.aten.mkldnn_rnn_layer.default,)
-"""Operations that keep memory for backward of which fake tensors know nothing."""
+RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
+"""A layer of an LSTM on CPUs: fake tensors know nothing of the workspace that it saves."""
 GROUPED = "aten::_grouped_mm"
 """Products of experts: torch knows shapes of them in bfloat16 only, and CPUs compute float32."""
+ALIGNED = 16
+"""Bytes that the rows of their factors are a multiple of; torch refuses others when it computes."""
 
 
 class StorageCounter(DispatchMode):
@@ -261,13 +267,14 @@ class StorageCounter(DispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in OPAQUE:
-            raise GulliverError(f"{func} has a workspace of unknown size")
         taken = _leaves((args, kwargs))
         outside = {_key(t) for t in taken} - self._held.keys()
         self.begins(func)
-        if func.name() == GROUPED and isinstance(args[0], fake_kind()):
+        shapeless = bool(taken) and (isinstance(taken[0], fake_kind()) or taken[0].is_meta)
+        if func.name() == GROUPED and shapeless:
             output = _grouped_products(*args, **kwargs)
+        elif func is RECURRENT and shapeless:
+            output = _recurrent_layer(*args, **kwargs)
         else:
             output = func(*args, **kwargs)
         given = _leaves(output)
@@ -328,11 +335,52 @@ def _grouped_products(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The output of products in groups: where one factor is cut into groups, it has their rows."""
+    """The output of products in groups: where one factor is cut into groups, it has their rows.
+
+    Raises:
+        GulliverError: rows that torch refuses when it computes.
+    """
+    for factor in (one, other):
+        rows = max(factor.stride()[-2:]) * factor.element_size()
+        if rows % ALIGNED:
+            sizes = " x ".join(map(str, factor.shape[-2:]))
+            raise GulliverError(
+                f"products of experts ({sizes}, {factor.dtype}) have rows of {rows} bytes, and "
+                f"torch computes multiples of {ALIGNED} alone: give sizes that divide by "
+                f"{ALIGNED // factor.element_size()}, or build the model with "
+                "experts_implementation='eager'"
+            )
     shape = [one.shape[-2], other.shape[-1]]
     if one.ndim == other.ndim:  # both in groups: a product each
         shape.insert(0, len(offsets) if offsets is not None else one.shape[0])
     return one.new_empty(shape, dtype=out_dtype or one.dtype)
+
+
+def _recurrent_layer(*args: Any, **kwargs: Any) -> Any:
+    """The outputs of a layer of an LSTM on a CPU, with as large a workspace as a real call has.
+
+    Its size is oneDNN's own and depends on the processor: it is asked for, with zeros.
+    """
+    *outputs, _ = RECURRENT(*args, **kwargs)
+    if not torch.is_grad_enabled():  # nor is there one then
+        return *outputs, outputs[0].new_empty(0, dtype=torch.uint8)
+    like = tuple(
+        (tuple(a.shape), a.stride(), a.dtype) if isinstance(a, Tensor) else repr(a) for a in args
+    )
+    if like not in _WORKSPACES:
+        with without_modes():
+            real = [
+                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_()
+                if isinstance(a, Tensor)
+                else a
+                for a in args
+            ]
+            _WORKSPACES[like] = RECURRENT(*real, **kwargs)[-1].untyped_storage().nbytes()
+    return *outputs, outputs[0].new_empty(_WORKSPACES[like], dtype=torch.uint8)
+
+
+_WORKSPACES: dict[Any, int] = {}
+"""Bytes of workspaces, by the arguments of the call."""
 
 
 class _Watch:

@@ -158,6 +158,12 @@ class Traffic:
             if placed.where is Where.LEAVING:
                 self._finish(placed)
 
+    def let_leave(self, placed: Placed) -> None:
+        """Waits until an object has left; one that could not be written stays where it is."""
+        if placed in self._leaving:
+            with suppress(GulliverError):
+                self._finish(placed, again=False)
+
     def has_come(self, placed: Placed) -> bool:
         """Whether an object is where it was to go, or failed to; does not wait."""
         self._advance()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import gather_objects, guard, sent_bytes
+from gulliver.comm import gather_objects, guard
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, region_of
+from gulliver.parallel._taken import StepsTaken
 
 Leaf = Tensor | Part
 State = dict[str, dict[str, Any]]
@@ -24,9 +24,6 @@ State = dict[str, dict[str, Any]]
 Saved = dict[str, dict[str, Any]]
 """Optimizer state by parameter name and kind, as far as a rank has it: leaves, and counters."""
 
-TIMED_STEPS = 64
-COUNTED_STEPS = 3
-"""First steps, in which bytes are counted."""
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 """State that torch's optimizers keep once per parameter, not per element."""
 
@@ -108,12 +105,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
             ranks once.
         given_groups: names of all that each group was given, frozen parameters too; None where that
             is not known.
+        feedback: what feeds back what packing loses of gradients, where this optimizer does not.
         names: a tied parameter that lies in another stage, too, has the same name in both: the one
             that it has in the whole model.
-        stepped_at: moments at which the last steps ended.
-        updated_in: seconds of these between their call and their end.
-        sent_at: bytes that this process had sent at these moments.
-        most_gradients: bytes of gradients when the first steps ended, at most.
+        taken: what the last steps took.
         spreads_state: whether the state lies with several ranks, element by element; else every
             rank has all of it, of whatever kinds and shapes.
 
@@ -126,6 +121,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     written_elsewhere: Collection[str] = ()
     whole_groups: list[list[str]] | None = None
     given_groups: list[list[str]] | None = None
+    feedback: Any = None
     spreads_state = False
     pipeline: Any = None
     """What runs batches through the stages of a model; None where it is not cut into stages."""
@@ -133,6 +129,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
     """Whether whole parameters that were gathered are given back after use."""
     copy_limit: int | None = None
     """Bytes of host memory that saving may take, under a memory limit; None for what there is."""
+    unfinished = ""
+    """Why it cannot step now; empty where it can."""
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
         # Deliberately without super().__init__: groups and state are the inner optimizer's.
@@ -140,10 +138,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         stepped = (p for group in inner.param_groups for p in group["params"])
         self._frozen = [p for p in stepped if p not in self.names]
         self._homes: list[tuple[nn.Module, str, nn.Parameter]] = []
-        self.stepped_at: deque[float] = deque(maxlen=TIMED_STEPS)
-        self.updated_in: deque[float] = deque(maxlen=TIMED_STEPS)
-        self.sent_at: deque[int] = deque(maxlen=TIMED_STEPS)
-        self.most_gradients = 0
+        self.taken = StepsTaken()
 
     def __getattr__(self, name: str) -> Any:
         # Hooks and whatever else torch expects of an optimizer are the inner one's.
@@ -211,16 +206,13 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise GulliverError("closures are not supported: call backward first, then step()")
+        if self.unfinished:
+            raise GulliverError(self.unfinished)
         self._check_model()
         begun = time.perf_counter()
         with guard():
             self._step()
-        if len(self.stepped_at) < COUNTED_STEPS:
-            # Only now are all of them where they were reduced to.
-            self.most_gradients = max(self.most_gradients, self.gradient_bytes())
-        self.stepped_at.append(time.perf_counter())
-        self.updated_in.append(self.stepped_at[-1] - begun)
-        self.sent_at.append(sent_bytes())
+        self.taken.note(begun, self.gradient_bytes)
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients that this rank holds now."""
@@ -249,6 +241,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def backward(self, loss: Tensor) -> None:
         """Backward of the loss, gradients averaged over the ranks."""
+        if self.unfinished:
+            raise GulliverError(self.unfinished)
         with self.backward_pass() as scale:
             (loss if scale == 1.0 else loss * scale).backward()
 

@@ -246,10 +246,17 @@ def _wire(plan: Plan) -> Iterator[str]:
                 f"{plan.told(f'mesh.axes.{axis}')} and {told}: with one rank nothing travels; "
                 f"right would be wire.{kind}: identity"
             )
-        if kind == "gather":
+        if kind == "gather" and (plan.zero is None or plan.zero.stage == 0):
             yield (
-                f"{told}: parameters travel as they are, for what is read between steps would be "
-                "rounded; right would be wire.gather: identity"
+                f"{told}: parameters are gathered from stage 1 of ZeRO on; right would be "
+                "wire.gather: identity"
+            )
+        if kind == "gather" and wire_format(packed[kind]).rounding != "nearest":
+            nearest = packed[kind].replace(":stochastic", "")
+            yield (
+                f"{told}: parameters are rounded to the nearest, for all ranks have to find the "
+                f"same; right would be wire.gather: {nearest}, of a plugin "
+                f"communication_dtype={packed | {kind: nearest}}"
             )
     if plan.wire.error_feedback and "reduce" not in packed:
         yield (

@@ -49,7 +49,10 @@ class Comparison:
     rows: tuple[Row, ...]
 
     def __getitem__(self, kind: str) -> Row:
-        return next(row for row in self.rows if row.kind == kind)
+        found = {row.kind: row for row in self.rows}
+        if kind not in found:
+            raise KeyError(f"{kind!r} was not measured: {', '.join(found)} were")
+        return found[kind]
 
     @property
     def advice(self) -> tuple[str, ...]:

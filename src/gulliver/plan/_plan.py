@@ -18,7 +18,7 @@ from gulliver.errors import GulliverError
 from gulliver.io import to_yaml, write_text
 from gulliver.options import size_at_least, size_text
 from gulliver.plan._predicted import MemoryPlan, Predicted
-from gulliver.plan._reading import LINES, Reader, parse, read_text
+from gulliver.plan._reading import END, LINES, Reader, parse, read_text
 from gulliver.plan._tree import (
     ChunkPlan,
     DDPPlan,
@@ -135,25 +135,37 @@ class Plan:
         return to_yaml(self.to_values())
 
     def save(self, path: Path | str) -> None:
-        """Writes the plan as YAML, whole or not at all."""
-        write_text(Path(path), self.to_yaml())
+        """Writes the plan as YAML, whole or not at all; its last line says that it is whole."""
+        write_text(Path(path), f"{self.to_yaml()}{END}: true\n")
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """Reads a plan, perhaps edited.
 
         Raises:
-            GulliverError: PyYAML is not installed; the file is missing or broken; a key is unknown
-                or a value is none of its kind.
+            GulliverError: PyYAML is not installed; the file is missing or broken, or has no last
+                line ``end: true``; a key is unknown or a value is none of its kind.
         """
-        return cls.from_yaml(read_text(Path(path)), str(path))
+        return cls._of_text(read_text(Path(path)), str(path), whole=True)
 
     @classmethod
     def from_yaml(cls, text: str, where: str = "the plan") -> Self:
         """Reads the text of a plan; `where` it is from stands in errors."""
+        return cls._of_text(text, where, whole=False)
+
+    @classmethod
+    def _of_text(cls, text: str, where: str, whole: bool) -> Self:
         values, lines = parse(text, where)
-        if isinstance(values, dict) and "version" not in values:
-            raise GulliverError(f"{where} has no version: begin it with version: {VERSION}")
+        if isinstance(values, dict):
+            if "version" not in values:
+                raise GulliverError(f"{where} has no version: begin it with version: {VERSION}")
+            # Cut between two sections it is YAML still, and would run on defaults.
+            if values.pop(END, not whole) is not True:
+                raise GulliverError(
+                    f"{where} does not end with {END}: true: it was cut, save the plan again; "
+                    "add that as its last line if the file is whole, or made by hand"
+                )
+            lines.pop(END, None)
         read = Reader(where, lines).read(cls, values)
         object.__setattr__(read, LINES, lines)
         return read
@@ -258,6 +270,9 @@ class Plan:
         how = "make_plan(..., sample=batch) measures compute, gulliver probe measures links"
         if not cluster:
             return [f"  no seconds are predicted: {how}"]
+        if self.operators is not None:
+            step = 1e3 * seconds.step
+            return [f"  predicted forward and backward on {cluster}: {step:.1f} ms"]
         if not self.work.samples:
             return [
                 f"  predicted messages of a step on {cluster}: {1e3 * seconds.exposed:.1f} ms, "

@@ -29,7 +29,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a step of the first rank.
+    """Seconds of a step of the rank that computes most.
 
     Attributes:
         compute: seconds of forward and backward.

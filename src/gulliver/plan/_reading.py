@@ -20,6 +20,8 @@ from gulliver.options import byte_size
 
 LINES = "lines"
 """Field that holds the lines, and is no part of the file."""
+END = "end"
+"""Key of the last line of a file: without it the file was cut."""
 
 
 def read_text(path: Path) -> str:

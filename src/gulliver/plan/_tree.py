@@ -313,7 +313,7 @@ class Wire:
     """Formats in which numbers travel between ranks; see `gulliver.precision.wire`.
 
     Attributes:
-        gather: format of the parameters that ZeRO gathers; the identity so far.
+        gather: format of the parameters that ZeRO gathers, from stage 1 on.
         reduce: format of gradients of the replicas.
         tensor: format of activations and their gradients between tensor ranks.
         sequence: format of what attention exchanges between ranks of a sequence.
@@ -396,6 +396,8 @@ class Work:
         peak_recomputed: the same where backward computes blocks again; 0 where it cannot.
         peak_offloaded: the same where activations are off-loaded, without those that came back.
         peak_mixed: the same with blocks as the plan has chosen for each.
+        peak_rank: the same of the rank that needs most, blocks recomputed as the plan says, where
+            that was counted for its mesh; 0 takes shares of the others.
         unfollowed: why the step could not be followed before it ran; empty where it could.
         blocks: blocks in the order of forward, and last what is outside of them.
         reduced_forward: sizes of outputs that tensor ranks add up in a forward.
@@ -424,6 +426,7 @@ class Work:
     peak_recomputed: int = choice(0, least=0)
     peak_offloaded: int = choice(0, least=0)
     peak_mixed: int = choice(0, least=0)
+    peak_rank: int = choice(0, least=0)
     unfollowed: str = ""
     blocks: tuple[BlockWork, ...] = ()
     reduced_forward: tuple[int, ...] = ()

@@ -7,8 +7,9 @@ it is not taken for a float model's, nor another mode's.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +20,13 @@ from gulliver.parallel.tensor import materialize
 from gulliver.precision import replace_module
 from gulliver.precision.int8 import QuantizedLayer, report_of
 
-FILE, KEY = "model.safetensors", "gulliver_quantization"
+FILE, KEY = "quantized.safetensors", "gulliver_quantization"
+"""Not model.safetensors: transformers would load the int8 values as weights, and only warn."""
+_OTHERS = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".onnx"}
+WEIGHTS = {".safetensors", *_OTHERS}
+"""Endings of files of weights, which a quantised folder has its own of."""
+FOLDERS = ("additional_chat_templates",)
+"""Folders beside a tokenizer that belong to it."""
 
 
 def save_quantized(model: nn.Module, folder: Path | str) -> Path:
@@ -50,8 +57,28 @@ def save_quantized(model: nn.Module, folder: Path | str) -> Path:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)
+    elif hasattr(model, "save_config"):  # diffusers' networks
+        cast(Any, model).save_config(folder)
     write_tensors(folder / FILE, _untied(model), {"format": "pt", KEY: json.dumps(about)})
     return folder
+
+
+def copy_companions(folder: Path, out: Path) -> None:
+    """Copies what lies beside a model's weights, so that its quantised folder is used like it.
+
+    Those are the tokenizer's files, chat templates, the generation configuration, and whatever else
+    is no weights; what `out` has already stays.
+
+    Args:
+        folder: folder of the float model.
+        out: folder that `save_quantized` wrote.
+    """
+    for path in folder.iterdir():
+        weights = path.suffix in WEIGHTS or path.name.endswith(".index.json")
+        if path.is_dir() and path.name in FOLDERS:
+            shutil.copytree(path, out / path.name)
+        elif path.is_file() and not weights and not (out / path.name).exists():
+            shutil.copy2(path, out / path.name)
 
 
 def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -75,10 +102,30 @@ def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
         GulliverError: the file is not a quantised model's, or is another model's.
     """
     path = Path(path)
+    quantize_like(model, path)
+    _allocate(model)
+    materialize(model, "cpu")
+    load_huggingface(model, path)
+    return model.eval().requires_grad_(False)
+
+
+def quantize_like(model: nn.Module, path: Path | str) -> nn.Module:
+    """Gives a float model the quantised layers of a folder, on meta; its own weights are let go.
+
+    Args:
+        model: model of the same configuration, on meta or not.
+        path: folder or file that `save_quantized` wrote.
+
+    Raises:
+        GulliverError: as `load_quantized` does, but for what is wrong with values.
+    """
+    path = Path(path)
     about = _about(path)
     known = dict(model.named_modules(remove_duplicate=False))
     metas: dict[int, nn.Parameter] = {}
     for place in about["layers"]:
+        if isinstance(known.get(place), QuantizedLayer):
+            raise GulliverError("the model is quantised already: load into one of float weights")
         if place not in known or "weight" not in known[place]._parameters:
             raise GulliverError(f"{path} is of another model: this one has no layer {place}")
         weight: Any = known[place]._parameters["weight"]
@@ -87,11 +134,7 @@ def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
         known[place]._parameters["weight"] = metas.setdefault(id(weight), meta)
     embeddings = any(isinstance(known[place], nn.Embedding) for place in about["layers"])
     given = about["mode"], (), about["threshold"], embeddings
-    replace_module(model, *given, only=list(about["layers"]))
-    _allocate(model)
-    materialize(model, "cpu")
-    load_huggingface(model, path)
-    return model.eval().requires_grad_(False)
+    return replace_module(model, *given, only=list(about["layers"]))
 
 
 def _allocate(model: nn.Module) -> None:
@@ -105,8 +148,24 @@ def _allocate(model: nn.Module) -> None:
                 layer._buffers[name] = empty
 
 
+def refuse_quantized(path: Path | str) -> None:
+    """Refuses a folder or file that `save_quantized` wrote, where float weights are wanted.
+
+    Raises:
+        GulliverError: it is quantised.
+    """
+    path = Path(path)
+    file = path / FILE if path.is_dir() else path
+    if file.suffix == ".safetensors" and file.is_file() and KEY in read_metadata(file):
+        raise GulliverError(
+            f"{path} is quantised already: quantising twice would round what is rounded; take the "
+            "folder that it was made of"
+        )
+
+
 def _about(path: Path) -> dict[str, Any]:
-    text = read_metadata(path / FILE if path.is_dir() else path).get(KEY)
+    file = path / FILE if path.is_dir() else path
+    text = None if path.is_dir() and not file.is_file() else read_metadata(file).get(KEY)
     if text is None:
         raise GulliverError(
             f"{path} is not quantised: gulliver quantize {path} --out FOLDER makes such a folder"

@@ -13,22 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gulliver.checkpoint import Weights, load_huggingface, open_weights
-from gulliver.comm import ALONE, RankGroup
+from gulliver.comm import ALONE, RankGroup, rank_group_of
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, region_of
 from gulliver.parallel.tensor import TensorPlan, apply_tensor, materialize, plan_tensor
 from gulliver.precision import replace_module
 from gulliver.precision.int8 import QuantizedLayer
+from gulliver.quantize._files import refuse_quantized
 
 
 def stream_quantized(
     model: nn.Module,
     path: Path | str,
     mode: str = "int8_dynamic",
-    rank_group: RankGroup = ALONE,
+    rank_group: RankGroup | dist.ProcessGroup | None = ALONE,
     prefix: str = "",
     exclude: Iterable[str] = (),
     outlier_threshold: float | None = 6.0,
@@ -45,7 +47,8 @@ def stream_quantized(
             `gulliver.lazy_parameters` makes it.
         path: Hugging Face folder, safetensors file, step or run.
         mode: format as of `replace_module`, as are the others not told here.
-        rank_group: rank group that the model is sharded over by tensor parallelism.
+        rank_group: ranks that the model is sharded over by tensor parallelism: a rank group, a
+            process group of torch, or None for all ranks of the world.
         prefix: text before the model's names in the files.
         exclude: patterns of layers that stay in float.
         outlier_threshold: magnitude of activations that are not quantised.
@@ -57,8 +60,11 @@ def stream_quantized(
         The model, in evaluation mode.
 
     Raises:
-        GulliverError: a parameter is not on meta, or the files lack or have other tensors.
+        GulliverError: a parameter is not on meta, the files lack or have other tensors, or are
+            quantised, `rank_group` is none, or its ranks would cut a group of int4.
     """
+    rank_group = _rank_group(rank_group)
+    refuse_quantized(path)
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             raise GulliverError(
@@ -82,6 +88,19 @@ def stream_quantized(
     materialize(model, "cpu")
     load_huggingface(*_rest(model, path, prefix, reading.names))
     return model.eval().requires_grad_(False)
+
+
+def _rank_group(given: Any) -> RankGroup:
+    if isinstance(given, RankGroup):
+        return given
+    if given is None:
+        return rank_group_of(None) if dist.is_initialized() else ALONE
+    if isinstance(given, dist.ProcessGroup):
+        return rank_group_of(given)
+    raise GulliverError(
+        f"rank_group is a {type(given).__name__}: give a process group, as "
+        "torch.distributed.new_group makes it, a gulliver.comm.RankGroup, or None for all ranks"
+    )
 
 
 class _Reading:

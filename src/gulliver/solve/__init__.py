@@ -8,9 +8,14 @@ together into bins of one size (`_packing.py`), what a fast tier of memory keeps
 how long a step of ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.py`), how operators
 are sharded, recomputed and moved jointly (`_joint.py`, then `_joint_search.py`), how a chain is
 recomputed with checkpoints inside checkpoints (`_rematerialize.py`), which of several unequal
-devices takes which layers (`_devices.py`).
+devices takes which layers (`_devices.py`), which ranks share which samples in a step (`_steps.py`,
+over `_accumulation.py`), which rows of a table a cache holds (`_row_replacement.py`, with
+`_row_index.py` and `_sketch.py`), how tables share ranks (`_table_placement.py`) and memory
+(`_miss_ratio.py`), how many slots of a cluster each job has (`_allocation.py`), and when all jobs
+could be done at best (`_fluid.py`).
 """
 
+from gulliver.solve._accumulation import accumulated, covering, split_batches
 from gulliver.solve._activations import (
     ActivationChoice,
     BlockActivations,
@@ -20,6 +25,7 @@ from gulliver.solve._activations import (
     choose_activations,
     least_room,
 )
+from gulliver.solve._allocation import allocate, concave_hull, relaxed_value
 from gulliver.solve._balance import balanced_parts
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._conversion import (
@@ -32,9 +38,11 @@ from gulliver.solve._conversion import (
     moves_from,
 )
 from gulliver.solve._cycle import Cycle, Event
-from gulliver.solve._devices import Fleet, Placement, makespan, place_layers
+from gulliver.solve._devices import place_layers
 from gulliver.solve._devices_bound import lower_bound
 from gulliver.solve._extents import PAGE, Extents, size_class
+from gulliver.solve._fleet import Fleet, Placement, makespan
+from gulliver.solve._fluid import fluid_bound, fluid_bound_by_lp
 from gulliver.solve._joint import (
     ENTRY,
     Block,
@@ -47,13 +55,12 @@ from gulliver.solve._joint import (
     joint_cost,
 )
 from gulliver.solve._joint_milp import MilpAnswer, joint_by_milp
-from gulliver.solve._joint_search import JointPlan, least_memory, solve_joint
+from gulliver.solve._joint_search import JointPlan, least_memory
+from gulliver.solve._joint_solve import solve_in_stages, solve_joint
+from gulliver.solve._miss_ratio import MissCurve, SharedCache, lru_misses, share_cache
 from gulliver.solve._moves import Action, Move, NoRoom
 from gulliver.solve._packing import Packing, pack
 from gulliver.solve._rematerialize import (
-    Schedule,
-    Stage,
-    Step,
     least_budget,
     recomputed_seconds,
     rematerialize,
@@ -61,6 +68,16 @@ from gulliver.solve._rematerialize import (
 )
 from gulliver.solve._replacement import Policy, Replacement
 from gulliver.solve._residency import STATES, Gap, Residency, plan_residency
+from gulliver.solve._row_index import HashIndex, RowIndex, index_bytes, make_index
+from gulliver.solve._row_replacement import (
+    RowCounts,
+    RowPlan,
+    RowPolicy,
+    RowReplacement,
+    RowRequest,
+    TooSmall,
+    one_row_each,
+)
 from gulliver.solve._schedule import (
     BACKWARD,
     FORWARD,
@@ -70,6 +87,10 @@ from gulliver.solve._schedule import (
     schedule_seconds,
 )
 from gulliver.solve._simulation import Moved, count_moves, replay, simulate
+from gulliver.solve._sketch import DecayedCounts
+from gulliver.solve._stages import Schedule, Stage, Step
+from gulliver.solve._steps import BalancedStep, GroupWork, Piece, StepSolver
+from gulliver.solve._table_placement import TableOption, TablesPlaced, place_tables
 from gulliver.solve._timeline import UPDATE_LAG, StepTimes, gathers_in_backward, step_seconds
 from gulliver.solve._transit import MiddleReplacement, Transit
 from gulliver.solve._unimodal import geometric_sizes
@@ -85,6 +106,7 @@ __all__ = [
     "WEIGHTS",
     "Action",
     "ActivationChoice",
+    "BalancedStep",
     "Block",
     "BlockActivations",
     "ChainPartition",
@@ -92,15 +114,19 @@ __all__ = [
     "Conversion",
     "ConversionStep",
     "Cycle",
+    "DecayedCounts",
     "EdgeSeconds",
     "Event",
     "Extents",
     "Fleet",
     "Gap",
+    "GroupWork",
+    "HashIndex",
     "JointCost",
     "JointPlan",
     "MiddleReplacement",
     "MilpAnswer",
+    "MissCurve",
     "Move",
     "Moved",
     "NoRoom",
@@ -109,47 +135,74 @@ __all__ = [
     "Packing",
     "PassCosts",
     "Pick",
+    "Piece",
     "Placement",
     "Policy",
     "Prediction",
     "Replacement",
     "Residency",
+    "RowCounts",
+    "RowIndex",
+    "RowPlan",
+    "RowPolicy",
+    "RowReplacement",
+    "RowRequest",
     "Schedule",
     "Sharding",
+    "SharedCache",
     "Stage",
     "Step",
+    "StepSolver",
     "StepTimes",
     "Strategy",
+    "TableOption",
+    "TablesPlaced",
+    "TooSmall",
     "Transit",
+    "accumulated",
     "activations_peak",
+    "allocate",
     "balanced_parts",
     "box_elements",
     "chain_times",
     "choose_activations",
+    "concave_hull",
     "convert_least",
     "count_moves",
+    "covering",
     "extent",
+    "fluid_bound",
+    "fluid_bound_by_lp",
     "gathers_in_backward",
     "geometric_sizes",
+    "index_bytes",
     "joint_by_milp",
     "joint_cost",
     "least_budget",
     "least_memory",
     "least_room",
     "lower_bound",
+    "lru_misses",
+    "make_index",
     "makespan",
     "moves_from",
+    "one_row_each",
     "pack",
     "partition_chain",
     "place_layers",
+    "place_tables",
     "plan_residency",
     "recomputed_seconds",
+    "relaxed_value",
     "rematerialize",
     "replay",
     "schedule_peak",
     "schedule_seconds",
+    "share_cache",
     "simulate",
     "size_class",
+    "solve_in_stages",
     "solve_joint",
+    "split_batches",
     "step_seconds",
 ]

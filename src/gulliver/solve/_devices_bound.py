@@ -25,7 +25,7 @@ import math
 
 import numpy as np
 
-from gulliver.solve import _devices as whole
+from gulliver.solve._fleet import Fleet
 from gulliver.solve._pareto import Floats
 
 CLOSE, LIMITS, PRICES = 1e-3, 60, 50
@@ -35,7 +35,7 @@ SAFE = 1 - 1e-12
 """Bounds are lowered by as much as sums are inexact."""
 
 
-def lower_bound(fleet: whole.Fleet, micro_batches: float) -> float:
+def lower_bound(fleet: Fleet, micro_batches: float) -> float:
     """Makespan that no placement can be below.
 
     Args:
@@ -55,7 +55,7 @@ class _Runs:
         work: work of each layer.
     """
 
-    def __init__(self, fleet: whole.Fleet, work: Floats) -> None:
+    def __init__(self, fleet: Fleet, work: Floats) -> None:
         self._every, self._total = fleet.every, float(work.sum())
         sums = np.concatenate([[0.0], work.cumsum()])
         first, stop = np.triu_indices(fleet.layers + 1, 1)
@@ -130,7 +130,7 @@ class _Runs:
         return best
 
 
-def _of_split_layers(fleet: whole.Fleet, micro_batches: float) -> float:
+def _of_split_layers(fleet: Fleet, micro_batches: float) -> float:
     """A bound in which layers may be split: by prices of loads and of memory.
 
     Layers may be split between devices, and their order is not looked at. The dual of this linear

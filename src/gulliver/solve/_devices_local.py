@@ -14,15 +14,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gulliver.solve import _devices as whole
+from gulliver.solve._fleet import Fleet, Order, makespan
 
 CLOSE = 3e-3
 """Share by which the best cut of an order may be below the one that is found."""
 
 
-def local_search(
-    fleet: whole.Fleet, micro_batches: float, lower: float, tries: int
-) -> whole.Order | None:
+def local_search(fleet: Fleet, micro_batches: float, lower: float, tries: int) -> Order | None:
     """The best placement that was found.
 
     Args:
@@ -44,7 +42,7 @@ def local_search(
         found = in_order(fleet, tried, micro_batches, lower, value)
         reached = math.inf
         if found is not None:
-            reached = whole.makespan(fleet.servers(*found), micro_batches)
+            reached = makespan(fleet.servers(*found), micro_batches)
         if reached <= value and found is not None:
             best, value, order = found, reached, tried
     return best
@@ -62,12 +60,12 @@ def _neighbour(order: Sequence[int], draws: np.random.Generator) -> list[int]:
 
 
 def in_order(
-    fleet: whole.Fleet,
+    fleet: Fleet,
     order: Sequence[int],
     micro_batches: float,
     lower: float,
     known: float = math.inf,
-) -> whole.Order | None:
+) -> Order | None:
     """The best placement, to `CLOSE`, with devices in a given order; useless ones are skipped.
 
     Args:
@@ -83,7 +81,7 @@ def in_order(
     # Of endless micro-batches the sum does not count.
     each, times = (0.0, 1.0) if micro_batches == math.inf else (1.0, micro_batches - 1)
     servers = fleet.servers(*best)
-    least, value = each * sum(servers), whole.makespan(servers, micro_batches)
+    least, value = each * sum(servers), makespan(servers, micro_batches)
     # Between limits: the least sum with the higher one, and the slowest server above the lower.
     low = max(0.0, (lower - least) / times) if micro_batches == math.inf else 0.0
     open_ = [(low, max(servers), least)]
@@ -97,13 +95,13 @@ def in_order(
             open_.append((middle, high, least))
             continue
         servers = fleet.servers(*found)
-        reached = whole.makespan(servers, micro_batches)
+        reached = makespan(servers, micro_batches)
         best, value = (found, reached) if reached < value else (best, value)
         open_ += [(middle, high, least), (low, min(middle, max(servers)), each * sum(servers))]
     return best
 
 
-def _cut(fleet: whole.Fleet, order: Sequence[int], limit: float) -> whole.Order | None:
+def _cut(fleet: Fleet, order: Sequence[int], limit: float) -> Order | None:
     """The least sum of servers with none above a limit, in an order of devices."""
     costs = np.where(fleet.costs <= limit, fleet.costs, np.inf)
     links = np.where(fleet.crossings <= limit, fleet.crossings, np.inf)
@@ -128,13 +126,13 @@ def _cut(fleet: whole.Fleet, order: Sequence[int], limit: float) -> whole.Order 
 
 
 def _traced(
-    fleet: whole.Fleet,
+    fleet: Fleet,
     order: Sequence[int],
     least: np.ndarray,
     costs: np.ndarray,
     links: np.ndarray,
     place: int,
-) -> whole.Order:
+) -> Order:
     stop = fleet.layers
     devices, bounds = [order[place]], [stop]
     while True:

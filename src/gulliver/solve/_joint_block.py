@@ -4,11 +4,12 @@ States hold the picks so far. What follows depends on the strategies of operator
 be read (the frontier), on where the open run ends, and on these measures, of which less is better:
 seconds, state, state and the peak, state and what is left, what is moved, the bytes and the largest
 forward of the open run. A state is dropped if another of the same frontier and run is at least as
-good in all of them; that is exact. With more than `most` states of a frontier it is not: those stay
-that are best at one of several prices of memory, and `Plans.exact` says so.
+good in all of them; that is exact. With more than `most` states of a frontier, or too many in all
+to compare, it is not: those stay that are best at one of several prices of memory below one of
+several peaks (`_pareto.py`), and `Plans.exact` says so.
 
-O(operators x frontiers x states^2), with as many frontiers as combinations of strategies that are
-open at once: the width of the block's graph is what makes it dear, not its length.
+O(operators x frontiers x most x picks), with as many frontiers as combinations of strategies that
+are open at once: the width of the block's graph is what makes it dear, not its length.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,29 @@ from numpy.typing import NDArray
 from gulliver.solve._activations import Choice
 from gulliver.solve._joint import ENTRY, Block, Operator, Pick, Strategy
 from gulliver.solve._joint_bound import Guide, GuidedStates
-from gulliver.solve._pareto import Floats, Ints, front, groups_of, rounded
+from gulliver.solve._pareto import Floats, Ints, boxed, groups_of, kinds_of, rounded, undominated
 
 FORWARD, BACKWARD, STATE, LEFT, MOVED, PEAK, RUN, REPLAYED = range(8)
 CHOICES: tuple[Choice, ...] = ("keep", "recompute", "offload")
 Bytes = NDArray[np.int16]
+COMPARED = 16
+"""States in all that are compared, for each one kept of a frontier: of more, the best are taken."""
+PRICES = np.array(
+    sorted(
+        product((0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0), (0.0, 0.3, 0.7)),
+        key=lambda p: abs(math.log(p[0])) + p[1],
+    )
+)
+"""Prices of memory: multiples of the one that is about right, and the peak's share of them."""
+
+
+class Sizes(NamedTuple):
+    """What states are priced by: seconds, and bytes at the peak, that stay, that are moved."""
+
+    seconds: Floats
+    peak: Floats
+    held: Floats
+    moved: Floats
 
 
 @dataclass(frozen=True)
@@ -40,13 +59,15 @@ class Rules:
         allowed: choices for what is saved.
         most: number of states that are kept of one frontier.
         timed: whether seconds matter; without, memory alone is looked at.
-        price: seconds that a byte is worth, about; 0: unknown.
+        price: seconds that a byte is worth, about.
+        moved_s: seconds that moving a byte takes, about, in what overlapping leaves of it.
     """
 
     allowed: tuple[Choice, ...]
     most: int
     timed: bool = True
     price: float = 0.0
+    moved_s: float = 0.0
 
     def measures(self, values: Floats) -> Floats:
         """What states are compared by.
@@ -71,22 +92,33 @@ class Rules:
             columns += [values[:, RUN], values[:, REPLAYED]]
         return np.stack(columns, axis=1)
 
-    def best(self, values: Floats, keys: NDArray[Any]) -> tuple[Ints, bool]:
+    def best(self, kinds: Ints, measures: Floats, sizes: Sizes) -> tuple[Ints, bool]:
         """Numbers of the states to go on with, and whether that is exact.
 
         Args:
-            values: columns of the states.
-            keys: what makes states of one kind [states, parts].
+            kinds: kind of each state; those of different kinds are not compared.
+            measures: what they are compared by [states, measures], of which less is better.
+            sizes: what they are priced by.
         """
-        kept, exact = list[Ints](), True
-        measures = self.measures(values)
-        for group in groups_of(keys):
-            seconds = values[group, FORWARD] + values[group, BACKWARD]
-            memory = measures[group, 1:3]
-            found, whole = front(measures[group], seconds, memory, self.most, self.price)
-            kept.append(group[found])
-            exact = exact and whole
-        return np.concatenate(kept) if kept else np.zeros(0, np.intp), exact
+        if self.timed and len(kinds) > COMPARED * self.most:
+            some = self._boxed(kinds, sizes)
+            return some, len(some) == len(kinds)
+        kept, exact = [np.zeros(0, np.intp)], True
+        for group in groups_of(kinds):
+            some = group[undominated(measures[group])]
+            if len(some) > self.most:
+                one = Sizes(*(column[some] for column in sizes))
+                some, exact = some[self._boxed(np.zeros(len(some), np.int64), one)], False
+            kept.append(some)
+        return np.concatenate(kept), exact
+
+    def _boxed(self, kinds: Ints, sizes: Sizes) -> Ints:
+        count = min(len(PRICES), max(2, int(1.5 * math.sqrt(self.most))))
+        price, share = (PRICES[:count, n, None] for n in (0, 1))
+        bytes_ = (1 - share) * sizes.held + share * sizes.peak
+        spent = sizes.seconds + self.moved_s * sizes.moved if self.timed else 0.0
+        priced = spent + (self.price if self.timed else 1.0) * price * bytes_
+        return boxed(kinds, sizes.peak, priced, max(1, self.most // count))
 
 
 @dataclass(frozen=True)
@@ -155,10 +187,24 @@ def block_plans(
             strategies, choices = strategies[hopeful], choices[hopeful]
         open_ = [0, *(1 + n for n in _frontier(block, number))]
         keys = np.concatenate([strategies[:, open_], until[:, None]], axis=1)
-        kept, whole = rules.best(values, keys)
+        kinds = kinds_of(keys)
+        kept, whole = rules.best(kinds, rules.measures(values), _sizes(values))
+        if number == len(block.operators) - 1 and not whole:
+            groups = groups_of(kinds[kept])
+            measures = rules.measures(values[kept])
+            kept = kept[np.concatenate([g[undominated(measures[g])] for g in groups])]
         values, until, exact = values[kept], until[kept], exact and whole
         strategies, choices = strategies[kept], choices[kept]
     return Plans(values[:, :RUN], strategies, choices, exact)
+
+
+def _sizes(values: Floats) -> Sizes:
+    """What states of a block are priced by; what is open counts as if more were to come."""
+    state, under = values[:, STATE], values[:, LEFT] + values[:, MOVED]
+    ahead = under + values[:, RUN] + values[:, REPLAYED]
+    seconds = values[:, FORWARD] + values[:, BACKWARD]
+    peak = state + np.maximum(values[:, PEAK], ahead)
+    return Sizes(seconds, peak, state + values[:, LEFT], values[:, MOVED])
 
 
 def _guided(values: Floats) -> GuidedStates:

@@ -37,20 +37,18 @@ from gulliver.solve._joint_block import (
     Bytes,
     Plans,
     Rules,
+    Sizes,
     block_plans,
 )
 from gulliver.solve._joint_bound import Bound, Guide, Relaxation
-from gulliver.solve._joint_milp import joint_by_milp
-from gulliver.solve._pareto import Floats, Ints, front, groups_of, rounded
+from gulliver.solve._pareto import Floats, Ints, rounded
 
-QUICK, STATES, LAST = 48, 64, 8
-"""States kept of one kind: in quick rounds and the wide one; times more in the last block."""
-NARROW, NEAR = 20, 4e-3
-"""States that are kept where more than so much above the bound is looked at, as there is more."""
-HOPES = (1e-3, 2e-3, 4e-3, 8e-3, 0.016, 0.032, math.inf)
+LEVELS, STATES, LAST = (16, 64), 256, 2
+"""States kept of one kind: in first rounds and in the last; times more in the last block."""
+HOPES = (1e-3, 2e-3, 4e-3, 8e-3, 0.016, 0.032, 0.064, math.inf)
 """Shares above the bound that are tried, the least first: with less there is less to look at."""
-CLOSED = 1e-6
-"""Relative gap that HiGHS leaves."""
+SCARCE = 0.1
+"""Price of all of the budget where none of it is scarce, as a share of the seconds."""
 SAME = 1e-9
 """Relative difference of seconds that counts as none."""
 
@@ -79,83 +77,60 @@ class JointPlan:
         return 0.0 if self.exact else max(0.0, 1 - self.lower / self.cost.seconds)
 
 
-def solve_joint(
-    blocks: Sequence[Block],
-    budget: int,
-    link: OffloadLink | None = None,
-    allowed: Sequence[Choice] = CHOICES,
-    states: int = STATES,
-    tolerance: float = 1e-3,
-    milp_s: float = 0.0,
-) -> JointPlan:
-    """Finds the picks with the least seconds that keep within a budget.
-
-    Args:
-        blocks: blocks in the order of forward; equal ones are solved once.
-        budget: bytes of a device.
-        link: link to the slower tier; None: nothing is offloaded.
-        allowed: choices for what is saved.
-        states: number of states that are kept of one kind; more is closer to exact, and slower.
-        tolerance: gap that is good enough; with 0 a last round keeps all `states`.
-        milp_s: seconds that HiGHS may take to close a gap that is left (`_joint_milp.py`); for
-            some ten different operators in all. 0: it is not asked.
-
-    Raises:
-        GulliverError: the budget is below what any picks need; names the least that would do, and
-            the operator that needs it.
-    """
-    chosen = _possible(allowed, link)
-    _check(blocks, chosen)
-    lean, _ = _Chain(blocks, Rules(chosen, max(states, STATES), timed=False), link).best(math.inf)
-    least = joint_cost(blocks, lean, link)
-    if least.peak > budget:
-        raise GulliverError(_too_little(blocks, budget, least))
-    relaxation = Relaxation(blocks, budget, link, chosen)
-    bound = lower = relaxation.bound()
-    guides = relaxation.guides(bound)
-    picks, cost, exact = lean, least, False
-    rounds = [(min(QUICK if above <= NEAR else NARROW, states), above) for above in HOPES]
-    # The wide round takes longer than all others, and wins little where a gap is good enough.
-    for most, above in rounds if tolerance else [*rounds, (states, 0.0)]:
-        if exact or cost.seconds <= lower.seconds * (1 + max(SAME, tolerance)):
-            break
-        if above and cost is not least:
-            continue
-        # What is far above the bound is not looked at while nothing better is known.
-        hope = min(cost.seconds, bound.seconds * (1 + above)) if above else cost.seconds
-        rules = Rules(chosen, most, price=bound.price)
-        chain = _Chain(blocks, rules, link, guides, hope)
-        found, whole = chain.best(budget, bound, hope)
-        if found:
-            picks, cost = found, joint_cost(blocks, found, link)
-        exact = whole and (cost is not least or hope == cost.seconds)
-        if whole and not found:
-            lower = replace(lower, seconds=max(lower.seconds, hope))
-    if cost.at[0] < len(blocks) - 1 and not exact:
-        lower = max(lower, relaxation.bound(cost.at[0]), key=lambda b: b.seconds)
-    exact = exact or cost.seconds <= lower.seconds * (1 + SAME)
-    seconds = cost.seconds if exact else min(lower.seconds, cost.seconds)
-    plan = JointPlan(picks, cost, seconds, exact, lower.price)
-    return _closed(plan, blocks, budget, link, chosen, milp_s) if milp_s and not exact else plan
-
-
-def _closed(
-    plan: JointPlan,
+def searched(
     blocks: Sequence[Block],
     budget: int,
     link: OffloadLink | None,
-    chosen: Sequence[Choice],
-    seconds: float,
+    allowed: tuple[Choice, ...],
+    states: int,
+    tolerance: float,
 ) -> JointPlan:
-    """The plan with what HiGHS finds: better picks, a higher bound."""
-    answer = joint_by_milp(blocks, budget, link, chosen, seconds)
-    lower, picks, cost = max(plan.lower, answer.lower), plan.picks, plan.cost
-    if answer.picks is not None:
-        other = joint_cost(blocks, answer.picks, link)
-        if other.peak <= budget and other.seconds < cost.seconds:
-            picks, cost = answer.picks, other
-    exact = cost.seconds <= lower * (1 + CLOSED)
-    return JointPlan(picks, cost, min(lower, cost.seconds), exact, plan.price)
+    """Finds picks that keep within a budget, in rounds that look at more and more.
+
+    Args:
+        blocks: blocks in the order of forward.
+        budget: bytes of a device.
+        link: link to the slower tier.
+        allowed: choices for what is saved.
+        states: number of states that are kept of one kind in the last round.
+        tolerance: gap that is good enough.
+
+    Raises:
+        GulliverError: the budget is below what any picks need.
+    """
+    lean, _ = _Chain(blocks, Rules(allowed, max(states, STATES), timed=False), link).best(math.inf)
+    least = joint_cost(blocks, lean, link)
+    if least.peak > budget:
+        raise GulliverError(_too_little(blocks, budget, least))
+    relaxation = Relaxation(blocks, budget, link, allowed)
+    bound = relaxation.bound()
+    guides, lower = relaxation.guides(bound), bound.seconds
+    picks, cost = lean, least
+    exact, moves = False, link or OffloadLink()
+    # Where nothing is scarce bytes have a price, too: of two equal states the smaller one stays.
+    price = bound.price or SCARCE * bound.seconds / max(1, budget)
+    moved_s = bound.hidden * (moves.write_s + moves.read_s)
+    for most in (*(level for level in LEVELS if level < states), states):
+        # What is far above the bound is not looked at while nothing better is known.
+        for above in HOPES:
+            if exact or cost.seconds <= lower * (1 + max(SAME, tolerance)):
+                break
+            hope = min(cost.seconds, bound.seconds * (1 + above))
+            rules = Rules(allowed, most, price=price, moved_s=moved_s)
+            found, whole = _Chain(blocks, rules, link, guides, hope).best(budget, bound, hope)
+            if whole and not found:
+                lower = max(lower, hope)
+            last = bool(found) or hope == cost.seconds
+            exact = whole and last
+            if found:
+                picks, cost = found, joint_cost(blocks, found, link)
+            if last:
+                break
+    if cost.at[0] < len(blocks) - 1 and not exact and cost.seconds > lower * (1 + tolerance):
+        lower = max(lower, relaxation.bound(cost.at[0]).seconds)
+    exact = exact or cost.seconds <= lower * (1 + SAME)
+    seconds = cost.seconds if exact else min(lower, cost.seconds)
+    return JointPlan(picks, cost, seconds, exact, bound.price)
 
 
 def least_memory(
@@ -170,18 +145,24 @@ def least_memory(
         link: link to the slower tier; None: nothing is offloaded.
         allowed: choices for what is saved.
     """
-    chosen = _possible(allowed, link)
-    _check(blocks, chosen)
+    chosen = possible(allowed, link)
+    check(blocks, chosen)
     picks, _ = _Chain(blocks, Rules(chosen, STATES, timed=False), link).best(math.inf)
     return joint_cost(blocks, picks, link)
 
 
-def _possible(allowed: Sequence[Choice], link: OffloadLink | None) -> tuple[Choice, ...]:
+def possible(allowed: Sequence[Choice], link: OffloadLink | None) -> tuple[Choice, ...]:
+    """Choices that are allowed, and can be made with the link."""
     some: list[Choice] = [c for c in CHOICES if c in allowed]
     return tuple(some) if link is not None else tuple(c for c in some if c != "offload")
 
 
-def _check(blocks: Sequence[Block], chosen: Sequence[Choice]) -> None:
+def check(blocks: Sequence[Block], chosen: Sequence[Choice]) -> None:
+    """Refuses what contradicts itself.
+
+    Raises:
+        GulliverError: what is wrong, and where.
+    """
     if "keep" not in chosen:
         raise GulliverError("what is saved can always be kept: allow 'keep'")
     if not blocks or not all(block.operators for block in blocks):
@@ -370,16 +351,11 @@ class _Chain:
         return part.seconds + ahead + link + bound.price * (part.held - budget)
 
     def _kept(self, state: _States) -> tuple[Ints, bool]:
-        kept, exact = list[Ints](), True
         measures = [state.peak, state.held]
         if "offload" in self._rules.allowed:
             measures.append(state.moving)
         if self._rules.timed:
             measures.append(rounded(state.seconds))
-        values = np.stack(measures, axis=1)
-        for group in groups_of(state.strategy[:, None]):
-            seconds, memory = state.seconds[group], values[group, :2]
-            some = front(values[group], seconds, memory, self._rules.most, self._rules.price)
-            kept.append(group[some[0]])
-            exact = exact and some[1]
-        return np.concatenate(kept), exact
+        sizes = Sizes(state.seconds, state.peak, state.held, state.moving)
+        kinds = state.strategy.astype(np.int64)
+        return self._rules.best(kinds, np.stack(measures, axis=1), sizes)

@@ -1,8 +1,11 @@
 """Sets of states of which none is at least as good as another in everything.
 
 A search that goes through a chain from one end to the other may drop a state if another one of the
-same kind is at least as good in every measure that what follows depends on. Where too many are left
-some of them are dropped, too: those stay that are best at one of several prices between measures.
+same kind is at least as good in every measure that what follows depends on (`undominated`). Where
+too many are left some of them are dropped, too: each kind is cut into bins by its peak, and those
+stay that are the best of a bin at one of several prices (`boxed`). So for any limit of the peak
+something stays that is best, at about the right price, below it, but for one bin: a weighted sum
+alone would not keep what is worse in the sum and lower in the peak than all others.
 """
 
 from __future__ import annotations
@@ -16,13 +19,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 DIGITS = 1e12
 """Sums of the same seconds in another order are equal to so many parts of the largest."""
-PRICES = 16
-AROUND = np.array([1.0, 0.8, 1.25, 0.6, 1.7, 3.0])
-"""Prices that are tried, as multiples of the one that is about right."""
-SHARES_OF_FIRST = np.array([0.0, 0.1, 0.3, 1.0])
 PAIRS, AT_ONCE = 128, 16
-CROWD = 8
-"""Rows for each one kept; of more than these, some are dropped before any comparison."""
 
 
 def rounded(values: Floats) -> Floats:
@@ -31,17 +28,28 @@ def rounded(values: Floats) -> Floats:
     return np.round(values * (DIGITS / largest)) if largest > 0 else values
 
 
-def groups_of(keys: NDArray[Any]) -> list[Ints]:
-    """Numbers of the rows that have the same key.
+def kinds_of(keys: NDArray[Any]) -> Ints:
+    """Numbers that are the same for rows with the same key.
 
     Args:
         keys: keys [rows, parts], whole numbers.
     """
-    if not len(keys):
+    found = np.zeros(len(keys), dtype=np.int64)
+    for column in keys.T:
+        least = column.min(initial=0)
+        size = int(column.max(initial=0)) - int(least) + 1
+        if int(found.max(initial=0)) >= np.iinfo(np.int64).max // size - 1:
+            found = np.unique(found, return_inverse=True)[1].astype(np.int64)
+        found = found * size + (column - least)
+    return found
+
+
+def groups_of(kinds: Ints) -> list[Ints]:
+    """Numbers of the rows of each kind."""
+    if not len(kinds):
         return []
-    order = np.lexsort(keys.T)
-    changes = (keys[order][1:] != keys[order][:-1]).any(axis=1)
-    return np.split(order, np.flatnonzero(changes) + 1)
+    order = np.argsort(kinds, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1)
 
 
 def undominated(values: Floats) -> Ints:
@@ -76,51 +84,33 @@ def undominated(values: Floats) -> Ints:
     return np.concatenate(kept)
 
 
-def thinned(seconds: Floats, memory: Floats, most: int, price: float = 0.0) -> Ints:
-    """Numbers of at most so many rows: the best at each of several prices of memory.
+def boxed(kinds: Ints, peak: Floats, priced: Floats, bins: int) -> Ints:
+    """Numbers of the rows that are the best of their kind and bin at one of several prices.
 
     Args:
-        seconds: seconds of each row.
-        memory: measures of memory [rows, columns].
-        most: number of rows to keep.
-        price: seconds that a byte is worth, about; 0: unknown, prices of all sizes are tried.
+        kinds: kind of each row.
+        peak: what the rows of a kind are put into bins by, from its least to its most.
+        priced: seconds of each row, its bytes included [prices, rows].
+        bins: number of bins.
     """
-    if price:
-        # All columns together cost about that much; which of them counts is not known.
-        first = np.repeat(SHARES_OF_FIRST, len(AROUND)) * np.tile(AROUND, len(SHARES_OF_FIRST))
-        rest = np.tile(AROUND, len(SHARES_OF_FIRST)) - first
-        priced = seconds + price * (
-            first[:, None] * memory[:, 0] + rest[:, None] * memory[:, 1:].sum(axis=1)
-        )
-    else:
-        columns = np.column_stack([seconds, memory])
-        columns = (columns - columns.min(axis=0)) / np.maximum(np.ptp(columns, axis=0), 1e-300)
-        shares = np.linspace(0.0, 1.0, PRICES)[:, None]
-        priced = (1 - shares) * columns[:, 0] + shares * columns[:, 1:].sum(axis=1)
-    # The best of each order first, then the second of each; no order needs more than `most`.
-    few = np.argpartition(priced, min(most, len(seconds)) - 1, axis=1)[:, :most]
-    ranks = np.argsort(np.take_along_axis(priced, few, axis=1), axis=1, kind="stable")
-    places = np.take_along_axis(few, ranks, axis=1).T.ravel()
-    first = np.unique(places, return_index=True)[1]
-    return places[np.sort(first)[:most]]
+    if not len(kinds):
+        return np.zeros(0, dtype=np.intp)
+    order, starts, sizes = _sorted(kinds)
+    least = np.repeat(np.minimum.reduceat(peak[order], starts), sizes)
+    most = np.repeat(np.maximum.reduceat(peak[order], starts), sizes)
+    place = (peak[order] - least) / np.maximum(most - least, 1e-300) * bins
+    place = np.minimum(place.astype(np.int64), bins - 1)
+    inner, starts, sizes = _sorted(np.repeat(np.arange(len(starts)), sizes) * bins + place)
+    order, box = order[inner], np.repeat(np.arange(len(starts)), sizes)
+    stays = np.zeros(len(order), dtype=bool)
+    for one in priced[:, order]:
+        best = np.flatnonzero(one <= np.repeat(np.minimum.reduceat(one, starts), sizes))
+        stays[best[np.unique(box[best], return_index=True)[1]]] = True
+    return order[stays]
 
 
-def front(
-    values: Floats, seconds: Floats, memory: Floats, most: int, price: float = 0.0
-) -> tuple[Ints, bool]:
-    """Numbers of at most so many undominated rows, and whether none was dropped.
-
-    Args:
-        values: measures [rows, columns], of which less is better.
-        seconds: seconds of each row.
-        memory: measures of memory [rows, columns].
-        most: number of rows to keep.
-        price: seconds that a byte is worth, about.
-    """
-    some, exact = np.arange(len(values)), True
-    for limit, compared in ((CROWD * most, False), (most, True)):
-        if compared:
-            some = some[undominated(values[some])]
-        if len(some) > limit:
-            some, exact = some[thinned(seconds[some], memory[some], limit, price)], False
-    return some, exact
+def _sorted(kinds: Ints) -> tuple[Ints, Ints, Ints]:
+    """Order of the rows by kind, and where in it each kind begins, and how many it has."""
+    order = np.argsort(kinds, kind="stable")
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(kinds[order])) + 1])
+    return order, starts, np.diff(np.append(starts, len(order)))

@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from gulliver.solve import _rematerialize as whole
+from gulliver.solve._stages import Stage, Step
 
 
 class Held(NamedTuple):
@@ -43,7 +43,7 @@ class Held(NamedTuple):
 class _Move(NamedTuple):
     seconds: float
     dropped: tuple[int, ...]
-    step: whole.Step
+    step: Step
     held: Held
 
 
@@ -53,8 +53,8 @@ class _Way(NamedTuple):
 
 
 def free_steps(
-    stages: Sequence[whole.Stage], budget: int, source: int, known: float, looks: int
-) -> tuple[tuple[whole.Step, ...] | None, float]:
+    stages: Sequence[Stage], budget: int, source: int, known: float, looks: int
+) -> tuple[tuple[Step, ...] | None, float]:
     """The steps with the least forwards that save nothing, and a bound of their seconds.
 
     Args:
@@ -89,18 +89,18 @@ def free_steps(
     return None, known
 
 
-def _traced(came: dict[Held, _Way], start: Held, end: Held) -> tuple[whole.Step, ...]:
-    steps = list[whole.Step]()
+def _traced(came: dict[Held, _Way], start: Held, end: Held) -> tuple[Step, ...]:
+    steps = list[Step]()
     while end != start:
         end, move = came[end]
-        steps += [move.step, *(whole.Step("drop", stage) for stage in move.dropped)]
+        steps += [move.step, *(Step("drop", stage) for stage in move.dropped)]
     return tuple(reversed(steps))
 
 
 class _Memory:
     """Steps that the budget allows."""
 
-    def __init__(self, stages: Sequence[whole.Stage], budget: int, source: int) -> None:
+    def __init__(self, stages: Sequence[Stage], budget: int, source: int) -> None:
         self._stages, self._budget, self._source = stages, budget, source
 
     def _output(self, number: int) -> int:
@@ -120,7 +120,7 @@ class _Memory:
             left = (1 << max(0, last - 1)) - 1
             after = Held(last - 1, held.outputs & left, held.saved & ~(1 << last))
             need = live + self._stages[last].backward_bytes + self._output(last - 1)
-            step = whole.Step("backward", last)
+            step = Step("backward", last)
             yield from self._fitting(held, after, need, step, 0.0)
             if need <= self._budget and self._live(after) <= live:
                 return  # Whatever else is done has more room afterwards.
@@ -131,15 +131,15 @@ class _Memory:
             new = 0 if there & one else stage.output
             need = live + new + stage.forward_bytes
             saved = Held(last, held.outputs & ~one, held.saved | one)
-            step = whole.Step("save", number)
+            step = Step("save", number)
             yield from self._fitting(held, saved, need + stage.saved, step, 0.0)
             if number < last and not there & one:
                 kept = Held(last, held.outputs | one, held.saved)
-                step = whole.Step("check", number)
+                step = Step("check", number)
                 yield from self._fitting(held, kept, need, step, stage.forward_s)
 
     def _fitting(
-        self, held: Held, after: Held, need: int, step: whole.Step, seconds: float
+        self, held: Held, after: Held, need: int, step: Step, seconds: float
     ) -> Iterator[_Move]:
         """A step with each set of outputs that has to go, and of which none could stay."""
         over = need - self._budget

@@ -153,6 +153,8 @@ class _Problem:
             members[gap.period].append(number)
         whole = [many for many, write in zip(members, writes, strict=True) if write and many[1:]]
         self.items = [[number] for number in range(len(gaps))] + whole
+        self._spans = [self._positions(gap) for gap in gaps]
+        self._nbytes: list[float] = self.size.tolist()
 
     def cost(self, keep: Flags) -> float:
         """Returns the cost of a plan."""
@@ -217,50 +219,44 @@ class _Problem:
     def _fill(self, keep: Flags, prices: Floats) -> Flags:
         slack = self.room - self.usage(keep)
         paid = self.paid(prices)
-        singles = len(self.size)
-        worth = [self.read[n] / (paid[n] + 1e-30) for n in range(singles)]
-        for many in self.items[singles:]:
-            saved = self.read[many].sum() + self.writes[self.period[many[0]]]
-            worth.append(saved / (paid[many].sum() + 1e-30))
         alone = np.bincount(self.period, minlength=len(self.writes)) == 1
-        for number in range(singles):
-            if alone[self.period[number]]:
-                worth[number] = self.values()[number] / (paid[number] + 1e-30)
+        saved = np.where(alone[self.period], self.values(), self.read)
+        worth = (saved / (paid + 1e-30)).tolist()
+        for many in self.items[len(self.size) :]:
+            both = self.read[many].sum() + self.writes[self.period[many[0]]]
+            worth.append(both / (paid[many].sum() + 1e-30))
         for number in np.argsort(-np.array(worth), kind="stable").tolist():
             self._take(keep, slack, [n for n in self.items[number] if not keep[n]])
         return keep
 
     def _take(self, keep: Flags, slack: Floats, wanted: list[int]) -> None:
         """Keeps all of some gaps, or none."""
-        taken = []
-        for number in wanted:
-            self.change(slack, number, -float(self.size[number]))
-            taken.append(number)
-            if self.least(slack, number) < 0:
-                for undone in taken:
-                    self.change(slack, undone, float(self.size[undone]))
+        for place, number in enumerate(wanted):
+            if not self.fits(slack, number):
+                for undone in wanted[:place]:
+                    self.change(slack, undone, self._nbytes[undone])
                 return
+            self.change(slack, number, -self._nbytes[number])
         keep[wanted] = True
 
-    def _spans(self, number: int) -> list[slice]:
-        begin, end = int(self.begin[number]), int(self.end[number])
-        if end <= self.length:
-            return [slice(begin, end)]
-        if begin >= self.length:
-            return [slice(begin - self.length, end - self.length)]
-        return [slice(begin, self.length), slice(0, end - self.length)]
+    def _positions(self, gap: Gap) -> list[slice]:
+        if gap.end <= self.length:
+            spans = [slice(gap.begin, gap.end)]
+        elif gap.begin >= self.length:
+            spans = [slice(gap.begin - self.length, gap.end - self.length)]
+        else:
+            spans = [slice(gap.begin, self.length), slice(0, gap.end - self.length)]
+        return [span for span in spans if span.start < span.stop]
 
     def change(self, held: Floats, number: int, nbytes: float) -> None:
         """Adds bytes at all positions of a gap."""
-        for span in self._spans(number):
+        for span in self._spans[number]:
             held[span] += nbytes
 
-    def least(self, held: Floats, number: int) -> float:
-        """Returns the least of a gap's positions, or 0."""
-        return min(
-            (float(held[span].min()) for span in self._spans(number) if held[span].size),
-            default=0.0,
-        )
+    def fits(self, slack: Floats, number: int) -> bool:
+        """Whether a gap's bytes are free at all of its positions."""
+        nbytes = self._nbytes[number]
+        return all(np.minimum.reduce(slack[span]) >= nbytes for span in self._spans[number])
 
 
 class _Search:
@@ -283,6 +279,7 @@ class _Search:
         self._problem, self._keep = problem, best.copy()
         paid = problem.paid(prices)
         self._paid, self._read = paid.tolist(), problem.read.tolist()
+        self._nbytes: list[float] = problem.size.tolist()
         self._cheaper = np.minimum(paid, problem.read).tolist()
         self._period, self._slack = problem.period.tolist(), problem.room.copy()
         # Cost of each period if all of its gaps stay, and if one leaves.
@@ -317,16 +314,17 @@ class _Search:
 
     def _choose(self, gap: int, stays: bool, depth: int, bound: float) -> None:
         """Goes on with a gap that stays or leaves, if there is room."""
-        period, nbytes = self._period[gap], float(self._problem.size[gap])
+        if stays and not self._problem.fits(self._slack, gap):
+            return
+        period, nbytes = self._period[gap], self._nbytes[gap]
         before = self._stays[period], self._leaves[period]
         own = self._paid[gap] if stays else self._read[gap]
         after = before[0] if stays else math.inf, before[1] + own - self._cheaper[gap]
         if stays:
             self._problem.change(self._slack, gap, -nbytes)
-        if not stays or self._problem.least(self._slack, gap) >= 0:
-            self._stays[period], self._leaves[period] = after
-            self._keep[gap] = stays
-            self._go(depth + 1, bound + min(after) - min(before))
-            self._stays[period], self._leaves[period] = before
+        self._stays[period], self._leaves[period] = after
+        self._keep[gap] = stays
+        self._go(depth + 1, bound + min(after) - min(before))
+        self._stays[period], self._leaves[period] = before
         if stays:
             self._problem.change(self._slack, gap, nbytes)

@@ -137,7 +137,8 @@ class BatchMaker:
         return self.dataset.encoded
 
     @cached_property
-    def _masks(self) -> MaskStrategies:
+    def masks(self) -> MaskStrategies:
+        """Strategies of given frames."""
         return MaskStrategies.of(self.config)
 
     def batches(self) -> Iterator[Batch]:
@@ -232,4 +233,4 @@ class BatchMaker:
             num_frames=frames,
         )
         drop = torch.rand(step.total, generator=generator) < self.config.drop_caption
-        return timesteps, drop, self._masks.draw(step.total, frames, generator)
+        return timesteps, drop, self.masks.draw(step.total, frames, generator)

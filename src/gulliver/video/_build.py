@@ -73,6 +73,11 @@ def check_start(config: TrainConfig) -> None:
             f"--tp-size, --sp-size and --pp-size share an STDiT3 alone, not an {kind}: leave them "
             "out, data ranks share its optimizer"
         )
+    if kind != "STDiT3" and config.data_centric:
+        raise GulliverError(
+            f"--data-centric trains an STDiT3 alone, not an {kind}: leave it out, batches of one "
+            "shape at a time train it"
+        )
     if model.weights is not None and model.text_encoder is not None:
         width, read = look_at_encoder(model.text_encoder).channels, text_size(outline_of(config))[0]
         if width != read:

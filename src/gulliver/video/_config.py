@@ -25,6 +25,8 @@ from gulliver.options import (
     check_needs,
     check_options,
 )
+from gulliver.video._planner_config import MAY_CHANGE as PLANS_MAY_CHANGE
+from gulliver.video._planner_config import PlannerConfig, check_planner, planner_needs
 
 if TYPE_CHECKING:
     from gulliver.data import Bucket
@@ -221,7 +223,9 @@ class TrainConfig:
     pp_size: Annotated[int, Range(1, 65536)] = 1
     """Pipeline stages that the blocks are cut into; a batch runs in micro-batches."""
     sequence_parallelism_mode: Literal["all_to_all", "ring_attn"] | None = None
-    """How ranks share a clip's tokens; by default all_to_all. It needs an sp_size."""
+    """How ranks share a clip's tokens; by default all_to_all. It needs ranks that share."""
+    data_centric: bool = False
+    """Plan each step from the clips that it has: who shares one, and runs how many at once."""
     accumulate: Annotated[int, AT_LEAST_1] = 1
     """Micro-batches of one optimizer step; with pipeline stages at least two per stage."""
     mixed_precision: Literal["none", "bf16"] = "none"
@@ -235,6 +239,7 @@ class TrainConfig:
     log_every: Annotated[int, AT_LEAST_1] = 10
     """Steps between lines of the log."""
     data: DataConfig = field(default_factory=DataConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
     autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
@@ -301,6 +306,7 @@ MAY_CHANGE = frozenset(
     | {"validation.every", "validation.clips", "validation.levels"}
     | {f"samples.{field.name}" for field in fields(SamplesConfig)}
     | {"model.weights", "model.text_encoder"}
+    | PLANS_MAY_CHANGE
 )
 """Options that may differ between a run and its resumption: where and how, not what."""
 
@@ -316,7 +322,9 @@ def check_config(config: TrainConfig) -> TrainConfig:
         raise GulliverError(
             f"--model.text-channels is {config.model.text_channels}: it must be even"
         )
+    check_needs(config, planner_needs(config))
     check_needs(config, table_needs(config.data, "buckets", "scores") | _needs(config))
+    check_planner(config)
     alone = config.samples.prompts is None, "leave it out, --samples.prompts names all of them"
     check_needs(config, {"samples.clips": alone})
     weighted = [shape for shape in config.data.shapes if ":" in shape]
@@ -407,10 +415,11 @@ def _check_sizes(config: TrainConfig) -> None:
             f"--plugin ddp keeps the whole model on every rank: leave it out for --tp-size "
             f"{config.tp_size} --sp-size {config.sp_size} --pp-size {config.pp_size}"
         )
-    if config.sequence_parallelism_mode is not None and config.sp_size == 1:
+    shared = config.sp_size > 1 or config.data_centric
+    if config.sequence_parallelism_mode is not None and not shared:
         raise GulliverError(
             f"--sequence-parallelism-mode {config.sequence_parallelism_mode} needs an --sp-size of "
-            "at least 2: the ranks that share a clip"
+            "at least 2, the ranks that share a clip, or --data-centric"
         )
 
 

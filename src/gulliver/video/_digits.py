@@ -6,7 +6,10 @@ ships (UCI optical recognition of handwritten digits); train and held-out clips 
 
 from __future__ import annotations
 
+import gzip
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -34,18 +37,32 @@ FPS = 8.0
 @cache
 def _scans() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Scans [1797, 16, 16] in [0, 1], their digits, and the scans of each split."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise GulliverError(
-            "the moving digits need scikit-learn: install gulliver[video]"
-        ) from None
-    data: Any = load_digits()
-    small = torch.from_numpy(data.images).float()[:, None] / 16
+    pixels, digits = _read_scans()
+    small = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16
     images = F.interpolate(small, size=(SIDE, SIDE), mode="bilinear", align_corners=False)[:, 0]
     order = torch.from_numpy(np.random.Generator(np.random.PCG64(0)).permutation(len(images)))
     splits = {"heldout": order[:HELD_OUT].sort().values, "train": order[HELD_OUT:].sort().values}
-    return images, torch.from_numpy(data.target).long(), splits
+    return images, torch.from_numpy(digits).long(), splits
+
+
+def _read_scans() -> tuple[Any, Any]:
+    """Pixels [1797, 64] from 0 to 16 and digits [1797], of the file that scikit-learn ships.
+
+    Its import takes longer than all else that a rank does before its first step: where the file is
+    in its place, only the place is asked for.
+    """
+    found = find_spec("sklearn")
+    if found is None or not found.submodule_search_locations:
+        raise GulliverError("the moving digits need scikit-learn: install gulliver[video]")
+    file = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    if file.is_file():
+        with gzip.open(file, "rb") as lines:
+            table = np.loadtxt(lines, delimiter=",")
+        return table[:, :-1], table[:, -1]
+    from sklearn.datasets import load_digits
+
+    data: Any = load_digits()
+    return data.data, data.target
 
 
 class MovingDigits:

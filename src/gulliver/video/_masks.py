@@ -140,13 +140,26 @@ class MaskStrategies:
         """Share of the clips that have given frames."""
         return sum(ratio for name, ratio in self.ratios.items() if name != "identity")
 
-    def draw(self, clips: int, frames: int, generator: torch.Generator) -> Tensor | None:
+    def draw(
+        self,
+        clips: int,
+        frames: int,
+        generator: torch.Generator,
+        step: torch.Generator | None = None,
+    ) -> Tensor | None:
         """Draws the masks [clips, frames] of a step; None where all of its clips are made whole.
 
         Masks cost a second modulation of every block: they come a whole step at a time, with the
         chance that a clip has one, and each clip of the step draws its strategy.
+
+        Args:
+            clips: number of clips.
+            frames: latent frames of each.
+            generator: generator of the strategies.
+            step: generator that says whether the step has masks, where its clips are drawn for one
+                by one; None for `generator`.
         """
-        masked = float(torch.rand((), generator=generator)) < self.share
+        masked = float(torch.rand((), generator=step or generator)) < self.share
         if not masked or frames == 1:
             return None
         names = [name for name in self.ratios if name != "identity"]

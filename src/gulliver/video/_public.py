@@ -28,6 +28,7 @@ from gulliver.video._config import (
     FlowConfig,
     ModelConfig,
     OptimizerConfig,
+    PlannerConfig,
     SamplesConfig,
     SamplingConfig,
     TrainConfig,
@@ -56,6 +57,7 @@ from gulliver.video._media import (
     write_gif,
 )
 from gulliver.video._pipeline import VideoPipeline, open_run
+from gulliver.video._plugins import check_ranks
 from gulliver.video._prompts import loop_prompts, read_prompt, read_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import check_kind, load_model
@@ -73,7 +75,7 @@ from gulliver.video._text_encoders import (
     check_encoder,
     load_text_encoder,
 )
-from gulliver.video._training import Outcome, Trainer, check_ranks, train
+from gulliver.video._training import Outcome, Trainer, train
 from gulliver.video._words import WordEncoder, unknown_words, words_of
 
 __all__ = [
@@ -105,6 +107,7 @@ __all__ = [
     "MovingDigits",
     "OptimizerConfig",
     "Outcome",
+    "PlannerConfig",
     "Preview",
     "RectifiedFlow",
     "Request",

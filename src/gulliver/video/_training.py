@@ -10,23 +10,17 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gulliver.booster import (
-    Booster,
-    HybridParallelPlugin,
-    LowLevelZeroPlugin,
-    Plugin,
-    TorchDDPPlugin,
-)
-from gulliver.booster.hybrid import HybridOptimizer, size_axes
+from gulliver.booster import Booster, Plugin
+from gulliver.booster.hybrid import HybridOptimizer
 from gulliver.checkpoint import Mismatch, load, write_json
 from gulliver.comm import (
     ALONE,
@@ -56,6 +50,7 @@ from gulliver.video._config import TrainConfig, check_config
 from gulliver.video._ema import ExponentialAverage
 from gulliver.video._encoded import refuse_other_autoencoder, with_encoded
 from gulliver.video._optimizing import make_optimizer
+from gulliver.video._plugins import check_ranks, make_plugin
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
@@ -71,8 +66,6 @@ from gulliver.video._sources import (
 )
 from gulliver.video._stages import hide_targets, run_stages
 from gulliver.video._validation import Validation
-
-CHUNK_MB = 1.0
 
 
 @dataclass(frozen=True)
@@ -114,41 +107,16 @@ def train(config: TrainConfig) -> Outcome:
         held_out = make_held_out(config, dataset)
         autoencoder = ready_autoencoder(config, run, dataset, world)
         samples = make_samples(config, run, world, dataset, held_out)
-        trainer = Trainer(config, run, dataset, autoencoder, world, held_out, samples)
+        kind = Trainer
+        if config.data_centric:
+            from gulliver.video._planned_training import PlannedTrainer as kind
+        trainer = kind(config, run, dataset, autoencoder, world, held_out, samples)
         if world.is_main and isinstance(dataset, ClipTable):
             write_json(run.clips_path, {"fps": dataset.fps})
         if checkpoint is not None:
             trainer.restore(checkpoint)
         with StopRequest().listening() as stop:
             return trainer.run_to_end(stop)
-
-
-def check_ranks(config: TrainConfig, ranks: int) -> None:
-    """Refuses ranks that do not make whole models.
-
-    Raises:
-        GulliverError: naming the sizes, and numbers of ranks that would do.
-    """
-    size_axes(ranks, config.pp_size, config.sp_size, config.tp_size)
-
-
-def make_plugin(config: TrainConfig) -> Plugin:
-    """Makes the plugin that says how the ranks share the work."""
-    # Steps of many shapes take many times, which tuning would take for its own doing.
-    if config.ranks_of_a_model > 1:
-        mode = config.sequence_parallelism_mode or "all_to_all"
-        return HybridParallelPlugin(
-            tp_size=config.tp_size,
-            sp_size=config.sp_size,
-            pp_size=config.pp_size,
-            num_microbatches=config.micro_batches if config.pp_size > 1 else None,
-            sequence_parallelism_mode=mode if config.sp_size > 1 else None,
-            zero_stage=config.stage,
-            chunk_mb=CHUNK_MB,
-        )
-    if config.plugin == "zero":
-        return LowLevelZeroPlugin(stage=config.stage, chunk_mb=CHUNK_MB)
-    return TorchDDPPlugin()
 
 
 class Trainer:
@@ -170,8 +138,8 @@ class Trainer:
         model = build_model(config, autoencoder, run, begin).to(world.device).train()
         self.flow = flow_of(model, make_flow(config.flow, autoencoder))
         plugin = make_plugin(config)
-        self.place = plugin.data_place()
-        self.sampler = make_sampler(config, dataset, self.place)
+        self.place = self._place(plugin)
+        self.sampler = self._sampler(dataset, model, autoencoder)
         self.sampler_state = self.sampler.state_dict()
         self.skipped = SkippedClips(
             self.sampler.samples, len(self.sampler), config.data.unreadable_limit
@@ -205,10 +173,31 @@ class Trainer:
         )
         if config.pp_size > 1:
             hide_targets(model)
+        self._prepare()
         # After boost, which may have cut the model between ranks.
         self.average = ExponentialAverage(model, config.optimizer.ema)
         if world.is_main:
             self.booster.plan.save(run.folder / "plan.yaml")
+
+    @property
+    def alike(self) -> int:
+        """Ranks that compute each sample of a validation together."""
+        return self.config.ranks_of_a_model
+
+    def _place(self, plugin: Plugin) -> tuple[int, int]:
+        """This rank among those that read different samples, and their number."""
+        return plugin.data_place()
+
+    def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> Any:
+        """Makes the order of the samples, before the model is boosted."""
+        return make_sampler(self.config, dataset, self.place)
+
+    def _prepare(self) -> None:
+        """What is left to do when the model is boosted."""
+
+    def _batches(self) -> Iterator[Any]:
+        """Yields what `step` takes, without end."""
+        return self.maker.batches()
 
     def run_to_end(self, stop: StopRequest) -> Outcome:
         """Steps until the last, or until a signal; the last state is always saved."""
@@ -223,7 +212,7 @@ class Trainer:
         ):
             if self.step_number:  # A run that was killed has not shown its last checkpoint yet.
                 stopping = not self._show_samples(stop, display, scalars)
-            for batch in () if stopping or last else self.maker.batches():
+            for batch in () if stopping or last else self._batches():
                 started = time.monotonic()
                 figures = self.step(batch, stop.wanted)
                 self.seconds += time.monotonic() - started
@@ -311,9 +300,15 @@ class Trainer:
         all_reduce(totals, op="sum")
         if not count:
             return {"loss": math.nan, "norm": math.nan, "samples": 0, "stop": float(totals[1])}
+        loss = float(totals[0]) / (count * self.config.ranks_of_a_model)
+        norm = self._update(loss)
+        self.sampler_state = batch.sampler_state
+        return {"loss": loss, "norm": norm, "samples": count, "stop": float(totals[1])}
+
+    def _update(self, loss: float) -> float:
+        """Steps with the gradients of a whole step, whose loss is given; returns their norm."""
         limit = self.config.optimizer.clip or math.inf
         norm = float(self.optimizer.clip_grad_by_norm(limit))
-        loss = float(totals[0]) / (count * self.config.ranks_of_a_model)
         if not math.isfinite(loss) or not math.isfinite(norm):
             self._refuse_divergence(loss, norm)
         self.optimizer.step()
@@ -321,8 +316,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.average.update(self.plain_model)
         self.step_number += 1
-        self.sampler_state = batch.sampler_state
-        return {"loss": loss, "norm": norm, "samples": count, "stop": float(totals[1])}
+        return norm
 
     def _count(self, batch: Batch) -> int:
         """Counts the samples of the batch in all shares, without those that could not be read."""
@@ -387,7 +381,7 @@ class Trainer:
         """Tells the losses of held-out clips where they are due; every rank calls it."""
         validation, step = self.validation, self.step_number
         if validation is not None and (last or step % self.config.validation.every == 0):
-            found = validation.losses(self._loss_sum, self.config.ranks_of_a_model)
+            found = validation.losses(self._loss_sum, self.alike)
             if self.world.is_main and found:
                 validation.tell(found, step, self.run, display, scalars)
 

@@ -16,8 +16,8 @@ from gulliver.booster.hybrid._capability import (
     table,
 )
 from gulliver.booster.hybrid._checks import NO_BLOCKS, check_cut, check_new, check_recompute
-from gulliver.booster.hybrid._choice import attention_shape, choose_plan
-from gulliver.booster.hybrid._degree import sequence_degree
+from gulliver.booster.hybrid._choice import HEADS, attention_shape, choose_plan
+from gulliver.booster.hybrid._degree import degree_of, sequence_degree, sequence_rows
 from gulliver.booster.hybrid._dropout import drops_by_position
 from gulliver.booster.hybrid._inside import HooksLast
 from gulliver.booster.hybrid._lazy import fill, lazy_parameters
@@ -42,6 +42,7 @@ from gulliver.booster.hybrid._transformers import keep_logits
 __all__ = [
     "DTYPES",
     "HEADER",
+    "HEADS",
     "MODES",
     "NO_BLOCKS",
     "SHORT",
@@ -60,6 +61,7 @@ __all__ = [
     "choose_plan",
     "cut_stages",
     "cut_tensors",
+    "degree_of",
     "drops_by_position",
     "families",
     "family_of",
@@ -73,6 +75,7 @@ __all__ = [
     "say",
     "sequence_degree",
     "sequence_plan",
+    "sequence_rows",
     "size_axes",
     "table",
     "wire_sequences",

@@ -16,7 +16,7 @@ not know the degree of any of the forwards that it steps for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,12 @@ from torch import nn
 from gulliver.comm import RankGroup
 from gulliver.errors import GulliverError
 from gulliver.families import hugging_face_of
-from gulliver.parallel.sequence import SequenceGroups, SequencePlan, make_groups
+from gulliver.parallel.sequence import SequenceGroups, SequencePlan, make_groups, make_mixed_groups
 
 ATTRIBUTE = "gulliver_degree"
 """Attribute of a wired model; not of a module's own kind, so nothing of it is saved."""
+REMEMBERED = 256
+"""Ways to group the ranks whose groups are looked up and not made."""
 
 
 class Degree:
@@ -41,13 +43,15 @@ class Degree:
         now: groups that a forward takes.
         varied: whether they were ever others than the plan's.
         fixed: why they cannot be others; empty where they can.
+        lasting: `now` is that of backwards too, and of what they compute again.
     """
 
     def __init__(self, planned: SequenceGroups) -> None:
         self.planned = self.now = planned
-        self.varied, self.fixed = False, ""
+        self.varied, self.fixed, self.lasting = False, "", False
         # Kept, because a group without users is given back at the next boost.
         self._made = {planned.plan.degree: planned}
+        self._mixed = dict[tuple[tuple[int, ...], ...], SequenceGroups]()
 
     def __deepcopy__(self, memo: Any) -> Degree:
         return self
@@ -66,10 +70,7 @@ class Degree:
                 f"degree {degree} instead of {whole.degree}: not where {self.fixed}"
             )
         if degree not in self._made:
-            ulysses = math.gcd(whole.ulysses, degree)
-            inner = math.gcd(whole.inner, degree // ulysses)
-            outer = degree // (ulysses * inner)
-            plan = SequencePlan(ulysses, outer, inner, whole.layout, whole.wire)
+            plan = self._plan(degree)
             rows = [
                 ranks[first : first + degree]
                 for ranks in self.planned.sequences
@@ -77,6 +78,41 @@ class Degree:
             ]
             self._made[degree] = make_groups(plan, rows)
         return self._made[degree]
+
+    def of_rows(self, rows: Sequence[Sequence[int]]) -> SequenceGroups:
+        """Groups of other numbers of ranks side by side, where the whole world shares sequences.
+
+        Every rank of the world calls it with the same rows; groups that are new are made.
+
+        Args:
+            rows: ranks of each group; together they name every rank once.
+
+        Raises:
+            GulliverError: the degree is fixed, or the model's plan leaves ranks of other kinds.
+        """
+        if self.fixed:
+            raise GulliverError(f"groups that change from step to step: not where {self.fixed}")
+        if len(self.planned.sequences) != 1:
+            raise GulliverError(
+                f"groups of any ranks need one sequence axis of the whole world, and there are "
+                f"{len(self.planned.sequences)} of {self.planned.plan}: take DataCentricPlugin"
+            )
+        key = tuple(tuple(row) for row in rows)
+        if key not in self._mixed:
+            if len(self._mixed) >= REMEMBERED:  # the process groups in it are kept elsewhere
+                del self._mixed[next(iter(self._mixed))]
+            self._mixed[key] = make_mixed_groups([self._plan(len(row)) for row in key], key)
+        return self._mixed[key]
+
+    def _plan(self, degree: int) -> SequencePlan:
+        """How fewer ranks share a sequence: in the planned way, as far as their number allows."""
+        whole = self.planned.plan
+        if degree == whole.degree:
+            return whole
+        ulysses = degree if whole.ring == 1 else math.gcd(whole.ulysses, degree)
+        inner = math.gcd(whole.inner, degree // ulysses)
+        outer = degree // (ulysses * inner)
+        return SequencePlan(ulysses, outer, inner, whole.layout, whole.wire)
 
 
 def put_degree(model: nn.Module, degree: Degree) -> None:
@@ -95,6 +131,29 @@ def readers(model: nn.Module, planned: RankGroup, tensor: RankGroup) -> list[Ran
     if degree is None or degree.now is degree.planned:
         return [planned]
     return [degree.now.all, tensor]
+
+
+@contextmanager
+def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[SequenceGroups]:
+    """Lets forwards and backwards inside share sequences over groups of several sizes.
+
+    Every rank of the world calls it with the same rows. What one rank runs inside is of one group,
+    so that blocks that are computed again in backward need not remember which.
+
+    Args:
+        degree: degree of the model.
+        rows: ranks of each group.
+
+    Returns:
+        The groups of this rank.
+    """
+    before, lasting = degree.now, degree.lasting
+    degree.now, degree.lasting = degree.of_rows(rows), True
+    degree.varied = degree.varied or degree.now is not degree.planned
+    try:
+        yield degree.now
+    finally:
+        degree.now, degree.lasting = before, lasting
 
 
 @contextmanager

@@ -63,6 +63,7 @@ class HybridOptimizer(ZeroOptimizer):
         self._frozen = list(frozen_in_groups)
         self.mesh, self.pipeline_stage = mesh, pipeline_stage
         self.pipeline: Pipeline | None = None
+        self.adds_micro_batches = pipeline_stage is not None
         self._apart = False  # whether stages have made gradients that are not added up
         self._copies = pipeline_stage.copies() if pipeline_stage is not None else {}
         self.whole_groups = [list(group) for group in whole_groups]

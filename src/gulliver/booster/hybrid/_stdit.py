@@ -146,6 +146,8 @@ class SequenceAdapter:
         Raises:
             GulliverError: a block is computed again in backward, and it is not known for which.
         """
+        if self._opened is None and self.degree.lasting:
+            return self.degree.now
         if self._opened is None and self.degree.varied:
             raise GulliverError(
                 "a block runs outside of its model's forward, and forwards had several degrees: "

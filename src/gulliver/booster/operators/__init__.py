@@ -11,6 +11,7 @@ joint search is told), `_plan.py` (plans of operators), then `_run.py`, `_again.
 
 from gulliver.booster.operators._apply import check_operators, share_operators
 from gulliver.booster.operators._plan import (
+    Program,
     axes_of,
     batch_of,
     find_operators,
@@ -23,6 +24,7 @@ from gulliver.booster.operators._problem import Problem
 
 __all__ = [
     "Problem",
+    "Program",
     "axes_of",
     "batch_of",
     "check_operators",

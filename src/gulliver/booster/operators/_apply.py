@@ -51,10 +51,13 @@ def check_operators(
 
 
 def share_operators(
-    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: World
+    plan: Plan,
+    program: Program,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    world: World,
 ) -> tuple[nn.Module, OperatorOptimizer]:
-    """Turns a model and its optimizer into the planned run."""
-    program = check_operators(plan, model, optimizer)
+    """Turns a model and its optimizer into the planned run, which `check_operators` gave."""
     if world.size > 1:
         broadcast_all([*model.parameters(), *model.buffers()])
     axes = axes_of(plan.mesh)

@@ -117,7 +117,7 @@ def find_operators(
     memory: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
-    states: int = 16,
+    states: int = 64,
 ) -> Plan:
     """Searches shardings, recomputation and off-load of a model's operators jointly.
 
@@ -199,7 +199,10 @@ def plan_from(
         tuple(OperatorBlock(tuple(paths), chosen) for chosen, paths in blocks.values()),
         found.cost.peak,
     )
-    predicted = Predicted(problem.cluster.name, Seconds(step=found.cost.seconds))
+    strategies = [pick.strategy for picks in found.picks for pick in picks]
+    held = problem.held(strategies, found.cost.peak - found.cost.state)
+    seconds = Seconds(step=found.cost.seconds)
+    predicted = Predicted(problem.cluster.name, seconds, bytes=held)
     gap = f"no better answer is more than {found.gap:.1%} faster" if not found.exact else "exact"
     return Plan(
         plugin="operators",

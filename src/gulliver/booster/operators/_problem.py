@@ -27,6 +27,7 @@ from gulliver.booster.operators._trace import Value
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster
 from gulliver.layout import plan_conversion
+from gulliver.plan import MemoryPlan
 from gulliver.solve import (
     ENTRY,
     Block,
@@ -69,6 +70,21 @@ class Problem:
         self._check()
         costs = Costs(self.cluster.device, self.graph.sizes)
         return [self._block(costs, numbers) for numbers in self.graph.blocks]
+
+    def held(self, strategies: Sequence[int], activations: int) -> MemoryPlan:
+        """Bytes of a rank if each operator, in the order of the graph, runs in one of its ways."""
+        nodes = [node for numbers in self.graph.blocks for node in numbers]
+        whole = trained = 0
+        for node, number in zip(nodes, strategies, strict=True):
+            way = self.ways[node][number]
+            for value in self.graph.takes(node):
+                one = self.graph.trace.values[value]
+                # As in `_strategy`: its first reader says how a parameter is stored.
+                if one.parameter and self.graph.users[value][0] == node:
+                    count = self._bytes(value, stored_layout(way.layouts[value]))
+                    whole += count
+                    trained += count * one.trains
+        return MemoryPlan(whole, trained, trained * self.moments, activations)
 
     def _check(self) -> None:
         block_of = {n: b for b, numbers in enumerate(self.graph.blocks) for n in numbers}

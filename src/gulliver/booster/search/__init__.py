@@ -1,7 +1,8 @@
 """Every grid that a plugin can run on a cluster, priced and ranked for a model.
 
-Read `_grids.py` (what is searched), `_facts.py` (what a model is to the search), `_score.py` (what
-a grid takes) and `_search.py` (how the best are found).
+Read `_grids.py` (what is searched), `_facts.py` and `_followed.py` (what a model is to the search),
+`_score.py` (what a grid takes), `_search.py` (how the best are found) and `_offload.py` (those
+whose state leaves).
 """
 
 from gulliver.booster.search._answers import (
@@ -13,9 +14,13 @@ from gulliver.booster.search._answers import (
     saved_by_a_gib,
     searched_again,
 )
-from gulliver.booster.search._auto import Engine, auto_engine, plan_of, plugin_of
-from gulliver.booster.search._facts import Facts, Part, Shared, facts_of
+from gulliver.booster.search._auto import Engine, auto_engine, plan_of
+from gulliver.booster.search._behind import Behind
+from gulliver.booster.search._facts import Facts, Part, Shared
+from gulliver.booster.search._followed import facts_of
 from gulliver.booster.search._grids import CHUNKS_MB, Axes, Grid, axes_of, grids_of
+from gulliver.booster.search._offload import Least, Offloader, least_offloaded, offloaded_grids
+from gulliver.booster.search._plugin import plugin_of
 from gulliver.booster.search._report import kinds_of_bytes, kinds_of_time, report
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.booster.search._search import Found, modes_of, search_grids
@@ -23,11 +28,14 @@ from gulliver.booster.search._search import Found, modes_of, search_grids
 __all__ = [
     "CHUNKS_MB",
     "Axes",
+    "Behind",
     "Engine",
     "Enough",
     "Facts",
     "Found",
     "Grid",
+    "Least",
+    "Offloader",
     "Part",
     "Price",
     "Scored",
@@ -41,7 +49,9 @@ __all__ = [
     "kinds_of_bytes",
     "kinds_of_time",
     "least_bytes",
+    "least_offloaded",
     "modes_of",
+    "offloaded_grids",
     "plan_of",
     "plugin_of",
     "prices_of_memory",

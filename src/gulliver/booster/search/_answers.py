@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from gulliver.booster.search._bytes import WIDE
 from gulliver.booster.search._facts import Facts
-from gulliver.booster.search._grids import Grid, axes_of, grids_of
+from gulliver.booster.search._grids import Axes, Grid, axes_of, grids_of
+from gulliver.booster.search._offload import Least, least_offloaded
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.booster.search._search import Found, modes_of, search_grids
 from gulliver.errors import GulliverError
@@ -23,6 +25,8 @@ SHARES = (0.5, 0.75, 1.0, 1.5)
 """Limits that memory is priced at, as parts of the one that was given."""
 DOUBLINGS = 4
 """Times that a cluster that is too small is doubled."""
+COUNTS = 24
+"""Numbers of ranks that are looked at one by one: each is a search of its own."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,17 @@ class Enough:
     Attributes:
         bytes: least bytes of a rank that a grid on this cluster holds.
         grid: grid that holds so few.
-        ranks: fewest ranks that the model fits, of halves and doubles of the cluster; 0: none.
+        ranks: fewest ranks that the model fits; 0 where none of those looked at do.
+        offloaded: least memory that would do if what does not fit left; None where none can, or
+            with no less.
+        unlooked: first and last number of ranks below `ranks` that were not looked at.
     """
 
     bytes: int
     grid: Grid
     ranks: int
+    offloaded: Least | None = None
+    unlooked: tuple[int, int] | None = None
 
 
 def searched_again(
@@ -68,7 +77,7 @@ def searched_again(
     facts = (
         found.facts if machines.device == found.facts.device else found.facts.on(machines.device)
     )
-    arguments = {"best": 1, "facts": facts, **others}
+    arguments = {"best": 1, "facts": facts, "behind": found.behind, "explain": False, **others}
     return search_grids(facts.model, None, None, machines, samples, **arguments)  # type: ignore[arg-type]
 
 
@@ -79,10 +88,34 @@ def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
     limit, best = found.limit, found.best[0]
     search = partial(searched_again, found, samples)
     free = search(memory=LARGEST).best[0]
+    if best.moved is not None:
+        return _priced_one_by_one(_limits(limit), search)
     if free.seconds.step >= best.seconds.step:
         free = best
-    limits = sorted({*(int(limit * share) for share in SHARES), limit + GIB})
-    return tuple(Price(at, _under(at, limit, best, free, search)) for at in limits)
+    return tuple(Price(at, _under(at, limit, best, free, search)) for at in _limits(limit))
+
+
+def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> tuple[Price, ...]:
+    """Prices of limits under which state leaves: what moves changes with every byte.
+
+    What runs under a limit runs under a larger one, where the size of chunks may be chosen worse.
+    """
+    found, best = list[Price](), None
+    for at in limits:
+        now = _first(search(memory=at))
+        if best is None or (now is not None and now.seconds.step < best.seconds.step):
+            best = now
+        found.append(Price(at, best))
+    return tuple(found)
+
+
+def _limits(limit: int) -> list[int]:
+    """Limits that memory is priced at, the one that was given among them."""
+    return sorted({*(int(limit * share) for share in SHARES), limit + GIB})
+
+
+def _first(found: Found) -> Scored | None:
+    return found.best[0] if found.best else None
 
 
 def _under(
@@ -93,8 +126,7 @@ def _under(
         return free
     if best.bytes <= at <= limit:
         return best
-    again = search(memory=at).best
-    return again[0] if again else None
+    return _first(search(memory=at))
 
 
 def saved_by_a_gib(prices: Sequence[Price], limit: int) -> float:
@@ -106,16 +138,55 @@ def saved_by_a_gib(prices: Sequence[Price], limit: int) -> float:
 def enough(found: Found, samples: int) -> Enough:
     """The least memory that would do on this cluster, and the fewest ranks that would."""
     least, grid = least_bytes(found.facts, found.cluster, samples)
-    ranks = found.cluster.size
+    offloaded = _offloaded(found, samples)
+    if offloaded is not None and offloaded.bytes >= least:
+        offloaded = None
+    return replace(_enough(found, samples, least, grid), offloaded=offloaded)
+
+
+def _offloaded(found: Found, samples: int) -> Least | None:
+    """The least memory that would do if what does not fit left."""
+    if found.offloaded is not None or found.facts.optimizer is None:
+        return found.offloaded
+    scorer, meshes = _scorer(found.facts, found.cluster, samples)
+    return least_offloaded(scorer, meshes)
+
+
+def _scorer(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[Axes]]:
+    """Prices grids of a model on a cluster, and the meshes that it can be laid over."""
+    on_cpu = cluster.device.to_device_rate is None
+    scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", 0.0)
+    blocks = len(facts.blocks) * facts.has_stack
+    meshes = axes_of(cluster.size, samples, blocks, modes_of(facts))
+    return scorer, [axes for axes in meshes if not scorer.refuses(axes)]
+
+
+def _enough(found: Found, samples: int, least: int, grid: Grid) -> Enough:
+    ranks, most = found.cluster.size, found.cluster.size
     if least <= found.limit:
-        while ranks % 2 == 0 and _fits(found, samples, ranks // 2):
-            ranks //= 2
-        return Enough(least, grid, ranks)
-    for _ in range(DOUBLINGS):
-        ranks *= 2
-        if _fits(found, samples, ranks):
-            return Enough(least, grid, ranks)
-    return Enough(least, grid, 0)
+        while most % 2 == 0 and _fits(found, samples, most // 2):
+            most //= 2
+        first = _fewest(found)
+    else:
+        first = max(ranks + 1, _fewest(found))
+        doubles = [ranks << n for n in range(1, DOUBLINGS + 1)]
+        most = next((n for n in doubles if n >= first and _fits(found, samples, n)), 0)
+    # Fewer may do where more do not: 5 ranks deal 5 samples, and 6 do not. So each is looked at.
+    last = min(most or ranks << DOUBLINGS, first + COUNTS)
+    for number in range(first, last):
+        if _fits(found, samples, number):
+            return Enough(least, grid, number)
+    return Enough(least, grid, most, unlooked=(last, most - 1) if last < most else None)
+
+
+def _fewest(found: Found) -> int:
+    """A number of ranks that no fewer than can hold the state, however it is shared."""
+    facts = found.facts
+    home = WIDE if facts.copied else facts.item
+    # What the optimizer works with: its numbers, what it steps, and the gradients of that.
+    learned = facts.trained * (WIDE * facts.states + 2 * home)
+    state = learned + facts.item * (facts.parameters - facts.trained)
+    return max(1, -(-state // max(1, found.limit)))
 
 
 def _fits(found: Found, samples: int, ranks: int) -> bool:
@@ -138,15 +209,10 @@ def least_bytes(facts: Facts, cluster: Cluster, samples: int, limit: int = 0) ->
     Raises:
         GulliverError: no mesh of so many ranks can run the model.
     """
-    on_cpu = cluster.device.to_device_rate is None
-    scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", 0.0)
+    scorer, meshes = _scorer(facts, cluster, samples)
     again = len(facts.recomputable)
     best: tuple[int, Grid] | None = None
-    for axes in axes_of(
-        cluster.size, samples, len(facts.blocks) * facts.has_stack, modes_of(facts)
-    ):
-        if scorer.refuses(axes):
-            continue
+    for axes in meshes:
         for grid in grids_of(axes, samples, len(facts.blocks)):
             held = scorer.bytes_of(replace(grid, recomputed=again))
             if best is None or held < best[0]:

@@ -10,27 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gulliver.booster._booster import Booster
-from gulliver.booster._hybrid_plugin import HybridParallelPlugin
 from gulliver.booster._measure import samples_of
-from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin
+from gulliver.booster._pipelined import own_loss
 from gulliver.booster._predict import predict
 from gulliver.booster._resolve import resolve
 from gulliver.booster.operators import find_operators
+from gulliver.booster.search._behind import Behind
 from gulliver.booster.search._grids import Grid
+from gulliver.booster.search._plugin import plugin_of
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.booster.search._search import Found, search_grids
-from gulliver.comm import broadcast_object, init_world
+from gulliver.comm import broadcast_object, gather_objects, init_world
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, current_cluster
-from gulliver.plan import SHARED_BY_TENSOR, Plan
+from gulliver.plan import Plan
 
-HALVES = ("bf16", "fp16")
+T = TypeVar("T")
 
 
 @dataclass
@@ -68,7 +70,8 @@ class Engine:
         Args:
             batch: `samples` of them: a dict of the model's keyword arguments, or a tuple.
             criterion: loss of the outputs and the batch that made them, a mean over its samples;
-                None takes the outputs' own ``loss``. Parts of a batch weigh alike.
+                None takes the outputs' own ``loss``, or an output of one number. Parts of a batch
+                weigh alike.
 
         Returns:
             The loss, the mean over the parts.
@@ -94,7 +97,7 @@ class Engine:
             found = self.booster.execute_pipeline(feed, self.model, criterion, self.optimizer)
             return found["loss"]
         out = self.model(**part) if isinstance(part, dict) else self.model(*part)
-        loss = out.loss if criterion is None else criterion(out, part)
+        loss = (criterion or own_loss)(out, part)
         self.booster.backward(loss / self.accumulate, self.optimizer)
         return loss.detach()
 
@@ -110,6 +113,8 @@ def auto_engine(
     precision: str | None = None,
     verbose: bool = True,
     operators: bool = False,
+    host: int | str | None = None,
+    disk: str | None = None,
 ) -> Engine:
     """Searches how a model lies best over the ranks, and boosts it so; every rank calls it.
 
@@ -125,29 +130,38 @@ def auto_engine(
         operators: whether each operator is shared, kept and computed again in its own way
             (`find_operators`), instead of a grid; every rank then reads all samples of a step, and
             the example is a batch of them.
+        host: page-locked host memory of a rank for what does not fit `memory`, as text or in bytes;
+            None for none.
+        disk: folder and bytes for it, ``/scratch:100GiB``; None for none.
 
     Raises:
         GulliverError: nothing fits the memory, with the least that would do; a cluster of another
             number of ranks; or none of the grids found can be run, with the reasons.
     """
     world = init_world()
-    cluster = cluster or current_cluster(world.size)
-    if cluster.size != world.size:
-        raise GulliverError(
-            f"the cluster {cluster.name!r} has {cluster.size} ranks, and there are {world.size}: "
-            f"pass cluster.resized({world.size}), or none"
-        )
+    cluster = _on_all(lambda: _of_size(cluster or current_cluster(world.size), world.size))
     if operators:
+        if host is not None or disk is not None:
+            raise GulliverError(
+                "operators=True off-loads what operators save, where that pays, and no state: "
+                "leave host and disk out"
+            )
         return _of_operators(model, optimizer, cluster, batch, samples, memory, precision, verbose)
-    precision = precision or ("bf16" if world.device.type == "cuda" else "fp32")
-    found = search_grids(model, optimizer, batch, cluster, samples, memory, precision)
-    if not found.best:
-        raise GulliverError(found.why_none())
+    kind = precision or ("bf16" if world.device.type == "cuda" else "fp32")
+    behind = _on_all(lambda: Behind.of(host, disk))
+
+    def search() -> Found:
+        found = search_grids(model, optimizer, batch, cluster, samples, memory, kind, behind=behind)
+        if not found.best:
+            raise GulliverError(found.why_none())
+        return found
+
+    found = _on_all(search)
     left_out: list[tuple[Grid, str]] = []
     # Ranks may have timed, or know, other links: the first one's order counts.
     for scored in broadcast_object(found.best):
         try:
-            plan = plan_of(scored, found, model, optimizer, precision)
+            plan = _on_all(partial(plan_of, scored, found, model, optimizer, kind))
         except GulliverError as error:
             left_out.append((scored.grid, str(error)))
             continue
@@ -165,6 +179,32 @@ def auto_engine(
     raise GulliverError(f"none of the {len(left_out)} best grids can be run: {reasons}")
 
 
+def _of_size(cluster: Cluster, size: int) -> Cluster:
+    if cluster.size != size:
+        raise GulliverError(
+            f"the cluster {cluster.name!r} has {cluster.size} ranks, and there are {size}: "
+            f"pass cluster.resized({size}), or none"
+        )
+    return cluster
+
+
+def _on_all(make: Callable[[], T]) -> T:
+    """What each rank makes; where one cannot, all end with its error, and none waits for it."""
+    made: T | None = None
+    failure: Exception | None = None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    told = gather_objects(None if failure is None else str(failure) or type(failure).__name__)
+    failed = [rank for rank, reason in enumerate(told) if reason is not None]
+    if failed:
+        reason = told[failed[0]]
+        where = "" if len(failed) == len(told) else f"rank {failed[0]} failed: "
+        raise GulliverError(f"{where}{reason}") from failure
+    return made  # type: ignore[return-value]
+
+
 def _of_operators(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -176,16 +216,20 @@ def _of_operators(
     verbose: bool,
 ) -> Engine:
     """The best plan of operators along one axis, or along two where the cluster has several."""
-    if samples_of(batch) != samples or precision not in (None, "fp32"):
-        raise GulliverError(
-            f"operators=True needs a batch of all {samples} samples, not {samples_of(batch)}, and "
-            "runs in the dtypes of the model: give no precision"
-        )
-    inner = cluster.axes[-1].size if len(cluster.axes) > 1 else 1
-    meshes = [{"data": cluster.size}]
-    meshes += [{"data": cluster.size // inner, "tensor": inner}] if inner > 1 else []
-    plans = (find_operators(model, batch, cluster, axes, memory, optimizer) for axes in meshes)
-    plan = broadcast_object(min(plans, key=lambda found: found.predicted.seconds.step))
+
+    def search() -> Plan:
+        if samples_of(batch) != samples or precision not in (None, "fp32"):
+            raise GulliverError(
+                f"operators=True needs a batch of all {samples} samples, not {samples_of(batch)}, "
+                "and runs in the dtypes of the model: give no precision"
+            )
+        inner = cluster.axes[-1].size if len(cluster.axes) > 1 else 1
+        meshes = [{"data": cluster.size}]
+        meshes += [{"data": cluster.size // inner, "tensor": inner}] if inner > 1 else []
+        plans = (find_operators(model, batch, cluster, axes, memory, optimizer) for axes in meshes)
+        return min(plans, key=lambda found: found.predicted.seconds.step)
+
+    plan = broadcast_object(_on_all(search))
     booster = Booster(plan=plan, verbose=verbose)
     boosted, stepper, *_ = booster.boost(model, optimizer)
     return Engine(booster, boosted, stepper, None, None, 1, samples, ())
@@ -211,37 +255,6 @@ def _tell(found: Found, grid: Grid, left_out: list[tuple[Grid, str]]) -> None:
     print(f"runs: {grid}")
 
 
-def plugin_of(grid: Grid, precision: str = "fp32") -> Plugin:
-    """The plugin that a person would write for a grid.
-
-    Args:
-        grid: the grid; where only some blocks are recomputed, the plugin recomputes all.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-    """
-    half = precision if precision in HALVES else None
-    axes, chunk = grid.axes, float(grid.chunk_mb) or "auto"
-    if not axes.cuts_model and not grid.recomputed:
-        return LowLevelZeroPlugin(grid.stage, chunk, precision=half, verbose=False)
-    line: dict[str, Any] = {}
-    if axes.pipeline > 1:
-        line = {"num_microbatches": grid.micro_batches, "pp_style": grid.schedule}
-        if grid.chunks > 1:
-            line["num_model_chunks"] = grid.chunks
-    return HybridParallelPlugin(
-        axes.tensor,
-        axes.pipeline,
-        axes.tensor if axes.mode in SHARED_BY_TENSOR else axes.sequence,
-        axes.mode or None,
-        zero_stage=grid.stage,
-        precision=half,
-        checkpoint_activations=grid.recomputed > 0,
-        replicate_rest=axes.tensor > 1,
-        chunk_mb=chunk,
-        verbose=False,
-        **line,
-    )
-
-
 def plan_of(
     scored: Scored,
     found: Found,
@@ -264,7 +277,8 @@ def plan_of(
     grid, facts = scored.grid, found.facts
     scorer = Scorer(facts, found.cluster, scored.samples, "cpu", 0.0)
     work = scorer.work(grid)
-    plan = plugin_of(grid, precision).make_plan(model, optimizer, found.cluster, work=work)
+    plugin = plugin_of(grid, precision, found.limit, found.behind)
+    plan = plugin.make_plan(model, optimizer, found.cluster, work=work)
     if 0 < grid.recomputed < len(plan.recompute):
         # As many of each stage: every so many blocks one.
         count, every = grid.recomputed, len(plan.recompute)

@@ -13,25 +13,35 @@ backward, and in the update. Kinds of bytes are told as of the moment that is th
 from step to step. Stages 2 and 3 give a buffer back as soon as it is reduced. A pipeline collects
 those of all its micro-batches in whole buffers, whatever the stage: they are reduced once, when the
 schedule has ended.
+
+[Note: backward in two parts] What a micro-batch keeps goes when the gradients of its weights are
+computed, and until then there are the gradients that come into its weights besides. Under
+zero_bubble the i-th rank puts off i micro-batches so (Qi et al. 2024: as many are under way on
+each rank as on the first), under zbv none but the one in work.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from gulliver.booster.search._facts import Facts, Shared
 from gulliver.booster.search._grids import CHUNKS_MB, Grid
+from gulliver.errors import GulliverError
 from gulliver.parallel.zero import IN_FLIGHT
 from gulliver.plan import SHARED_BY_TENSOR, MemoryPlan
+from gulliver.plan.analysis import FORWARD
 
 MIB = 1 << 20
 AHEAD = 2
 """Chunks that stage 3 gathers ahead of the one in use, as plugins do by default."""
 GATHERED = AHEAD + 2
 """Chunks that are whole at once at stage 3: those, the one in use, and the one before it."""
+PUTS_OFF = ("zero_bubble", "zbv")
+"""Schedules that put off gradients of weights."""
 COLLECTED = IN_FLIGHT + 1
 """Chunks whose gradients are whole at once from stage 2 on: those that travel, one that fills."""
 WIDE = 4
@@ -110,51 +120,94 @@ class RankBytes:
     def __init__(self, facts: Facts, batch: int) -> None:
         self.facts, self.batch = facts, batch
         self._moments = lru_cache(None)(self._moments_of)
+        self._noted = lru_cache(None)(self._noted_of)
         self._sizes = lru_cache(None)(self._sizes_of)
         self._sums = lru_cache(None)(self._sums_of)
         self._windows = lru_cache(None)(self._windows_of)
         self._learns = facts.trained / max(1, facts.parameters)
 
-    def held(self, grid: Grid, stage: Stage, flying: float) -> tuple[MemoryPlan, int]:
+    def held(
+        self, grid: Grid, stage: Stage, flying: float, waiting: int = 0
+    ) -> tuple[MemoryPlan, int]:
         """Bytes of a rank by kind when they are most, and those that it works with besides.
 
         Args:
             grid: the grid.
             stage: blocks of the rank.
             flying: micro-batches whose backward has not run, in parts of the rank's blocks.
+            waiting: those of them of which gradients of weights alone are left.
         """
-        axes, learns = grid.axes, self._learns
-        samples = self.batch // axes.data
-        micro = samples // grid.micro_batches
-        inputs = samples * self.facts.analysis.inputs / self.facts.samples / axes.sequence
-        inputs += samples * self._cached(grid, stage)
         parameters, window, state = self._state(grid, stage)
-        moments, whole = self._moments(
-            stage, axes.tensor, axes.sequence, axes.mode in SHARED_BY_TENSOR, grid.recomputed
-        )
-        found = []
+        inputs, found = self._inputs(grid, stage), []
         for gradients, others in self._backwards(grid, stage, flying):
-            # Of head and loss one micro-batch is under way, but where all forwards come first.
-            heads = others if grid.schedule == "gpipe" and stage.last else 0.0
-            kept = micro * (others * whole + heads * self._head(grid)) + inputs
-            most, chosen = -1.0, None
-            # Thousands of grids have dozens of moments each: this loop is what a search does most.
-            for moment in moments:
-                come = learns * moment.after
-                whole_buffers = self.facts.item * come
-                grads = gradients.begin + gradients.rate * come
-                grads += whole_buffers if whole_buffers < gradients.window else gradients.window
-                if (held := grads + micro * moment.all) > most:
-                    most, chosen = held, (grads, moment)
-            if chosen is not None:
-                grads, moment = chosen
-                ours = kept + micro * moment.kept, micro * moment.working
-                found.append((parameters + window, grads, *ours))
+            held = self._fullest(grid, stage, gradients, others, waiting)
+            found.append((parameters + window, *held))
         gradients = self._gradients(grid, stage)
         found.append((parameters + window, gradients.end, inputs, self._embedded(grid, stage)))
         found.append((parameters, gradients.step, inputs, self._updating(grid, stage)))
         held, grads, kept, working = map(int, max(found, key=sum))
         return MemoryPlan(held, grads, int(state), kept), working
+
+    def _inputs(self, grid: Grid, stage: Stage) -> float:
+        """Bytes of a step's samples on a rank, and of what generating keeps of them."""
+        samples = self.batch // grid.axes.data
+        inputs = samples * self.facts.analysis.inputs / self.facts.samples / grid.axes.sequence
+        return inputs + samples * self._cached(grid, stage)
+
+    def _fullest(
+        self, grid: Grid, stage: Stage, gradients: _Gradients, others: float, waiting: int
+    ) -> tuple[float, float, float]:
+        """Bytes of gradients, kept and worked with, at the fullest moment of a backward."""
+        axes, learns = grid.axes, self._learns
+        micro = self.batch // axes.data // grid.micro_batches
+        by_tensor = axes.mode in SHARED_BY_TENSOR
+        parts = grid.chunks if grid.schedule in PUTS_OFF else 0
+        moments, whole, noted = self._moments(
+            stage, axes.tensor, axes.sequence, by_tensor, grid.recomputed, parts
+        )
+        # Of head and loss one micro-batch is under way, but where all forwards come first, and
+        # those that are put off.
+        heads = others if grid.schedule == "gpipe" else min(others, waiting)
+        kept = others * whole + heads * stage.last * self._head(grid) + waiting * noted
+        kept = micro * kept + self._inputs(grid, stage)
+        most, grads, fullest = -1.0, 0.0, _Moment(0.0, 0.0, 0.0)
+        # Thousands of grids have dozens of moments each: this loop is what a search does most.
+        for moment in moments:
+            come = learns * moment.after
+            whole_buffers = self.facts.item * come
+            now = gradients.begin + gradients.rate * come
+            now += whole_buffers if whole_buffers < gradients.window else gradients.window
+            if (held := now + micro * moment.all) > most:
+                most, grads, fullest = held, now, moment
+        return grads, kept + micro * fullest.kept, micro * fullest.working
+
+    def beside(self, grid: Grid, stage: Stage, flying: float, waiting: int = 0) -> int:
+        """Most bytes of a rank that are no state: inputs, what is kept, what is worked with."""
+        none = _Gradients(0.0, 0.0, 0.0, 0.0, 0.0)
+        held = sum(self._fullest(grid, stage, none, flying - 1, waiting))
+        return int(max(held, self._inputs(grid, stage) + self._embedded(grid, stage)))
+
+    def moments(self, grid: Grid, stage: Stage) -> list[tuple[float, int]]:
+        """Bytes that are no state through a backward of a whole batch, and through the update.
+
+        Each with the elements whose gradients are there by then; in their order.
+        """
+        axes, inputs = grid.axes, self._inputs(grid, stage)
+        by_tensor = axes.mode in SHARED_BY_TENSOR
+        found = self._moments(stage, axes.tensor, axes.sequence, by_tensor, grid.recomputed, 0)[0]
+        samples = self.batch // axes.data
+        own = self._sums(stage, axes.tensor)[0]
+        held = [(moment.after, int(inputs + samples * moment.all)) for moment in found]
+        return [*held, (own, int(inputs + self._updating(replace(grid, stage=3), stage)))]
+
+    def resting(self, grid: Grid, stage: Stage) -> tuple[int, int]:
+        """Bytes of a rank's state between two steps at stage 3, and of that which learns."""
+        own = self._sums(stage, grid.axes.tensor)[0]
+        parts = grid.axes.data * grid.axes.sequence
+        learned = own * self._learns
+        copied = WIDE if self.facts.copied else self.facts.item
+        home = (WIDE * self.facts.states + copied) * learned
+        return int((home + self.facts.item * (own - learned)) / parts), int(home / parts)
 
     def _backwards(
         self, grid: Grid, stage: Stage, flying: float
@@ -293,40 +346,61 @@ class RankBytes:
         return (1 - shared.saved * rest) / sequence, (1 - shared.outside * rest) / sequence
 
     def _moments_of(
-        self, stage: Stage, tensor: int, sequence: int, by_tensor: bool, recomputed: int
-    ) -> tuple[tuple[_Moment, ...], float]:
-        """Moments of a backward at which a rank may hold most, and what a micro-batch keeps."""
+        self, stage: Stage, tensor: int, sequence: int, by_tensor: bool, recomputed: int, parts: int
+    ) -> tuple[tuple[_Moment, ...], float, float]:
+        """Moments of a backward at which a rank may hold most, what a micro-batch keeps, and notes.
+
+        Where a backward is in two `parts` of so many stages each, nothing goes in the first one.
+        """
         facts, number = self.facts, len(self.facts.blocks)
         inside, outside = self._divided(tensor, sequence)
         whole = 1 / sequence
         if by_tensor:
             inside = whole = 1 / tensor
         again = {place * number // recomputed for place in range(recomputed)}
-        parts = [facts.parts[block] for block in stage.blocks]
+        own = [facts.parts[block] for block in stage.blocks]
         kept = [
             part.output * whole if block in again else part.saved * inside
-            for block, part in zip(stage.blocks, parts, strict=True)
+            for block, part in zip(stage.blocks, own, strict=True)
         ]
+        noted = [self._noted(block) * inside if parts else 0.0 for block in stage.blocks]
         # What goes to another stage stays as the root of its backward.
         roots = stage.cuts * facts.hidden * whole
         total = sum(kept) + roots
         sizes = [sum(self._shared(tensor).sizes[block]) for block in stage.blocks]
         left = sum(self._shared(tensor).ends[1]) if stage.last else 0
         found = []
-        if stage.last or not parts:
+        if stage.last or not own:
             working = facts.outside.working * outside
             found.append(_Moment(total + facts.outside.saved * outside, working, 0.0))
-        sums = list(accumulate(kept))
-        for place in reversed(range(len(parts))):
-            block, part = stage.blocks[place], parts[place]
+        head = facts.outside.saved * outside * stage.last
+        sums, after, most = list(accumulate(kept)), 0.0, sum(noted) / max(1, parts)
+        for place in reversed(range(len(own))):
+            block, part = stage.blocks[place], own[place]
             working = part.working * inside
             if by_tensor:  # gathered where it goes into columns
                 working += part.output * (1 - whole)
             if block in again:
                 working += max(0.0, part.saved * inside - kept[place])
-            found.append(_Moment(sums[place] + roots, working, left))
+            held = sums[place] + roots
+            if parts:
+                after = min(most, after + noted[place])
+                held = total + head + after
+            found.append(_Moment(held, working, left))
             left += sizes[place]
-        return tuple(_undominated(found)), total
+        return tuple(_undominated(found)), total, sum(noted)
+
+    def _noted_of(self, block: int) -> int:
+        """Bytes of the gradients of a sample that come into the weights of a block."""
+        facts = self.facts
+        path = facts.analysis.followed(facts.blocks[block])
+        try:
+            own = [o for o in facts.analysis.graph(path, FORWARD) if not o.view]
+        except GulliverError:
+            return 0
+        given = [o for o in own if any(v.name for v in o.inputs)]
+        outputs = [value for operator in given for value in operator.outputs]
+        return sum(math.prod(v.shape) * facts.item for v in outputs) // facts.samples
 
 
 def _undominated(moments: Sequence[_Moment]) -> Iterator[_Moment]:
@@ -378,8 +452,15 @@ def under_way(grid: Grid, rank: int) -> float:
         return 1
     if grid.schedule == "gpipe":
         return micro
+    if grid.schedule == "zero_bubble":
+        return min(micro, ranks)
     if grid.schedule in ("zbv", "dualpipev"):
         return min(micro, ranks + (grid.schedule == "dualpipev") / 2)
     if chunks > 1:
         return min(micro, ((chunks - 1) * ranks + 2 * (ranks - rank - 1) + 1) / chunks)
     return min(micro, ranks - rank)
+
+
+def put_off(grid: Grid, rank: int) -> int:
+    """Micro-batches of a rank of which gradients of weights alone are left, at most."""
+    return min(grid.micro_batches - 1, rank) if grid.schedule == "zero_bubble" else 0

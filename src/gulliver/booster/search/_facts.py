@@ -6,7 +6,6 @@ a model of a hundred blocks costs as much to look at as one of three.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -21,10 +20,9 @@ from gulliver.booster._measure import ADDED_UP, entries_of, shared_paths
 from gulliver.booster._ranks import cut_numel
 from gulliver.errors import GulliverError
 from gulliver.hardware import Device, update_seconds
-from gulliver.parallel import state_sizes
 from gulliver.parallel.pipeline import cut, names_held, stack_of
 from gulliver.parallel.tensor import TensorPlan, plan_tensor
-from gulliver.plan import Analysis, analyse
+from gulliver.plan import Analysis
 from gulliver.plan.analysis import BACKWARD, FORWARD, Operator
 
 
@@ -97,6 +95,7 @@ class Facts:
         chunk_bytes: size of every chunk of ZeRO; 0 leaves it to the grid.
         cached: bytes of keys and values that all blocks keep of a sample, to generate after it.
         cached_heads: number of their heads, over which tensor ranks can share them.
+        optimizer: optimizer of the parameters; None where none learns.
     """
 
     model: nn.Module
@@ -111,6 +110,7 @@ class Facts:
     chunk_bytes: int = 0
     cached: int = 0
     cached_heads: int = 1
+    optimizer: torch.optim.Optimizer | None = None
     refused: dict[int, str] = field(default_factory=dict)
     _shared: dict[int, Shared | None] = field(default_factory=dict)
 
@@ -419,82 +419,3 @@ def _share(found: Iterable[tuple[float, bool]]) -> float:
         whole += amount
         chosen += amount if inside else 0.0
     return chosen / whole if whole else 0.0
-
-
-def facts_of(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    batch: Any,
-    device: Device,
-    precision: str = "bf16",
-    on_cpu: bool = False,
-) -> Facts:
-    """Analyses a model.
-
-    Args:
-        model: whole model, perhaps on meta; it is left as it was.
-        optimizer: optimizer of its parameters; None where it is not trained.
-        batch: keyword arguments, a tuple of arguments, or one; real or on meta.
-        device: device that computes.
-        precision: ``fp32``, ``bf16`` or ``fp16``: parameters of 16 bits have float32 copies.
-        on_cpu: whether the device's kernels are those of a CPU.
-
-    Raises:
-        GulliverError: the model does not run on this batch, or depends on data in its own forward.
-    """
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    # Parameters of 16 bits compute as they are; their float32 copies are the optimizer's.
-    followed = model if half is None else on_meta(model).to(half)
-    analysis = analyse(followed, batch, kernels="cpu" if on_cpu else "cuda")
-    for opaque in analysis.opaque:
-        if not opaque.path:  # neither blocks nor bytes of it are known
-            raise GulliverError(
-                f"{opaque.kind} cannot be planned: it depends on its data ({opaque.where}: "
-                f"{opaque.reason}); put that into a module of its own, which then stays whole"
-            )
-    tensors = [t for t in _tensors(batch) if t.ndim]
-    trained, states = _trained(model, optimizer)
-    return Facts(
-        model,
-        analysis,
-        tensors[0].shape[0] if tensors else 1,
-        max((t.shape[1] for t in tensors if t.ndim == 2), default=0),
-        device,
-        states,
-        2 if half is not None else 4,
-        half is not None,
-        trained,
-    )
-
-
-def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model without its values."""
-    own = [*model.parameters(), *model.buffers()]
-    memo: dict[int, Any] = {}
-    for tensor in own:
-        empty = tensor.detach().to("meta")
-        kind = nn.Parameter(empty, tensor.requires_grad) if _is_parameter(tensor) else empty
-        memo[id(tensor)] = kind
-    return copy.deepcopy(model, memo)
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    values = batch.values() if isinstance(batch, dict) else batch
-    values = values if isinstance(values, list | tuple) or hasattr(values, "mapping") else (values,)
-    return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
-    """Elements of the parameters that learn, and numbers that their optimizer keeps for each."""
-    if optimizer is None:
-        return 0, 0
-    count = most = 0
-    for group in optimizer.param_groups:
-        for parameter in (p for p in group["params"] if p.requires_grad):
-            count += parameter.numel()
-            most = max(most, len(state_sizes(optimizer, group, parameter.shape)))
-    return count, most

@@ -61,6 +61,8 @@ class Grid:
         chunks: stages on each rank of a pipeline.
         recomputed: number of blocks that backward computes again.
         chunk_mb: size of a chunk of ZeRO, in MiB; 0 leaves it to the price.
+        offload: memory that state leaves for where it does not fit, such as ``host``; empty keeps
+            all.
     """
 
     axes: Axes
@@ -70,6 +72,7 @@ class Grid:
     chunks: int = 1
     recomputed: int = 0
     chunk_mb: int = 0
+    offload: str = ""
 
     def __str__(self) -> str:
         names = (("data", "dp"), ("sequence", "sp"), ("tensor", "tp"), ("pipeline", "pp"))
@@ -82,6 +85,7 @@ class Grid:
         found += [self.schedule] if self.schedule else []
         blocks = "1 block" if self.recomputed == 1 else f"{self.recomputed} blocks"
         found += [f"{blocks} recomputed"] if self.recomputed else []
+        found += [f"off-load to {self.offload}"] if self.offload else []
         return ", ".join(found)
 
 

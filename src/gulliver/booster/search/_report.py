@@ -8,7 +8,7 @@ from html import escape
 from gulliver.booster.search._answers import Price
 from gulliver.booster.search._score import Scored
 from gulliver.booster.search._search import Found
-from gulliver.hardware import seconds_text
+from gulliver.hardware import rate_text, seconds_text
 from gulliver.options import size_text
 
 SECONDS = {
@@ -73,8 +73,9 @@ def _pictures(found: Found, prices: Sequence[Price]) -> list[str]:
         (
             str(s.grid),
             seconds_text(s.seconds.step),
-            f"{s.samples / s.seconds.step:.4g}",
-            size_text(s.bytes),
+            rate_text(s.samples / s.seconds.step),
+            size_text(s.bytes)
+            + (f", {size_text(s.moved.leaves.total)} behind it" if s.moved is not None else ""),
         )
         for s in best
     ]

@@ -17,16 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from gulliver.booster._packed_messages import in_parts
 from gulliver.booster._predict import (
     attention_sends,
     axis_links,
     by_kind,
-    in_parts,
+    hop_message,
     model_messages,
     passes,
     zero_messages,
 )
-from gulliver.booster.search._bytes import MIB, RankBytes, Stage, stages_of, under_way
+from gulliver.booster.search._bytes import MIB, RankBytes, Stage, put_off, stages_of, under_way
 from gulliver.booster.search._facts import Facts, Shared
 from gulliver.booster.search._grids import CHUNKS_MB, Axes, Grid
 from gulliver.errors import GulliverError
@@ -36,7 +37,6 @@ from gulliver.hardware import (
     Message,
     exposed_seconds,
     pipeline_seconds,
-    point_to_point_seconds,
     predict_step,
     zero_collectives,
 )
@@ -46,6 +46,7 @@ from gulliver.plan import (
     MemoryPlan,
     Mesh,
     Model,
+    Moved,
     PipelineLayout,
     Plan,
     Seconds,
@@ -65,6 +66,8 @@ class Scored:
         memory: bytes of the rank that holds most.
         working: bytes of those that are neither state nor kept: what a block works with.
         samples: samples of a step, from which the throughput follows.
+        moved: state that comes and goes, of a grid that off-loads; its working bytes are among
+            the activations.
     """
 
     grid: Grid
@@ -72,6 +75,7 @@ class Scored:
     memory: MemoryPlan
     working: int = 0
     samples: int = 0
+    moved: Moved | None = None
 
     @property
     def bytes(self) -> int:
@@ -146,7 +150,8 @@ class Scorer:
     def work(self, grid: Grid) -> Work:
         """What the batch of a replica costs one process."""
         backwards = 1 if grid.axes.pipeline > 1 else grid.micro_batches
-        return self._work(grid.axes, self.batch // grid.axes.data, backwards)
+        work = self._work(grid.axes, self.batch // grid.axes.data, backwards)
+        return replace(work, peak_rank=self.beside(grid)) if grid.offload else work
 
     def score(self, grid: Grid) -> Scored:
         """Prices a grid, with the size of a chunk that it is best run with."""
@@ -197,6 +202,21 @@ class Scorer:
         memory, working = self._held(self.settled(grid))
         return sum(vars(memory).values()) + working
 
+    def beside(self, grid: Grid) -> int:
+        """Bytes besides state of the rank that has most of them."""
+        ends = self._ends(grid.axes.pipeline, grid.chunks, self._folded(grid))
+        beside = self._bytes.beside
+        return max(beside(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends)
+
+    def moments(self, grid: Grid) -> list[tuple[float, int]]:
+        """Bytes besides state through a step of a model that no pipeline cuts."""
+        (stage,) = self._stages(grid)
+        return self._bytes.moments(grid, stage)
+
+    def resting(self, grid: Grid) -> tuple[int, int]:
+        """Bytes of state between two steps at stage 3, of all and of what learns, at least."""
+        return min(self._bytes.resting(grid, stage) for stage in self._stages(grid))
+
     # Seconds.
 
     def _waits(self, grid: Grid, forward: float, backward: float) -> tuple[float, float]:
@@ -205,7 +225,7 @@ class Scorer:
         if not forward:
             return 0.0, 1.0 / axes.pipeline
         sent = self.facts.hidden * (self.batch // axes.data) // micro
-        link = point_to_point_seconds(self._links(axes)["pipeline"][0][1], sent)
+        link = hop_message(self._links(axes), sent).seconds
         _, shares = self._dealt(axes.pipeline * grid.chunks)
         folded = STYLES[grid.schedule].folded
         whole = forward + backward
@@ -350,14 +370,16 @@ class Scorer:
         return max(every, key=lambda found: found.total)
 
     def _stages(self, grid: Grid) -> list[Stage]:
-        folded = grid.axes.pipeline > 1 and STYLES[grid.schedule].folded
-        return self._summed(grid.axes.pipeline, grid.chunks, folded)
+        return self._summed(grid.axes.pipeline, grid.chunks, self._folded(grid))
+
+    def _folded(self, grid: Grid) -> bool:
+        return grid.axes.pipeline > 1 and STYLES[grid.schedule].folded
 
     def _held_of(self, grid: Grid) -> tuple[MemoryPlan, int]:
         """Bytes of the rank that holds most, by kind, and what it works with."""
-        folded = grid.axes.pipeline > 1 and STYLES[grid.schedule].folded
-        ends = self._ends(grid.axes.pipeline, grid.chunks, folded)
-        every = [self._bytes.held(grid, stage, under_way(grid, n)) for n, stage in ends]
+        ends = self._ends(grid.axes.pipeline, grid.chunks, self._folded(grid))
+        held = self._bytes.held
+        every = [held(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends]
         return max(every, key=lambda found: sum(vars(found[0]).values()) + found[1])
 
     def _ends_of(self, ranks: int, chunks: int, folded: bool) -> list[tuple[int, Stage]]:

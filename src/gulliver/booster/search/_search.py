@@ -22,11 +22,14 @@ from torch import nn
 
 from gulliver.booster._predict import free_share
 from gulliver.booster.hybrid import families, family_of
-from gulliver.booster.search._facts import Facts, facts_of
+from gulliver.booster.search._behind import NOTHING, Behind
+from gulliver.booster.search._facts import Facts
+from gulliver.booster.search._followed import facts_of
 from gulliver.booster.search._grids import Axes, Grid, axes_of, grids_of
+from gulliver.booster.search._offload import Least, Offloader, least_offloaded, with_offload
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.errors import GulliverError
-from gulliver.hardware import Cluster, seconds_text
+from gulliver.hardware import Cluster, rate_text, seconds_text
 from gulliver.options import byte_size, size_at_least, size_text
 
 BEST = 10
@@ -48,6 +51,9 @@ class Found:
         seconds: seconds that analysis and search took.
         facts: the model and its batch in numbers.
         cluster: machines that were searched for.
+        behind: memory behind that of the ranks, which state may leave for.
+        offloaded: least memory that would do if what does not fit left, where nothing was found.
+        unlooked: grids that off-load which were not looked at, for lack of time.
     """
 
     best: tuple[Scored, ...]
@@ -59,6 +65,9 @@ class Found:
     seconds: tuple[float, float]
     facts: Facts
     cluster: Cluster
+    behind: Behind = NOTHING
+    offloaded: Least | None = None
+    unlooked: int = 0
 
     def __str__(self) -> str:
         if not self.best:
@@ -66,8 +75,9 @@ class Found:
         lines = []
         for number, scored in enumerate(self.best, 1):
             step = scored.seconds.step
+            rate = rate_text(scored.samples / step)
             lines.append(
-                f"{number:>2}  {seconds_text(step):>9}  {scored.samples / step:9.4g} samples/s  "
+                f"{number:>2}  {seconds_text(step):>9}  {rate:>9} samples/s  "
                 f"{size_text(scored.bytes):>10}  {scored.grid}"
             )
         return "\n".join(lines)
@@ -78,11 +88,22 @@ class Found:
         kinds = {**vars(least.memory), "working memory": least.working}
         largest = max(kinds, key=lambda kind: kinds[kind])
         return (
-            f"nothing fits {size_text(self.limit)} on a rank: the least is "
+            f"nothing fits {size_at_least(self.limit)} on a rank: the least is "
             f"{size_at_least(least.bytes)} ({least.grid}), of which {largest.replace('_', ' ')} "
-            f"take {size_text(kinds[largest])}; give more memory, more ranks, a smaller batch, or "
-            "off-load with GeminiPlugin(memory_limit=...)"
+            f"take {size_text(kinds[largest])}; give more memory, more ranks or a smaller batch"
+            + self._off_load()
         )
+
+    def _off_load(self) -> str:
+        """Says what would do if what does not fit left."""
+        if self.offloaded is None or self.offloaded.bytes >= self.least.bytes:
+            return ""
+        where = "the host" if self.cluster.device.to_device_rate is not None else "a disk"
+        least = self.offloaded
+        told = f"; off-load to {where} needs at least {size_at_least(least.bytes)} ({least})"
+        if self.behind and least.bytes <= self.limit:
+            told += f", and the {self.behind} has {size_text(self.behind.bytes)}"
+        return told
 
 
 def search_grids(
@@ -95,6 +116,8 @@ def search_grids(
     precision: str = "bf16",
     best: int = BEST,
     facts: Facts | None = None,
+    behind: Behind = NOTHING,
+    explain: bool = True,
 ) -> Found:
     """Searches all grids that a plugin of ours can run.
 
@@ -108,11 +131,14 @@ def search_grids(
         precision: ``fp32``, ``bf16`` or ``fp16``.
         best: number of grids to return.
         facts: what an earlier search found out about the model, to be used again.
+        behind: memory behind that of each rank, which state that does not fit may leave for.
+        explain: whether to find, where nothing fits, the least memory that off-load can do with.
 
     Raises:
         GulliverError: the model does not run on this batch, fewer samples than can be dealt out,
-            or no mesh that it can be cut over.
+            no mesh that it can be cut over, or memory behind that the machines do not have.
     """
+    behind.check(cluster)
     on_cpu = cluster.device.to_device_rate is None
     begun = time.perf_counter()
     facts = facts or facts_of(model, optimizer, batch, cluster.device, precision, on_cpu)
@@ -157,6 +183,17 @@ def search_grids(
             heapq.heapreplace(chosen, entry)
     assert least is not None, "some mesh was looked at"
     ranked = tuple(scored for _, _, scored in sorted(chosen, key=lambda e: (-e[0], e[1])))
+    unlooked, offloaded = 0, None
+    offloader = Offloader(scorer, behind, limit)
+    if behind:
+        ranked, unlooked = with_offload(offloader, possible, ranked, best)
+        looked += offloader.looked
+    if not ranked and (explain or behind):
+        offloaded = least_offloaded(scorer, possible)
+    if behind and offloaded is not None and offloaded.bytes <= limit:
+        # It may not have been among those that were replayed.
+        last = offloader.score(replace(offloaded.grid, offload=str(behind)))
+        ranked = () if last is None else (last,)
     ended = time.perf_counter()
     return Found(
         ranked,
@@ -168,6 +205,9 @@ def search_grids(
         (analysed - begun, ended - analysed),
         facts,
         cluster,
+        behind,
+        offloaded,
+        unlooked,
     )
 
 

@@ -200,7 +200,12 @@ class Pipeline:
 
     def _losses(self, output: Any, number: Tensor) -> Tensor:
         assert self._loss is not None, "losses are computed in a run"
-        return self._loss(output, number)
+        loss = self._loss(output, number)
+        (last,) = (runner for runner in self._runners if runner.is_last)
+        # The schedule keeps what it is given until its end: the loss itself would keep the graph of
+        # the last stage of every micro-batch, which backward in two parts frees only with it.
+        last.losses[int(number)] = loss
+        return loss.detach()
 
     def _refuse_uncounted(self, losses: _Losses) -> None:
         """Refuses a criterion of which nobody knows what it counts, on all ranks.

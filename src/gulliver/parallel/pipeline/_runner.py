@@ -95,6 +95,7 @@ class Runner:
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._to_send: dict[int, tuple[Tensor | None, ...]] = {}
         self._later: dict[int, Callable[[], None]] = {}
+        self.losses: dict[int, Tensor] = {}
         # What schedules read.
         self.submod, self.device = stage.model, device
         self.stage_index, self.num_stages = number, stage.cut.stages
@@ -131,6 +132,7 @@ class Runner:
         """Forgets what is left of the run before."""
         for kept in (self._received, self._kept, self._gradients, self._to_send, self._later):
             kept.clear()
+        self.losses.clear()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Does nothing: gradients are not scaled, as their losses are weighted."""
@@ -235,7 +237,8 @@ class Runner:
             return
         self.messages.arrived(self.stage_index + 1, micro)
         kept = self._kept.pop(micro)
-        roots, gradients, passing = self._roots(kept, loss, self._gradients.pop(micro, ()))
+        own = self.losses.pop(micro, loss)
+        roots, gradients, passing = self._roots(kept, own, self._gradients.pop(micro, ()))
         inputs = [t for t in kept.carry if t.requires_grad]
         if full_backward or not inputs or not roots:
             run = _full(roots, gradients)

@@ -21,7 +21,12 @@ from gulliver.parallel.sequence._choose import Chosen, Predicted, choose, predic
 from gulliver.parallel.sequence._decode import decode
 from gulliver.parallel.sequence._layout import Layout, Tail
 from gulliver.parallel.sequence._mask import Mask
-from gulliver.parallel.sequence._plan import SequenceGroups, SequencePlan, make_groups
+from gulliver.parallel.sequence._plan import (
+    SequenceGroups,
+    SequencePlan,
+    make_groups,
+    make_mixed_groups,
+)
 from gulliver.parallel.sequence._shard import (
     mean_loss,
     position_ids,
@@ -50,6 +55,7 @@ __all__ = [
     "decode",
     "imbalance",
     "make_groups",
+    "make_mixed_groups",
     "mean_loss",
     "position_ids",
     "predict",

@@ -123,22 +123,44 @@ def make_groups(
                 f"one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}"
             )
         members = [list(range(n, n + plan.degree)) for n in range(0, world, plan.degree)]
-    if sorted(r for ranks in members for r in ranks) != list(range(world)) or any(
-        len(ranks) != plan.degree for ranks in members
-    ):
+    return make_mixed_groups([plan] * len(members), members)
+
+
+def make_mixed_groups(
+    plans: Sequence[SequencePlan], sequences: Sequence[Sequence[int]]
+) -> SequenceGroups:
+    """Makes the process groups of sequences of several degrees; every rank of the world calls it.
+
+    Args:
+        plans: plan of each sequence.
+        sequences: ranks of the world that share it, in the plan's order.
+
+    Returns:
+        The groups of this rank, with the plan of its sequence.
+
+    Raises:
+        GulliverError: the sequences do not name each rank once, or not as many as their plans.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    members = [list(ranks) for ranks in sequences]
+    degrees = [plan.degree for plan in plans]
+    named = sorted(r for ranks in members for r in ranks) == list(range(world))
+    if not named or [len(ranks) for ranks in members] != degrees:
+        each = f"{degrees[0]} in each" if len(set(degrees)) == 1 else f"{degrees} of them"
         raise GulliverError(
-            f"the sequences {members} must name each of the {world} ranks once, {plan.degree} in "
-            "each"
+            f"the sequences {members} must name each of the {world} ranks once, {each}"
         )
     if world == 1:
-        return SequenceGroups(plan)
+        return SequenceGroups(plans[0])
     # By the name of the axis: its groups through all sequences together name each rank once.
     rows: dict[str, list[list[int]]] = {}
-    for ranks in members:
+    for ranks, plan in zip(members, plans, strict=True):
         for name, row in _axes(ranks, plan):
             rows.setdefault(name, []).append(row)
-    made = {n: shared_rank_group(r, "sequence").packed(plan.wire) for n, r in rows.items()}
-    return SequenceGroups(plan, sequences=members, **made)
+    me = dist.get_rank()
+    mine = next(plan for ranks, plan in zip(members, plans, strict=True) if me in ranks)
+    made = {n: shared_rank_group(r, "sequence").packed(mine.wire) for n, r in rows.items()}
+    return SequenceGroups(mine, sequences=members, **made)
 
 
 def _axes(ranks: list[int], plan: SequencePlan) -> list[tuple[str, list[int]]]:

@@ -122,6 +122,8 @@ class _Applied:
         self.model, self.plan, self.rank_group, self.sequence = model, plan, rank_group, sequence
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.local: dict[int, nn.Parameter] = {}
+        # By their ids, which must not be given to others meanwhile.
+        self._wholes: list[Any] = []
         self.replaced: dict[int, nn.Module] = {}
         check_mode(model, plan, sequence)
 
@@ -194,7 +196,10 @@ class _Applied:
                 weight, bias, rank_group, runs, placed.total, transposed, how.gather, shared
             )
         if how.kind == "row":
-            return RowLinear(weight, bias, rank_group, transposed, how.split, placed.total, shared)
+            every = (placed.runs(rank_group.size, place) for place in range(rank_group.size))
+            borders = tuple(sorted({end for runs in every for run in runs for end in run}))
+            given = how.split, placed.total, shared, borders
+            return RowLinear(weight, bias, rank_group, transposed, *given)
         padding = module.padding_idx
         if how.kind == "vocabulary":
             return VocabularyEmbedding(weight, rank_group, runs[0], placed.total, padding)
@@ -208,6 +213,7 @@ class _Applied:
             return whole
         if id(whole) not in self.local:
             self.local[id(whole)] = cut_parameter(whole, dim, runs, copies)
+            self._wholes.append(whole)
         return self.local[id(whole)]
 
     def _tie(self) -> None:

@@ -171,6 +171,7 @@ class RowLinear(_Sharded):
         split_input: whether the input is whole on all ranks, and each takes its features.
         total: inputs of the whole layer, for `split_input`.
         shared: sequence that the output becomes a piece of; None for a whole output.
+        borders: inputs of the whole layer at which the shares of all ranks begin and end.
     """
 
     def __init__(
@@ -182,9 +183,11 @@ class RowLinear(_Sharded):
         split_input: bool = False,
         total: int = 0,
         shared: SharedSequence | None = None,
+        borders: tuple[int, ...] = (),
     ) -> None:
         super().__init__(weight, bias, rank_group, transposed)
         self.split_input, self.total, self.shared = split_input, total, shared
+        self.borders = borders
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:

@@ -4,7 +4,8 @@
 each by itself. Of a row layer each rank has some of the inputs, and would take other scales than
 one rank does. So the largest magnitudes are those of all ranks: of the weight's rows once, of the
 activations' rows in each product (one number a row, all-reduced before the product). What differs
-from one rank then is the order in which a sum over ranks is rounded.
+from one rank then is the order in which a sum over ranks is rounded. The groups of int4 are those
+of the whole layer, too: where a rank's inputs begin or end inside of one, the layer is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from gulliver.parallel.tensor._collectives import gather, split
 from gulliver.parallel.tensor._deal import deal
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
 from gulliver.precision.int8 import (
+    GROUP,
+    GROUPED,
     REPLACED,
     QuantizedLinear,
     Ways,
@@ -93,6 +96,21 @@ def _row(layer: Any, ways: Ways) -> nn.Module:
     return made
 
 
+def _grouped(layer: Any, path: str) -> bool:
+    """Whether int4's groups divide the inputs of the whole row layer; refuses to cut them."""
+    total = layer.total or layer.in_features
+    if total % GROUP:
+        return False
+    cut = next((border for border in layer.borders if border % GROUP), None)
+    if cut is None:
+        return True
+    raise GulliverError(
+        f"{path} has {total} inputs, which {layer.rank_group.size} ranks cut at {cut}: int4 has "
+        f"groups of {GROUP}, and one that is cut would round other weights than one rank does; "
+        f"take fewer ranks, mode='int8_dynamic', or exclude=[{path!r}]"
+    )
+
+
 def _made(kind: Any, layer: Any, ways: Ways, values: Tensor, scales: Tensor) -> Any:
     if layer.shared is not None:
         raise GulliverError(
@@ -107,3 +125,4 @@ def _made(kind: Any, layer: Any, ways: Ways, values: Tensor, scales: Tensor) -> 
 
 REPLACED[ColumnLinear] = _column
 REPLACED[RowLinear] = _row
+GROUPED[RowLinear] = _grouped

@@ -12,12 +12,19 @@ from gulliver.parallel.zero._elementwise import (
     optimizer_table,
     state_sizes,
 )
-from gulliver.parallel.zero._entries import export_leaves, import_leaves
+from gulliver.parallel.zero._entries import (
+    exact_parameters,
+    export_leaves,
+    import_leaves,
+    shown_parts,
+    take_shown_parts,
+)
 from gulliver.parallel.zero._memory import (
     ChunkBytes,
     Event,
     ImaginedChunk,
     StepReplay,
+    after_micro_batches,
     backward_uses,
     held_bytes,
     ordinary_step,
@@ -29,6 +36,7 @@ from gulliver.parallel.zero._sharded import ShardedChunk, squared_norm
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
 from gulliver.parallel.zero._statistics import BufferSync
 from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
+from gulliver.parallel.zero._uneven import UnevenStep, check_uneven, uneven_step
 
 __all__ = [
     "ELEMENTWISE",
@@ -45,12 +53,16 @@ __all__ = [
     "StepReplay",
     "TensorSize",
     "Tuning",
+    "UnevenStep",
     "ZeroOptimizer",
     "ZeroWires",
+    "after_micro_batches",
     "backward_uses",
     "check_by_chunk",
     "check_optimizer",
     "check_trainable",
+    "check_uneven",
+    "exact_parameters",
     "export_leaves",
     "held_bytes",
     "import_leaves",
@@ -61,6 +73,9 @@ __all__ = [
     "ordered_layouts",
     "ordinary_step",
     "shard_dtype",
+    "shown_parts",
     "squared_norm",
     "state_sizes",
+    "take_shown_parts",
+    "uneven_step",
 ]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver._compat import storage_users, without_torch_functions
+from gulliver.comm import IDENTITY
 from gulliver.errors import GulliverError
 from gulliver.memory import Presence
 from gulliver.parallel.zero._sharded import ShardedChunk
@@ -39,6 +40,7 @@ class Copies:
         home: chunks by the ids of their parameters.
         gathered: makes a copy of all of a chunk.
         finish: waits for a chunk that is on its way.
+        release: gives all chunks back.
 
     Attributes:
         lent: copies that somebody may have views of.
@@ -50,8 +52,10 @@ class Copies:
         home: Mapping[int, ShardedChunk],
         gathered: Callable[[ShardedChunk], Tensor],
         finish: Callable[[ShardedChunk], None],
+        release: Callable[[], None],
     ) -> None:
         self._home, self._gathered, self._finish = home, gathered, finish
+        self._release = release
         self.lent: list[_Copy] = []
         self.left: dict[ShardedChunk, list[int]] = {}
 
@@ -85,6 +89,8 @@ class Copies:
     ) -> tuple[Tensor, _Copy | None]:
         """What an operation is given for a parameter, besides copies that it has got already."""
         sharded = self._home[id(parameter)]
+        if sharded.presence is not Presence.ABSENT and sharded.chunk.wire is not IDENTITY:
+            self._release()  # what is here was packed on its way, and a copy is exact
         if sharded.presence is not Presence.ABSENT:
             self._finish(sharded)
             return parameter.detach(), None

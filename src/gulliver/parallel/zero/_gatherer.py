@@ -19,6 +19,14 @@ takes what differs from the shard (`Chunk.take_writes`). Only what differs, beca
 has more bits than the parameters. As every rank looks at its own part only, a write has to be made
 on all ranks alike.
 
+[Note: packed parameters] In a wire format all ranks compute with the same values, the owner too,
+and its shard keeps what they lose. With stages 1 and 2 the buffers stay between gathers, so changes
+are sent: what this rank's part lacks to be its shard, with what earlier packing has lost. So
+parameters stay as near to the shards as one change is lossy. With stage 3 values are sent, which
+are as far off as the format is. Then nothing is gathered before the forward that uses it, for
+between passes copies are read, which are exact (`_copies.py`). What is saved is
+what the shards hold.
+
 It does not know of gradients.
 """
 
@@ -42,7 +50,7 @@ from gulliver._compat import (
     saving_is_hooked,
     storage_users,
 )
-from gulliver.comm import Group, Handle, Purpose, all_gather, guard
+from gulliver.comm import IDENTITY, Group, Handle, Purpose, all_gather, guard
 from gulliver.memory import (
     AccessRecord,
     Pass,
@@ -98,11 +106,11 @@ class Gatherer:
         self._engine = Prefetcher(self.chunks, self, ahead, every, tight)
         self._home = {id(p): c for c in chunks for p in c.chunk.members}
         self._index = {id(c): number for number, c in enumerate(self.chunks)}
-        self._depth = 0
+        self._depth, self._stays = 0, False
         self._now: list[ShardedChunk] = []
         self._at: list[tuple[int, ShardedChunk]] = []
         self._begins: list[int] = []
-        self.copies = Copies(self._home, self._copied, self.finish)
+        self.copies = Copies(self._home, self.copied, self.finish, self._engine.release_all)
         if sharded and not every:
             _alone.add(self)
         for released in chunks:
@@ -117,8 +125,13 @@ class Gatherer:
 
     # A chunk's way: absent or updated, arriving, whole, absent.
 
-    def start(self, sharded: ShardedChunk) -> None:
-        """Starts the way of a chunk's parameters to this rank; what `home` holds is sent."""
+    def start(self, sharded: ShardedChunk, exact: bool = False) -> None:
+        """Starts the way of a chunk's parameters to this rank; what `home` holds is sent.
+
+        Args:
+            sharded: chunk.
+            exact: whether it is sent as it is, whatever format parameters travel in.
+        """
         if self.copies.lent or self.copies.left:  # a call less for every chunk
             self.settle_writes()
         chunk = sharded.chunk
@@ -128,20 +141,37 @@ class Gatherer:
             self._remember(sharded)
         else:
             before_write([chunk.data])
-            chunk.publish()
+            if exact or chunk.shown_part is None:
+                chunk.publish()
         if chunk.layout.parts == 1 and sharded.presence is Presence.WHOLE:
             return  # the parameters are what was stepped
         if chunk.layout.parts == 1:
             sharded.gathering = Handle()
         else:
+            changes = chunk.shown_part is not None and not exact
             sharded.gathering = all_gather(
-                chunk.data, chunk.shard, self.group, async_op=True, purpose=self._purpose(sharded)
+                chunk.data,
+                chunk.change() if changes else chunk.shard,
+                self.group,
+                async_op=True,
+                purpose=self._purpose(sharded),
+                wire=IDENTITY if exact else chunk.wire,
+                add=changes,
             )
         sharded.enter(Presence.ARRIVING)
         if not self.overlap or chunk.layout.parts == 1:
             self.finish(sharded)
         else:
             mark_pending(chunk.members, self._touched)
+
+    def show(self, sharded: ShardedChunk, part: Tensor) -> None:
+        """Gives all ranks their parts of a chunk that stays, whatever the shards hold."""
+        self.finish(sharded)
+        before_write([sharded.chunk.data])
+        with guard():
+            purpose = self._purpose(sharded)
+            all_gather(sharded.chunk.data, part.contiguous(), self.group, purpose=purpose)
+        sharded.chunk.note_gathered()
 
     def bring(self, sharded: ShardedChunk) -> None:
         """Starts the way of a chunk in its turn of a pass."""
@@ -159,6 +189,7 @@ class Gatherer:
         with guard():
             sharded.gathering.wait()
         sharded.gathering = None
+        sharded.chunk.note_gathered()
         sharded.enter(Presence.WHOLE)
         mark_ready(sharded.chunk.members)
 
@@ -226,7 +257,7 @@ class Gatherer:
 
     def enter_backward(self) -> None:
         """A backward begins."""
-        if self.sharded and self._engine.current is not Pass.BACKWARD:
+        if self.sharded and not self._stays and self._engine.current is not Pass.BACKWARD:
             self._begin(Pass.BACKWARD)
 
     def leave_backward(self) -> None:
@@ -235,6 +266,27 @@ class Gatherer:
             self.settle_writes()
             self.record.note("backward ended")
             self._engine.end_backward()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Keeps all chunks here: passes inside bring nothing and give nothing back.
+
+        Every rank enters and leaves it; which passes each runs inside may differ.
+        """
+        if not self.sharded:
+            yield
+            return
+        self.enter_forward()
+        self._stays = True
+        try:
+            with torch.no_grad():  # no graph refers to them yet
+                self.use_together(self.chunks)
+            yield
+        finally:
+            self._stays = False
+            self._depth -= 1
+            self.settle_writes()
+            self._engine.release_all()
 
     def _follow_backward(self) -> None:
         """A backward has begun that nobody has announced, such as a micro-batch's."""
@@ -254,7 +306,8 @@ class Gatherer:
         increment_version([p for c in self.chunks if c.trained for p in c.chunk.members])
         if self.copies.left:
             self.copies.remember()
-        self.prefetch()
+        if all(c.chunk.wire is IDENTITY for c in self.chunks):
+            self.prefetch()
 
     def prefetch(self) -> None:
         """Starts the next forward's first gathers; its first modules will wait for just those."""
@@ -353,7 +406,7 @@ class Gatherer:
         finally:
             self._now = before
 
-    def _copied(self, sharded: ShardedChunk) -> Tensor:
+    def copied(self, sharded: ShardedChunk) -> Tensor:
         """A copy of a whole chunk; every rank calls it, to send its part."""
         chunk = sharded.chunk
         with chunk.opened():

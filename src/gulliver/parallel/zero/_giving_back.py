@@ -22,6 +22,7 @@ def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableH
         hooks: hooks of the run on the model's calls.
     """
     shards.gatherer.release_all()
+    shards.publish_exact()
     members = {p for sharded in shards.everything for p in sharded.chunk.members}
     fresh = dict[nn.Parameter, nn.Parameter]()
     for module in model.modules():

@@ -10,7 +10,7 @@ their order, and backward through them, the gradients of a module together.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -43,6 +43,7 @@ class ChunkBytes:
         shard: bytes of the part that a rank steps.
         trained: whether it is stepped.
         copied: whether the shard is a copy in a wider dtype.
+        packed: bytes of the shard as all ranks have it, where changes of it travel packed.
     """
 
     names: Sequence[str]
@@ -50,10 +51,16 @@ class ChunkBytes:
     shard: int
     trained: bool = True
     copied: bool = False
+    packed: int = 0
 
 
-def predicted(shards: ShardedState) -> dict[str, int]:
-    """Bytes that a rank will hold of what it has, see `held_bytes`; with tiers, in the fast one."""
+def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
+    """Bytes that a rank will hold of what it has, see `held_bytes`; with tiers, in the fast one.
+
+    Args:
+        shards: state of the rank.
+        pipelined: whether micro-batches of a pipeline add up gradients.
+    """
     record = shards.gatherer.record
     chunks = [
         ChunkBytes(
@@ -62,6 +69,7 @@ def predicted(shards: ShardedState) -> dict[str, int]:
             c.chunk.home.nbytes,
             c.trained,
             c.chunk.has_master,
+            0 if c.chunk.shown_part is None else c.chunk.shown_part.nbytes,
         )
         for c in shards.everything
     ]
@@ -70,6 +78,8 @@ def predicted(shards: ShardedState) -> dict[str, int]:
     events = record.events if record.complete else list(ordinary_step(chunks, uses))
     options = shards.stage, shards.parts, shards.ahead, _state_bytes(shards)
     found = held_bytes(chunks, *options, events)
+    if pipelined and shards.manager is None:
+        found = after_micro_batches(found, chunks, *options[:3])
     return found if shards.manager is None else _within(found, shards.manager)
 
 
@@ -114,6 +124,34 @@ def held_bytes(
         replay.run(ordinary_step(chunks) if events is None else events)
         replay.forget()
     return replay.counter.fullest
+
+
+def after_micro_batches(
+    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int
+) -> dict[str, int]:
+    """Bytes of a rank of a pipeline, of those of a step with one backward.
+
+    Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
+    has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
+
+    Args:
+        found: what `held_bytes` has found.
+        chunks: chunks in the order of use.
+        stage: stage of ZeRO.
+        parts: number of shards of a chunk.
+        ahead: number of chunks that stage 3 gathers ahead.
+    """
+    if stage < 2 or parts == 1:
+        return dict(found)
+    trained = [chunk for chunk in chunks if chunk.trained]
+    flying = sum(chunk.shard for chunk in trained[: IN_FLIGHT + 1])
+    whole = sum(chunk.whole for chunk in trained) + flying
+    changed = {**found, GRADIENTS: max(found[GRADIENTS], whole)}
+    if stage == 3:  # the chunk in use, the one before it, and those gathered ahead
+        few = (sum(c.whole for c in chunks[n : n + ahead + 2]) for n in range(len(chunks)))
+        shards = sum(c.shard for c in chunks if not c.copied)
+        changed[PARAMETERS] = max(found[PARAMETERS], shards + max(few, default=0))
+    return changed
 
 
 @dataclass(eq=False, kw_only=True)
@@ -263,7 +301,8 @@ class _Counted(StepReplay):
         self._parts, self._buffers, self._reduced = parts, dict[int, int](), dict[int, int]()
         self.counter.add(OPTIMIZER_STATE, sum(c.shard for c in chunks if c.copied))
         held = [c.shard * (not c.copied) if stage == 3 else c.whole for c in chunks]
-        self.counter.add(PARAMETERS, sum(held))
+        beside = [c.packed + c.shard * (not c.copied) for c in chunks if c.packed]
+        self.counter.add(PARAMETERS, sum(held) + sum(beside))
 
     def _is_handed(self, chunk: ImaginedChunk) -> bool:
         """Whether the reduced gradient is the buffer itself."""

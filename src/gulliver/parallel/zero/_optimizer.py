@@ -76,11 +76,11 @@ class ZeroOptimizer(BoostedOptimizer):
         wires: formats that chunks travel in; None sends them as they are.
 
     Raises:
-        GulliverError: the optimizer cannot be sharded; a parameter is of a dtype that is not
-            trained.
+        GulliverError: the optimizer cannot be sharded, or the dtype of a parameter not trained.
     """
 
     spreads_state = True
+    adds_micro_batches = False
 
     def __init__(
         self,
@@ -492,7 +492,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def memory(self) -> dict[str, int]:
         """Bytes by kind that this rank will hold; see `gulliver.parallel.zero._memory`."""
-        return predicted(self.shards)
+        return predicted(self.shards, self.adds_micro_batches)
 
     @property
     def held_bytes(self) -> ByteCounter:

@@ -42,6 +42,7 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
         return False
     before_any_write()  # buffers change hands, which a checkpoint may be copying
     shards.take_writes()
+    shards.publish_exact()
     chunks = [_moved(shards, *found) for found in new]
     _move_state(shards, old, chunks)
     shards.adopt(chunks)

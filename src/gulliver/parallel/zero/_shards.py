@@ -20,7 +20,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import Group, broadcast, group_rank, group_size
+from gulliver.comm import IDENTITY, Group, broadcast, group_rank, group_size
 from gulliver.memory import (
     OPTIMIZER_STATE,
     BufferPool,
@@ -206,7 +206,11 @@ class ShardedState:
 
     def settled(self, chunk: Chunk, trained: bool) -> ShardedChunk:
         """Makes a chunk's shard, and this rank's pieces of it as parameters for the optimizer."""
-        chunk.settle_home(self.home_dtype(chunk.dtype, trained), self.stage == 3, trained)
+        wire = self.wires.of_parameters(chunk.layout.parts, chunk.layout.part_size, chunk.dtype)
+        separate = self.stage == 3 or wire is not IDENTITY
+        chunk.settle_home(self.home_dtype(chunk.dtype, trained), separate, trained)
+        if wire is not IDENTITY:
+            chunk.pack_parameters(wire, self.stage < 3)
         if self.stage == 3:
             chunk.release()
         sharded = ShardedChunk(chunk, [], trained)
@@ -240,9 +244,10 @@ class ShardedState:
 
     def adopt(self, chunks: Sequence[ShardedChunk]) -> None:
         """Takes chunks, in the order of use, as those that there are."""
-        steps, lent = 0, []
+        steps, lent, lost = 0, [], dict[str, Tensor]()
         if self._engines is not None:
             self.reducer.close()
+            lost = self.reducer.sender.lost()
             steps, lent = self.gatherer.step, self.gatherer.copies.lent
             for old in self.everything:
                 old.chunk.discard()
@@ -266,6 +271,7 @@ class ShardedState:
         gatherer.step, gatherer.copies.lent = steps, lent
         reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap, self.wires)
         reducer.noted, reducer.record = self.on_gradient, gatherer.note
+        reducer.sender.take_lost(lost)
         self._engines = reducer, gatherer
         self.list_pieces()
 
@@ -454,6 +460,11 @@ class ShardedState:
             if sharded.chunk.buffer is not None:
                 sharded.chunk.take_writes()
 
+    def publish_exact(self) -> None:
+        """Sends what packed changes have lost so far to all ranks; every rank calls it."""
+        if self.stage < 3 and any(c.chunk.wire is not IDENTITY for c in self.everything):
+            self.publish()
+
     def publish_masters(self) -> None:
         """Rounds parameters from float32 copies that were loaded; every rank calls it."""
         if any(c.chunk.has_master for c in self.chunks):
@@ -463,7 +474,7 @@ class ShardedState:
         """Sends what the shards hold now to all ranks; every rank calls it."""
         for sharded in self.everything:
             if self.stage < 3:
-                self.gatherer.start(sharded)
+                self.gatherer.start(sharded, exact=True)
                 self.gatherer.finish(sharded)
         torch.autograd.graph.increment_version([*self.names, *self.frozen_names])
         self.gatherer.copies.remember()

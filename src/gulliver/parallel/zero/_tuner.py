@@ -156,6 +156,11 @@ class BucketTuner:
         """Whether parts of this step are timed: they should not wait for the link then."""
         return self.stage is Stage.PROFILING
 
+    @property
+    def tuning(self) -> bool:
+        """Whether it goes on: it sends messages of its own then, and cuts chunks anew."""
+        return self.stage is not Stage.DONE
+
     def updated(self, seconds: float) -> None:
         """Notes what the updates of a profiled step took."""
         self._update_s = seconds

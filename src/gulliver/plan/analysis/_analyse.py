@@ -76,8 +76,9 @@ def analyse(
             found = step.followed(_Ran(), opaque, False)
             note = "blocks are not left in one piece in backward: each was followed"
             return replace(found, notes=(*found.notes, note))
-        except GulliverError:
-            raise
+        except GulliverError as error:
+            name = f"module {recorder.path!r}" if recorder.path else type(model).__name__
+            raise GulliverError(f"{name}: {error}") from error
         except Exception as error:
             opaque = widened(model, opaque, error, recorder.path)
         if measure:
@@ -147,7 +148,20 @@ class _Step:
             found = summed(self.model, recorder, equal)
         if found is None:
             raise _NotContiguous
-        return replace(found, opaque=tuple(opaque.values()))
+        notes = (*found.notes, *self._recurrent())
+        return replace(found, opaque=tuple(opaque.values()), notes=notes)
+
+    def _recurrent(self) -> Sequence[str]:
+        """What is not known of recurrent layers."""
+        if self.kernels != "cuda":
+            return ()
+        layers = [path for path, m in self.model.named_modules() if isinstance(m, nn.RNNBase)]
+        if not layers:
+            return ()
+        return (
+            f"{', '.join(layers)}: followed token by token; what cuDNN reserves in place of that "
+            "is known on a GPU alone",
+        )
 
     def measured(self, opaque: Mapping[str, Opaque]) -> Analysis:
         """Follows the step as it really runs, once."""

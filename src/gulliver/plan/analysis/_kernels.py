@@ -3,18 +3,20 @@
 Fake tensors of a GPU cannot run backward in a torch without CUDA. So the step is followed as on a
 CPU, but for the functions that choose by device: attention and dropout are called with the operator
 that they would choose on CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to
-2.13, on devices since Ampere, everything else as it is set by default).
+2.13, on devices since Ampere, everything else as it is set by default). Recurrent layers are
+followed token by token: what cuDNN reserves for their backward it tells on a GPU alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.backends import mkldnn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -44,8 +46,23 @@ def kernels_of(name: str) -> AbstractContextManager[Any]:
 @contextmanager
 def _on_cuda() -> Iterator[None]:
     # A mode does not see what functions of torch call that it has seen itself.
-    with patch.object(F, "scaled_dot_product_attention", _attention), _CudaKernels():
+    lstm = patch.object(nn.LSTM, "forward", _in_steps(nn.LSTM.forward))
+    with lstm, patch.object(F, "scaled_dot_product_attention", _attention), _CudaKernels():
         yield
+
+
+def _in_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of an LSTM, token by token: without the kernel of CPUs that has all of them."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        was = mkldnn.enabled
+        mkldnn.enabled = False
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            mkldnn.enabled = was
+
+    return run
 
 
 class _CudaKernels(TorchFunctionMode):

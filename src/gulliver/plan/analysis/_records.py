@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -281,7 +282,11 @@ class Analysis:
         stands = self.followed(path)
         found = self.modules.get(stands)
         if found is None:
-            raise GulliverError(f"no module {path!r} was called: {nearest(path, self.modules)}")
+            # A list of all modules would be longer than a screen: those that stand highest do.
+            high = {p for p in self.modules if p and p.count(".") <= 1} or set(self.modules)
+            near = get_close_matches(path, self.modules, n=1, cutoff=0.5)
+            known = self.modules if near else high
+            raise GulliverError(f"no module {path!r} was called: {nearest(path, known)}")
         return found if stands == path else replace(found, path=path, alike=stands)
 
     def followed(self, path: str) -> str:

@@ -118,6 +118,19 @@ class Repeats:
             forms[module] = self._forms.setdefault(form, len(self._forms))
         return forms[module]
 
+    def _cached(self, path: str, why: str) -> str:
+        """Says which configurations around a module ask for a cache, where something is kept."""
+        if not why.startswith("something keeps"):
+            return ""
+        parts = path.split(".")
+        around = [".".join(parts[:end]) for end in range(len(parts))]
+        asks = [
+            f"{outer}.config.use_cache".lstrip(".")
+            for outer in around
+            if getattr(getattr(self.model.get_submodule(outer), "config", None), "use_cache", False)
+        ]
+        return f": set {' and '.join(asks)} to False" if asks else ""
+
     # Calls.
 
     def _call(self, module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
@@ -174,7 +187,7 @@ class Repeats:
             elif any(hooks_of(m) for m in module.modules()):
                 found = "it has hooks"
         if isinstance(found, str):
-            kind.refused = self.refused[type(module).__name__] = found
+            kind.refused = self.refused[type(module).__name__] = found + self._cached(path, found)
         else:
             kind.template = found
             self.templates.append(found)
@@ -206,7 +219,7 @@ def _left(
         return "its output is a view"
     alive = [tensor for ref in made if (tensor := ref()) is not None]
     if any(t.untyped_storage().nbytes() and not any(t is o for o in fresh) for t in alive):
-        return "something keeps what it computes, such as a cache (use_cache=False?)"
+        return "something keeps what it computes, such as a cache of keys and values"
     template = Template(path, spec, found)
     for one in {p.serial: p for p in recorder.packed[packed:]}.values():
         if one.serial in storages:

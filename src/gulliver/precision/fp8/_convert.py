@@ -8,7 +8,7 @@ it run as before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,28 @@ def fp8_events(model: nn.Module) -> dict[str, dict[str, int]]:
     found = {path: state_of(module) for path, module in model.named_modules()}
     events = {path: state.events() for path, state in found.items() if state is not None}
     return {path: counts for path, counts in events.items() if counts}
+
+
+def fp8_histories(model: nn.Module) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """Returns the histories of delayed scaling, by layer: what a checkpoint needs to go on."""
+    found = {path: state_of(module) for path, module in model.named_modules()}
+    histories = {path: state.leaves() for path, state in found.items() if state is not None}
+    return {path: leaves for path, leaves in histories.items() if leaves}
+
+
+def restore_histories(
+    model: nn.Module, histories: Mapping[str, Mapping[str, Mapping[str, Tensor]]]
+) -> None:
+    """Takes up histories that `fp8_histories` returned.
+
+    Args:
+        model: model with FP8 layers; those that scale otherwise keep no history, and take none.
+        histories: histories by layer; layers that have none there begin anew.
+    """
+    for path, module in model.named_modules():
+        state, weight = state_of(module), getattr(module, "weight", None)
+        if state is not None and isinstance(weight, Tensor):
+            state.restore(histories.get(path, {}), weight.device)
 
 
 def forget_weights(model: nn.Module) -> None:

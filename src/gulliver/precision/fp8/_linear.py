@@ -161,6 +161,8 @@ def matmul(a: Scaled, b: Scaled, dtype: torch.dtype, emulate: bool, fast: bool =
     """
     if emulate:
         return emulated(a, b, dtype)
+    if 0 in (*a.values.shape, *b.values.shape):
+        return a.inverse.new_zeros(a.values.shape[0], b.values.shape[1], dtype=dtype)
     a, b = _padded(a), _padded(b.t()).t()
     # Units read both along the dim that is summed. Scales of rows come with bf16 results only.
     single = a.inverse.numel() == b.inverse.numel() == 1 and dtype is not torch.float64

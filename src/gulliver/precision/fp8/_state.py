@@ -11,8 +11,8 @@ what stage 3 is there to avoid. What is written past autograd (``p.data``) is no
 the last steps, so that a cast need not wait for a reduction over its own tensor. All micro-batches
 of a step have one scale, and a recomputed block the same as its first forward: the history moves
 only when the weight has changed. Before there is any, a tensor's own magnitude counts. What is
-larger than all that was seen saturates, and is counted. Source: Transformer Engine's
-``DelayedScaling``.
+larger than all that was seen saturates, and is counted. Checkpoints have the histories, so that a
+run that is taken up goes on as it would have. Source: Transformer Engine's ``DelayedScaling``.
 
 [Note: dims that ranks share] Where a dim is sharded over ranks, a magnitude over that dim is the
 largest of all ranks, so that each quantises its shard as one process would. `Shared` says how, for
@@ -21,7 +21,7 @@ the dims of a layer: a sum over ranks of products of such shards has the terms o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -118,6 +118,17 @@ class History:
         seen = torch.where(largest.isfinite(), largest, 0.0)
         self.now = seen if self.now is None else torch.maximum(self.now, seen)
 
+    def leaves(self) -> dict[str, Tensor]:
+        """Returns what is to be saved; nothing while nothing was seen."""
+        past = {"past": torch.stack(self.past)} if self.past else {}
+        return past if self.now is None else {**past, "now": self.now}
+
+    def restore(self, leaves: Mapping[str, Tensor], device: torch.device) -> None:
+        """Takes up what `leaves` returned."""
+        past, now = leaves.get("past"), leaves.get("now")
+        self.past = [] if past is None else [*past.to(device)][-self.length :]
+        self.now = None if now is None else now.to(device)
+
     def limit(self, largest: Tensor) -> Tensor | None:
         """Returns the magnitude to scale for; None while nothing is known."""
         if not self.past:
@@ -172,6 +183,20 @@ class LayerState:
     def eager_only(self) -> bool:
         """Whether casts do what compilers cannot trace: keep histories, or send."""
         return self.delayed or self.shared.any
+
+    def leaves(self) -> dict[str, dict[str, Tensor]]:
+        """Returns the histories of delayed scaling, by what they are of."""
+        found = {role: history.leaves() for role, history in self._histories.items()}
+        return {role: leaves for role, leaves in found.items() if leaves}
+
+    def restore(self, leaves: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
+        """Takes up histories that `leaves` returned; those that are not there begin anew.
+
+        The next forward begins a step, as that after an optimizer's step does.
+        """
+        self._version = None
+        for role, history in self._histories.items():
+            history.restore(leaves.get(role, {}), device)
 
     def forget(self) -> None:
         """Drops the copies of the weights, which were written past autograd."""

@@ -11,12 +11,14 @@ reads checkpoints.
 
 from gulliver.precision.int8._formats import (
     GROUP,
+    check_int4,
     from_int4,
     from_int8,
     largest_of,
     to_int4,
     to_int8,
 )
+from gulliver.precision.int8._gptq import round_calibrated
 from gulliver.precision.int8._modules import (
     QuantizedConvolution,
     QuantizedEmbedding,
@@ -35,11 +37,14 @@ from gulliver.precision.int8._products import (
     product,
 )
 from gulliver.precision.int8._replace import (
+    GROUPED,
     REPLACED,
     Layer,
     Report,
+    Rounded,
     Ways,
     layer_bytes,
+    linear_modes,
     matrix_of,
     model_bytes,
     quantized_linear,
@@ -49,6 +54,7 @@ from gulliver.precision.int8._replace import (
 
 __all__ = [
     "GROUP",
+    "GROUPED",
     "KERNELS",
     "MODES",
     "REPLACED",
@@ -58,8 +64,10 @@ __all__ = [
     "QuantizedLayer",
     "QuantizedLinear",
     "Report",
+    "Rounded",
     "Stored",
     "Ways",
+    "check_int4",
     "chosen_kernel",
     "chosen_kernels",
     "forget_kernels",
@@ -69,6 +77,7 @@ __all__ = [
     "largest_in_rows",
     "largest_of",
     "layer_bytes",
+    "linear_modes",
     "matrix_of",
     "model_bytes",
     "native_table",
@@ -76,6 +85,7 @@ __all__ = [
     "quantized_linear",
     "replace_module",
     "report_of",
+    "round_calibrated",
     "to_int4",
     "to_int8",
 ]

@@ -2,8 +2,8 @@
 
 A weight is a matrix ``[outputs, inputs]``. In int8 each row has a scale: its largest magnitude is
 127. In int4 each 128 inputs of a row have one: the value of largest magnitude is -8, and two values
-lie in a byte (`_packed` says which). Source: LLM.int8(), Dettmers et al., 2022 (arXiv 2208.07339);
-the groups are those of llama.cpp's Q4_0, of 128 instead of 32.
+lie in a byte (`packed_int4` says which). Source: LLM.int8(), Dettmers et al., 2022 (arXiv
+2208.07339); the groups are those of llama.cpp's Q4_0, of 128 instead of 32.
 
 Rows are independent of each other, and a shard of rows has the values of the whole's. A shard of
 inputs has them where it is given the whole's largest magnitudes (`largest=`).
@@ -51,6 +51,28 @@ def largest_of(weight: Tensor, path: str) -> Tensor:
     return largest
 
 
+def check_int4(largest: Tensor, inputs: int, path: str) -> None:
+    """Refuses weights whose products in int4 would overflow on the way to a sum.
+
+    Kernels add the groups of a row up before the row's activations are scaled back: up to 127 times
+    the weights' magnitude for each input.
+
+    Args:
+        largest: largest magnitude of each row.
+        inputs: number of inputs.
+        path: path of its module, for errors.
+
+    Raises:
+        GulliverError: a magnitude is beyond that.
+    """
+    most = torch.finfo(torch.float32).max / 127 / max(1, inputs)
+    if not largest.is_meta and largest.numel() and float(largest.max()) > most:
+        raise GulliverError(
+            f"{path}.weight has magnitudes of {float(largest.max()):.2g}, and int4 sums of "
+            f"{inputs} inputs overflow from {most:.2g} on: take mode='int8', or exclude the layer"
+        )
+
+
 @torch.no_grad()
 def to_int8(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """Rounds a weight to int8.
@@ -85,17 +107,22 @@ def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = weight.new_empty(outputs, inputs // GROUP, dtype=torch.float32)
     for rows in _chunks(outputs, inputs):
         groups = weight[rows].float().unflatten(1, (-1, GROUP))
-        peak = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-        scale = peak / -8.0
+        scale = scale_int4(groups)[:, :, None]
         inverse = torch.where(scale.abs() > 1e-36, 1.0 / scale, 0.0)
         scales[rows] = scale.squeeze(2)
-        packed[rows] = _packed((groups * inverse).round_().clamp_(-8, 7) + 8)
+        packed[rows] = packed_int4((groups * inverse).round_().clamp_(-8, 7))
     return packed, scales
 
 
-def _packed(values: Tensor) -> Tensor:
-    """Packs ``[rows, groups, GROUP]`` of 0 to 15: byte i has values i (low) and i + 64 (high)."""
-    low, high = values.to(torch.uint8).chunk(2, dim=2)
+def scale_int4(groups: Tensor) -> Tensor:
+    """Returns the scales of groups ``[..., inputs]``: the value of largest magnitude becomes -8."""
+    largest = groups.abs().argmax(-1, keepdim=True)
+    return groups.gather(-1, largest).squeeze(-1) / -8.0
+
+
+def packed_int4(values: Tensor) -> Tensor:
+    """Packs ``[rows, groups, GROUP]`` of -8 to 7: byte i has values i (low) and i + 64 (high)."""
+    low, high = (values + 8).to(torch.uint8).chunk(2, dim=2)
     return (low | (high << 4)).view(torch.int8).flatten(1)
 
 

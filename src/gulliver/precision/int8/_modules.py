@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -81,6 +82,14 @@ class QuantizedLayer(nn.Module, ABC):
             self._stored = state, found
         return self._stored[1]
 
+    def moved(self) -> None:
+        """Notes that buffers of the same values lie elsewhere now; what was summed up stays."""
+        if self._stored is not None:
+            weight: Any = self._buffers["weight"]
+            state = id(weight), -1 if weight.is_inference() else weight._version
+            scales = self.weight_scale
+            self._stored = state, replace(self._stored[1], values=weight, scales=scales)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = self.weight_scale
         super()._apply(fn, recurse)
@@ -119,8 +128,10 @@ class QuantizedLayer(nn.Module, ABC):
         """
         if not torch.is_grad_enabled():
             return self.run(x)
-        if x.requires_grad:
-            return _Forward.apply(x, self)
+        bias = self.bias
+        # A bias that was to be trained must not quietly stay what it is either.
+        if x.requires_grad or (bias is not None and bias.requires_grad):
+            return _Forward.apply(x, bias, self)
         with torch.no_grad():
             return self.run(x)
 
@@ -159,7 +170,8 @@ class QuantizedLinear(QuantizedLayer):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if x.shape[-1] != self.inputs:
             raise GulliverError(f"{self.path} has {self.inputs} inputs, not {x.shape[-1]}")
-        y = product(self.stored, x.reshape(-1, self.inputs), bias, largest)
+        rows = x.reshape(math.prod(x.shape[:-1]), self.inputs)
+        y = product(self.stored, rows, bias, largest)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -241,7 +253,7 @@ class _Forward(Function):
     """A forward pass whose backward pass is refused, with the layer's path."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
         ctx.layer = layer.path, layer.mode
         return layer.run(x.detach())
 
@@ -250,7 +262,8 @@ class _Forward(Function):
         path, mode = ctx.layer
         raise GulliverError(
             f"{path} has {mode} weights, which nothing is trained through: train the model before "
-            "replace_module, or run it under torch.no_grad()"
+            "replace_module, run it under torch.no_grad(), or freeze it with requires_grad_(False) "
+            "where only what comes after it is trained"
         )
 
 

@@ -4,13 +4,14 @@
 |---|---|---|
 | native | int8 by row, or as they are | ``native/int8_*.cpp``, one pass over the weights |
 | int_mm | int8 by row | `torch._int_mm`, scales applied after it |
-| int8pack | bfloat16 as they are | `torch._weight_int8pack_mm`; in float32 it is naive, not used |
+| int8pack | bfloat16 as they are | `torch._weight_int8pack_mm`, of inputs that 16 divides only |
 | dequantised | as they are | `torch.nn.functional.linear` on pieces of the weight |
 
-All read the one int8 matrix that is kept. [Note: same bits] Integer sums are exact, and `native`
-and `int_mm` round what is around them in the same order: a choice that changes from run to run
-changes no output, but for outliers, whose few products may be summed in another order. Each row is
-quantised by itself, so that no sample sees another of its batch.
+All read the one int8 matrix that is kept. In float32 int8pack is naive, and not used.
+[Note: same bits] Integer sums are exact, and `native` and `int_mm` round what is around them in the
+same order: a choice that changes from run to run changes no output, but for outliers, whose few
+products may be summed in another order. Each row is quantised by itself, so that no sample sees
+another of its batch.
 
 Read `product`, then `_measured`.
 """
@@ -22,14 +23,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gulliver.hardware import kept_seconds
-from gulliver.precision.int8._formats import from_int4
+from gulliver.precision.int8._formats import from_int4, from_int8
 from gulliver.precision.int8._native import native_table
 
 MODES = ("int8", "int8_dynamic", "int4")
@@ -38,6 +39,12 @@ PIECE = 16 << 20
 NO_OUTLIERS = math.inf
 TINY = 1e-36
 TURNS = 5
+"""Least turns of a measurement, and those without news after which it ends."""
+NEWS = 0.97
+"""Share of the best seconds so far that is news."""
+PATIENCE_S = 0.15
+INT8PACK_INPUTS = 16
+"""Inputs that torch's `_weight_int8pack_mm` reads at once, with no remainder."""
 MOST_ROWS = 512
 """Rows above which no measurement is made: that of so many holds."""
 
@@ -88,6 +95,8 @@ def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = 
         largest: largest magnitude below the threshold of each whole row, where `x` is a shard of
             its inputs.
     """
+    if torch.compiler.is_compiling():  # a graph ends here, and goes on behind
+        return _outside_graphs(w, x, bias, largest)
     if not x.numel():
         y = x.new_zeros(x.shape[0], w.outputs)
         return y if bias is None else y + bias
@@ -96,6 +105,9 @@ def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = 
     if kernel is None:
         kernel = w.known[asked] = KERNELS[chosen_kernel(w, x.shape[0], x.dtype, x.device)]
     return kernel(w, x, bias, largest)
+
+
+_outside_graphs: Kernel = cast(Any, torch.compiler.disable)(product)
 
 
 def chosen_kernel(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -120,19 +132,20 @@ def forget_kernels() -> None:
 
 def _candidates(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> list[str]:
     native = native_table() if device.type == "cpu" else None
-    names = []
-    if native is not None and (w.mode != "int4" or native[0] == "avx512-vnni"):
-        names.append("native")
+    names = [] if native is None else ["native"]
     if w.mode == "int8_dynamic" and _takes_int_mm(w, device):
         names.append("int_mm")
-    if w.mode == "int8" and dtype == torch.bfloat16 and device.type == "cpu":
+    # With other inputs torch reads past the ends of rows: wrong sums, or a crash.
+    whole = w.inputs % INT8PACK_INPUTS == 0
+    if w.mode == "int8" and dtype == torch.bfloat16 and device.type == "cpu" and whole:
         names.append("int8pack")
     # Against int8 activations it never wins, but where nothing else can.
     return names if w.mode == "int8_dynamic" and names else [*names, "dequantised"]
 
 
 def _takes_int_mm(w: Stored, device: torch.device) -> bool:
-    return device.type == "cpu" or (
+    # Of one input, torch takes the transposed weight for one of another layout: wrong sums.
+    return (device.type == "cpu" and w.inputs > 1) or (
         device.type == "cuda" and w.inputs % 8 == 0 and w.outputs % 8 == 0
     )
 
@@ -145,17 +158,22 @@ def _measured(w: Stored, shape: tuple[Any, ...], names: list[str]) -> str:
     def measure() -> tuple[float, ...]:
         x = torch.randn(rows, inputs, dtype=torch.float32).to(device, dtype)
         best = dict.fromkeys(names, math.inf)
-        for _ in range(TURNS):
+        turns, calm, end = 0, 0, time.perf_counter() + PATIENCE_S
+        # On a busy machine the first turns may all be disturbed.
+        while turns < TURNS or (calm < TURNS and time.perf_counter() < end):
+            turns, calm = turns + 1, calm + 1
             for name in names:
                 begun = time.perf_counter()
                 KERNELS[name](w, x, None, None)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                best[name] = min(best[name], time.perf_counter() - begun)
+                took = time.perf_counter() - begun
+                calm = calm if took > NEWS * best[name] else 0
+                best[name] = min(best[name], took)
         return tuple(best.values())
 
     facts = {
-        "what": "int8 kernels 1",
+        "what": "int8 kernels 2",
         "shape": (mode, outputs, inputs, rows, str(dtype), device.type),
         "kernels": (*names, native[0] if native else ""),
     }
@@ -238,6 +256,8 @@ def _dequantised(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | No
         rows = slice(start, start + step)
         if w.mode == "int4":
             y[:, rows] = F.linear(x, from_int4(w.values[rows], w.scales[rows], x.dtype))
+        elif x.dtype is torch.float16:  # whose sums of whole numbers would end at 65504
+            y[:, rows] = F.linear(x, from_int8(w.values[rows], w.scales[rows], x.dtype))
         else:
             # Whole numbers up to 127 are exact in any dtype: the scales come after the sum.
             piece = F.linear(x, w.values[rows].to(x.dtype))

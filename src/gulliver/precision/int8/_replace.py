@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.options import size_text
 from gulliver.precision.int8._formats import (
     GROUP,
+    check_int4,
     from_int4,
     from_int8,
     largest_of,
@@ -110,11 +112,29 @@ class Report:
         for row, count in lines.items():
             cells = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False))
             text.append(f"  {cells}  x{count}  {row[4]}".rstrip())
+        own = {(layer.format, *sorted(layer.shape)) for layer in self.replaced}
         for shape, kernel in chosen_kernels().items():
             mode, outputs, inputs, rows, dtype, *_ = shape
+            if (mode, *sorted((outputs, inputs))) not in own:
+                continue
             name = str(dtype).removeprefix("torch.")
             text.append(f"  kernel of {mode} {outputs}x{inputs}, {rows} rows of {name}: {kernel}")
         return "\n".join(text)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A weight that was rounded before, as `replace_module` takes it.
+
+    Attributes:
+        values: values, as `to_int8` or `to_int4` returns them.
+        scales: scales that those return with them.
+        error: relative error of the weight in the Frobenius norm.
+    """
+
+    values: Tensor
+    scales: Tensor
+    error: float
 
 
 @dataclass
@@ -126,6 +146,7 @@ class Ways:
         threshold: magnitude of activations that are not quantised.
         load: fills a layer on meta before it is quantised, given its path.
         errors: whether the error of each weight is measured.
+        rounded: weights that were rounded before, by the paths of their layers.
         path: path of the layer at hand.
         key: what tells its weight from others; tied ones have the same.
         made: quantised values and scales by weight, so that tied ones stay one.
@@ -136,6 +157,7 @@ class Ways:
     threshold: float
     load: Callable[[str, nn.Module], None] | None = None
     errors: bool = False
+    rounded: Mapping[str, Rounded] = field(default_factory=dict)
     path: str = ""
     key: int = 0
     made: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -152,9 +174,14 @@ class Ways:
             joined: makes the largest magnitudes of the whole's rows of those of a shard's.
         """
         key = self.key, mode == "int4"
-        known = self.made.get(key)
-        if known is None:
+        known, given = self.made.get(key), self.rounded.get(self.path)
+        if known is None and given is not None:
+            known = self.made[key] = given.values, given.scales
+            self.error = given.error
+        elif known is None:
             largest = largest_of(weight, self.path)
+            if mode == "int4":
+                check_int4(largest, weight.shape[1], self.path)
             largest = largest if joined is None else joined(largest)
             known = to_int4(weight) if mode == "int4" else to_int8(weight, largest)
             self.made[key] = known
@@ -166,6 +193,8 @@ class Ways:
 Make = Callable[[Any, Ways], nn.Module]
 REPLACED: dict[type[nn.Module], Make] = {}
 """Class of a layer to what makes a quantised one of it; for layers of other rooms."""
+GROUPED: dict[type[nn.Module], Callable[[Any, str], bool]] = {}
+"""Class of a layer to what says of one and its path whether int4's groups divide its inputs."""
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -183,6 +212,7 @@ def replace_module(
     only: Iterable[str] | None = None,
     load: Callable[[str, nn.Module], None] | None = None,
     errors: bool = False,
+    rounded: Mapping[str, Rounded] | None = None,
 ) -> Model:
     """Quantises a model's weights for inference, in place.
 
@@ -203,20 +233,54 @@ def replace_module(
         load: fills a layer whose parameters are on meta, given its path and itself, before it is
             quantised; its weight is let go afterwards.
         errors: whether the report says the error of each weight.
+        rounded: weights of linear layers that were rounded before, by path: see
+            `gulliver.quantize.replace_calibrated`.
 
     Returns:
         The model.
 
     Raises:
         GulliverError: the mode or a pattern is unknown, the threshold is not positive, the model is
-            quantised already, or a weight is not finite; nothing is changed then.
+            quantised already, or a weight is not finite or too large; nothing is changed then.
     """
     _check(model, mode, outlier_threshold)
     threshold = math.inf if outlier_threshold is None else float(outlier_threshold)
-    replacing = _Replacing(model, Ways(mode, threshold, load, errors), embeddings, convolutions)
+    ways = Ways(mode, threshold, load, errors, rounded or {})
+    replacing = _Replacing(model, ways, embeddings, convolutions)
     replacing.match(list(exclude), None if only is None else list(only))
     replacing.run()
     return model
+
+
+def linear_modes(
+    model: nn.Module, mode: str = "int8_dynamic", exclude: Iterable[str] = ()
+) -> dict[str, str]:
+    """Returns the modes that `replace_module` would give to linear layers, by path.
+
+    Those whose weights other layers share are not among them, nor are other rooms' layers.
+
+    Raises:
+        GulliverError: as `replace_module` does.
+    """
+    _check(model, mode, None)
+    replacing = _Replacing(model, Ways(mode, math.inf), False, False)
+    replacing.match(list(exclude), None)
+    users = Counter(id(p) for m in replacing.modules.values() for p in m._parameters.values())
+    found: dict[str, str] = {}
+    for path, module in replacing.modules.items():
+        weight = _matrix_in(module)
+        own = weight is not None and users[id(weight)] == 1 and type(module) not in REPLACED
+        if own and not replacing._why_kept(path, module)[0]:
+            found[path] = _fitting(mode, module, path)
+    return found
+
+
+def _fitting(mode: str, module: nn.Module, path: str) -> str:
+    if mode != "int4":
+        return mode
+    asked = GROUPED.get(type(module))
+    divides = asked(module, path) if asked else matrix_of(module).shape[1] % GROUP == 0
+    return mode if divides else "int8"
 
 
 def report_of(model: nn.Module) -> Report:
@@ -263,6 +327,9 @@ class _Replacing:
                 self.exclude.add(path)
 
     def run(self) -> None:
+        for path, module in self.modules.items():
+            if type(module) in GROUPED and not self._why_kept(path, module)[0]:
+                _fitting(self.ways.mode, module, path)  # refused before anything is read
         new: dict[int, nn.Module | None] = {}
         layers: list[tuple[str, nn.Module, nn.Module]] = []
         for path, module in self.modules.items():
@@ -296,9 +363,10 @@ class _Replacing:
             return "excluded", mode
         if not path:
             return "it is the model itself", mode
-        if isinstance(parent, nn.MultiheadAttention):
-            return "nn.MultiheadAttention reads its weights past the layer", mode
-        if parametrize.is_parametrized(module):
+        if isinstance(parent, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+            return f"nn.{type(parent).__name__} reads its weights past the layer", mode
+        hooked = "weight" in vars(module)  # by nn.utils.weight_norm or spectral_norm
+        if parametrize.is_parametrized(module) or hooked:
             return "its weight is computed anew each time (parametrised)", mode
         if isinstance(module, nn.Embedding):
             return ("" if self.embeddings else "embeddings=False"), "int8"
@@ -318,6 +386,8 @@ class _Replacing:
         made, why = self._made(module, mode)
         if self.ways.load is not None:
             module._parameters["weight"] = weight
+        if all((id(weight), int4) in self.ways.made for int4 in (True, False)):
+            why = "; ".join(filter(None, (why, "untied: the other layer's weight is not " + mode)))
         return made, why
 
     def _made(self, module: Any, mode: str) -> tuple[nn.Module | None, str]:
@@ -329,7 +399,7 @@ class _Replacing:
             values = values.view(module.weight.shape)
             note = "" if self.ways.mode == "int8" else "weights only"
             return QuantizedConvolution(module, self.ways.path, values, scales), note
-        if mode == "int4" and matrix_of(module).shape[1] % GROUP:
+        if _fitting(mode, module, self.ways.path) != mode:
             mode, why = "int8", f"int8: {GROUP} does not divide its inputs"
         self.ways.mode, asked = mode, self.ways.mode
         try:

@@ -9,6 +9,7 @@ a cache). Ranks, and what is sent when, are of `gulliver.comm`.
 """
 
 from gulliver.precision.wire._formats import (
+    BLOCKS,
     IDENTITY,
     NAMES,
     ErrorBound,
@@ -21,6 +22,7 @@ from gulliver.precision.wire._pack import nonfinite_blocks, pack, unpack
 from gulliver.precision.wire._rates import PackRates, pack_rates
 
 __all__ = [
+    "BLOCKS",
     "IDENTITY",
     "NAMES",
     "ErrorBound",

@@ -8,9 +8,12 @@ which stay in the cache with the one scratch buffer of a call: largest, least, p
 fp8, one more for whole numbers. Memory is read once and written once, and a call needs 256 KiB
 beside its result. On a GPU the run is all of it.
 
-[Note: not finite] A block with an infinity or a nan gets nan for its scale, so all of it arrives
-as nan: who looks for overflows finds one, and no other block is touched. They are counted
-(`nonfinite_blocks`). bf16 has no blocks: it carries infinities and nans as they are.
+[Note: not finite] Scales are finite whatever travels: they are those of a block's finite elements,
+which arrive as they would without the others. An infinity or a nan arrives as what the format has
+for it: itself in e5m2 (and in bf16, which has no blocks), nan in e4m3, and nan in whole numbers, as
+the code that no finite element has (-128 of int8, -8 of int4). So who looks for overflows finds
+one, and where. The scale of such a block is negative: who unpacks looks at elements only where one
+is. Such blocks are counted (`nonfinite_blocks`).
 
 [Note: small blocks] A scale is at least the least normal float32. So a block of zeros gives zeros,
 nothing is divided by zero, and what lies below 1e-35 loses bits.
@@ -18,6 +21,7 @@ nothing is divided by zero, and what lies below 1e-35 loses bits.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Iterator
@@ -39,6 +43,13 @@ RUN = 1 << 16
 _LARGEST = torch.finfo(torch.float32).max
 _EXPONENT = 0x7F800000
 """Bits of a float32 that are its exponent: alone they are a power of two."""
+_NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F, torch.int8: 0x80, None: 0}
+"""Codes of nan, by the dtype of elements; those of int4 lie in halves of a byte."""
+_LOG = logging.getLogger("gulliver")
+_TOLD = (
+    "an infinity or a nan travels packed, and arrives as one; "
+    "gulliver.precision.wire.nonfinite_blocks() counts the blocks that have some from here on"
+)
 _lock = threading.Lock()
 _nonfinite = 0
 _on_devices: dict[torch.device, Tensor] = {}
@@ -88,12 +99,15 @@ def pack(
         run = flat[start : start + rows * length].view(rows, length)
         buffer = scratch[: run.numel()].view(rows, length)
         first = start // wire.block
-        _scale(run, buffer, scales[first : first + rows], wire.kind)
+        marks = _scale(run, buffer, scales[first : first + rows], wire.kind)
         if wire.rounding == "stochastic":
             _dither(buffer, wire.kind, generator)
         nbytes = rows * -(-length * wire.kind.bits // 8)
         begin = start * wire.kind.bits // 8
-        _encode(buffer, values[begin : begin + nbytes].view(rows, -1), wire)
+        into = values[begin : begin + nbytes].view(rows, -1)
+        _encode(buffer, into, wire)
+        if marks is not None:
+            _mark(into, *marks)
     return packed
 
 
@@ -129,10 +143,16 @@ def unpack(
         return target
     scales, values = _places(packed, numel, wire)
     scratch, factor = _scratch(target), _factor(wire.kind)
+    # A look at scales of a device would wait for it.
+    marked = target.device.type != "cpu" or bool((scales < 0).any())
+    scales = scales.abs() if marked else scales
     for start, rows, length in _runs(target, wire.block):
         begin, nbytes = start * wire.kind.bits // 8, rows * -(-length * wire.kind.bits // 8)
         buffer = scratch[: rows * length].view(rows, length)
         _decode(values[begin : begin + nbytes].view(rows, -1), buffer, wire)
+        if marked and wire.kind.dtype is not torch.float8_e5m2:
+            beyond = buffer.abs() > wire.kind.largest / factor
+            buffer.masked_fill_(beyond, float("nan"))
         into = target[start : start + rows * length].view(rows, length)
         scale = scales[start // wire.block :][:rows].unsqueeze(1)
         scale = scale if factor == 1.0 else scale * factor
@@ -168,26 +188,62 @@ def _scratch(like: Tensor) -> Tensor:
     return like.new_empty(size, dtype=torch.float32)
 
 
-def _scale(run: Tensor, buffer: Tensor, scales: Tensor, kind: Kind) -> None:
+Marks = tuple[Tensor, Tensor]
+"""Mask of elements that are not finite [blocks, elements], and the codes that they travel as."""
+
+
+def _scale(run: Tensor, buffer: Tensor, scales: Tensor, kind: Kind) -> Marks | None:
     """Writes the scales of blocks, and the blocks divided by them to the buffer."""
-    global _nonfinite
     if run.dtype is not torch.float32:
         run = buffer.copy_(run)
-    largest = torch.maximum(run.amax(1), run.amin(1).neg_())  # nan where one is
-    on_device = run.device.type != "cpu"
-    if on_device or not math.isfinite(float(largest.sum())):
-        bad = largest.isfinite().logical_not_()
-        count = bad.sum()
-        with _lock:
-            if on_device:
-                _on_devices[run.device] = _on_devices.get(run.device, 0) + count
-            else:
-                _nonfinite += int(count)
-        largest.masked_fill_(bad, float("nan"))
+    largest, marks = _largest(run), None
+    if run.device.type != "cpu" or not math.isfinite(float(largest.sum())):
+        marks = _marks(run, kind)
+    if marks is not None:
+        run = torch.where(marks[0], 0.0, run)
+        largest = _largest(run)
     # With the largest of scales no product is above the largest float32.
     largest.div_(kind.largest)
     torch.clamp(largest, LEAST_SCALE, _LARGEST / kind.largest * (1 - 2.0**-22), out=scales)
     torch.mul(run, torch.reciprocal(scales, out=largest).unsqueeze(1), out=buffer)
+    if marks is not None:
+        scales.copy_(torch.where(marks[0].any(1), -scales, scales))
+    return marks
+
+
+def _largest(run: Tensor) -> Tensor:
+    return torch.maximum(run.amax(1), run.amin(1).neg_())  # nan where one is
+
+
+def _marks(run: Tensor, kind: Kind) -> Marks | None:
+    """Finds what is not finite, and counts the blocks; None where there is nothing."""
+    global _nonfinite
+    bad = run.isfinite().logical_not_()
+    count = bad.any(1).sum()
+    with _lock:
+        if run.device.type != "cpu":
+            _on_devices[run.device] = _on_devices.get(run.device, 0) + count
+        elif not int(count):
+            return None
+        else:
+            if not _nonfinite:
+                _LOG.warning(_TOLD)
+            _nonfinite += int(count)
+    codes = torch.full_like(run, _NAN[kind.dtype], dtype=torch.uint8)
+    if kind.dtype is torch.float8_e5m2:
+        codes.masked_fill_(run == math.inf, 0x7C).masked_fill_(run == -math.inf, 0xFC)
+    return bad, codes
+
+
+def _mark(values: Tensor, bad: Tensor, codes: Tensor) -> None:
+    """Writes the codes of elements that are not finite."""
+    half = values.shape[1]
+    if half == bad.shape[1]:
+        values.copy_(torch.where(bad, codes, values))
+        return
+    low, high = bad[:, :half], bad[:, half:]
+    values.bitwise_and_(low.to(torch.uint8).mul_(0x0F).bitwise_not_())
+    values[:, : high.shape[1]].bitwise_and_(high.to(torch.uint8).mul_(0xF0).bitwise_not_())
 
 
 def _dither(buffer: Tensor, kind: Kind, generator: torch.Generator | None) -> None:

@@ -1,4 +1,7 @@
-"""Rates at which this machine packs and unpacks, measured once for each format."""
+"""Rates at which this machine packs and unpacks, measured once for each format and kept.
+
+``gulliver probe`` measures them with all else; a plan that asks before measures those it needs.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from gulliver.hardware import kept_seconds
 from gulliver.precision.wire._formats import WireFormat
 from gulliver.precision.wire._pack import pack, unpack
 
@@ -35,17 +39,28 @@ class PackRates:
 
 @lru_cache
 def pack_rates(wire: WireFormat, device: str = "cpu") -> PackRates:
-    """Measures how fast a device packs float32, in a few milliseconds."""
+    """Tells how fast a device packs float32: as it is kept, or measured in a few milliseconds."""
     if wire.name == "identity":
         return PackRates(0.0, 0.0)
-    sample = torch.randn(SAMPLE, device=device, generator=torch.Generator(device).manual_seed(1))
-    packed = pack(sample, wire)
+    facts = {"what": "packing 1", "wire": str(wire), "device": device}
+    return PackRates(*kept_seconds(facts, lambda: _measured(wire, device), 3))
+
+
+def _measured(wire: WireFormat, device: str) -> tuple[float, ...]:
+    # Of its own: random numbers of the program must not depend on whether rates were kept.
+    random = torch.Generator(device).manual_seed(1)
+    sample = torch.randn(SAMPLE, device=device, generator=random)
+    packed = pack(sample, wire, generator=random)
     few = sample[: wire.block]
-    little = pack(few, wire)
-    return PackRates(
-        _timed(lambda: pack(sample, wire, out=packed), device) / SAMPLE,
+    little = pack(few, wire, generator=random)
+
+    def both() -> object:
+        return unpack(pack(few, wire, little, random), wire, len(few))
+
+    return (
+        _timed(lambda: pack(sample, wire, packed, random), device) / SAMPLE,
         _timed(lambda: unpack(packed, wire, SAMPLE, out=sample), device) / SAMPLE,
-        _timed(lambda: unpack(pack(few, wire, out=little), wire, len(few)), device),
+        _timed(both, device),
     )
 
 

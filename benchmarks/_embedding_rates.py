@@ -1,0 +1,87 @@
+"""Hit rates of the policies, on power laws that stay and that shift, beside Belady's floor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gulliver.embedding import power_law
+from gulliver.solve import RowPolicy, RowReplacement
+
+Trace = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """A trace.
+
+    Attributes:
+        rows: rows of the table.
+        uses: ids of a batch.
+        batches: number of batches; the first quarter only fills the caches.
+        exponent: exponent of the power law.
+        shift: share of the ranks that move on with every batch; 0 for a law that stays.
+    """
+
+    rows: int = 400_000
+    uses: int = 1600
+    batches: int = 240
+    exponent: float = 1.05
+    shift: float = 0.0
+
+
+def make_trace(config: TraceConfig, draws: int = 0) -> Trace:
+    """Draws batches; which row has which rank is at random, and moves where the law shifts.
+
+    Args:
+        config: law and sizes.
+        draws: number of the draw: others have the same ranks and other batches.
+    """
+    order = np.random.default_rng(0).permutation(config.rows)
+    draw = np.random.default_rng(1 + draws)
+    trace = []
+    for number in range(config.batches):
+        # The hottest go, one after the other, and come back at the cold end.
+        first = int(number * config.shift * config.rows)
+        ranks = power_law(draw, config.rows, config.uses, config.exponent)
+        rows = order[(ranks + first) % config.rows]
+        trace.append(np.unique(rows, return_counts=True))
+    return trace
+
+
+def hit_rate(
+    trace: Trace,
+    rows: int,
+    slots: int,
+    policy: RowPolicy,
+    ahead: int,
+    ranked: Trace | None = None,
+) -> float:
+    """Share of the uses, after the first quarter of the batches, that found their row.
+
+    Args:
+        trace: batches.
+        rows: rows of the table.
+        slots: rows of the cache.
+        policy: rule by which rows leave.
+        ahead: batches that are announced before they come.
+        ranked: batches that ``dataset`` counts; None for those of the trace.
+    """
+    frequencies = None
+    if policy == "dataset":
+        frequencies = np.zeros(rows, np.int64)
+        for batch, counts in ranked or trace:
+            frequencies[batch] += counts
+    cache = RowReplacement(slots, rows, policy, frequencies)
+    queue, before = [], (0, 0)
+    for number in range(len(trace) + ahead):
+        if number < len(trace):
+            queue.append(cache.announce(*trace[number]))
+        if number >= ahead:
+            if number - ahead == len(trace) // 4:
+                before = cache.counts.uses, cache.counts.missed_uses
+            cache.commit(cache.decide(queue.pop(0)))
+    uses, missed = cache.counts.uses - before[0], cache.counts.missed_uses - before[1]
+    return 1 - missed / uses

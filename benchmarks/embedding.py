@@ -1,0 +1,236 @@
+"""Cached tables: hit rates beside other policies, bytes, step time behind a link, exactness.
+
+`python -m benchmarks.embedding` runs all parts in a few minutes on two cores. On a GPU
+`python -m benchmarks.embedding --parts tiers --device cuda --rows 4000000 --dim 128
+--samples 16384 --ids 26 --cache 0.015 --rate 0` takes the real host link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+import tyro
+
+from benchmarks._embedding_rates import Trace, TraceConfig, hit_rate, make_trace
+from benchmarks._embedding_tiers import TierConfig, make_jobs, weight_of
+from benchmarks._harness import Report, alternate, at_least, at_most, finish
+from gulliver.embedding import DATA_SETS, TablesJob, plan_tables, power_law
+from gulliver.embedding._columns import WEIGHT, ExactColumn, Place
+from gulliver.embedding._records import RecordStore
+from gulliver.hardware import named_cluster
+from gulliver.options import size_text
+from gulliver.solve import RowReplacement
+
+Part = Literal["rates", "bytes", "tiers"]
+PARTS: tuple[Part, ...] = ("rates", "bytes", "tiers")
+SHARES = (0.005, 0.01, 0.015, 0.05)
+LAWS = ("the law stays or shifts slowly", "it shifts fast")
+BATCH = 16384
+"""Samples of Criteo's batches."""
+PUBLIC_INDEX = 16
+"""Bytes of index a row that the public cache keeps on the device: two arrays of int64."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the benchmark."""
+
+    parts: tuple[Part, ...] = PARTS
+    """Parts to run."""
+    rounds: int = 16
+    """Measured steps of each contestant of `tiers`."""
+    rows: int = 400_000
+    """Rows of the table of `tiers`."""
+    dim: int = 64
+    """Width of its rows."""
+    samples: int = 512
+    """Samples of a batch."""
+    ids: int = 8
+    """Ids of a sample."""
+    cache: float = 0.02
+    """Share of the rows in the cache."""
+    rate: float = 25e6
+    """Rate of the link in bytes/s; 0 for the real one."""
+    device: str = "cpu"
+    """Device of cache and compute: cpu or cuda."""
+    keep: bool = False
+    """Write the result files."""
+
+
+def rates(options: Options) -> None:
+    """Hit rates over the size of the cache, of laws that stay and that shift."""
+    names = ("LRU", "LFU", "earlier ranks", "hindsight ranks", "ours, 0", "ours, 8", "ours, 16")
+    report = Report(
+        "embedding_rates",
+        "hit rates of 1600 uses a batch on 400,000 rows; ours with 0, 8, 16 batches of look-ahead",
+        ("law", "cache", *names, "floor"),
+    )
+    margins: dict[str, list[float]] = {
+        "LRU and LFU": [],
+        **{f"earlier ranks, {w}": [] for w in LAWS},
+    }
+    gaps = []
+    for shift in (0.0, 2e-5, 2e-4):
+        for exponent in (1.05, 1.2):
+            config = TraceConfig(exponent=exponent, shift=shift)
+            trace, rows = make_trace(config), config.rows
+            # Ranks that one can have are those of data from before: the law where it began.
+            history = make_trace(replace(config, shift=0.0), draws=1)
+            for share in SHARES:
+                found = _rates_of(trace, history, rows, int(share * rows), config.batches)
+                law = f"{exponent}" + (f", shifts {shift:.0e} a batch" if shift else ", stays")
+                report.rows.append((law, f"{share:.1%}", *(f"{r:.1%}" for r in found)))
+                ours, floor = found[5], found[-1]
+                margins["LRU and LFU"].append(ours - max(found[:2]))
+                margins[f"earlier ranks, {LAWS[shift > 1e-4]}"].append(ours - found[2])
+                gaps.append(floor - ours)
+                report.figures[f"{law}; {share}"] = [round(rate, 4) for rate in found]
+    report.bars += [
+        at_least(f"hit rate with look-ahead 8 minus that of {name}", min(found), 0.0)
+        for name, found in margins.items()
+    ]
+    report.notes += [
+        "floor: Belady's rule with the whole trace announced. earlier ranks: counted on a trace of "
+        "the same law, before it shifts. hindsight ranks: counted on the trace itself, which "
+        f"nobody has beforehand. Ours with 8 batches is {max(gaps):.1%} below the floor at most, "
+        f"{sum(gaps) / len(gaps):.1%} in the mean.",
+    ]
+    finish(report, options.keep)
+
+
+def _rates_of(trace: Trace, history: Trace, rows: int, slots: int, batches: int) -> list[float]:
+    return [
+        hit_rate(trace, rows, slots, "lru", 0),
+        hit_rate(trace, rows, slots, "lfu", 0),
+        hit_rate(trace, rows, slots, "dataset", 0, ranked=history),
+        hit_rate(trace, rows, slots, "dataset", 0),
+        hit_rate(trace, rows, slots, "lookahead", 0),
+        hit_rate(trace, rows, slots, "lookahead", 8),
+        hit_rate(trace, rows, slots, "lookahead", 16),
+        hit_rate(trace, rows, slots, "lookahead", batches),
+    ]
+
+
+def count_bytes(options: Options) -> None:
+    """Device bytes of Criteo 1TB at 1 %: slots that are really made, rows that are not."""
+    rows, dim = sum(DATA_SETS["criteo-1tb"]), 128
+    slots = int(0.01 * rows)
+    # The rows of 91 GB are zeros that have no memory: what is counted is not on the host.
+    column = ExactColumn(Place(), torch.zeros(()).expand(rows, dim))
+    replacement = RowReplacement(slots, rows)
+    store = RecordStore(
+        {WEIGHT: column}, replacement, rows, dim, torch.float32, torch.device("cpu"), False
+    )
+    staged, draw, tables = 0, np.random.default_rng(0), DATA_SETS["criteo-1tb"]
+    firsts = np.cumsum([0, *tables[:-1]])
+    for _ in range(3):
+        drawn = (power_law(draw, count, BATCH, 1.05) for count in tables)
+        ids = torch.from_numpy(np.concatenate([i + f for i, f in zip(drawn, firsts, strict=True)]))
+        before = replacement.counts.misses
+        store.begin(ids)
+        store.drain()
+        staged = max(staged, (replacement.counts.misses - before) * dim * 4)
+    store.close()
+    planned = plan_tables(TablesJob({"all": rows}, dim), named_cluster("h100x1"))
+    index = replacement.index.nbytes
+    total = store.device_bytes + 2 * staged
+    public = slots * 512 + PUBLIC_INDEX * rows
+    report = Report(
+        "embedding_bytes",
+        "bytes of Criteo 1TB, 177.9 M rows of 128 (91.1 GB), 1 % in the cache, 16384 x 26 ids",
+        ("", "where", "bytes"),
+        [
+            ("slots and the row of each", "device", size_text(store.device_bytes)),
+            ("staged, one batch coming and one going", "device", size_text(2 * staged)),
+            ("all on the device", "device", size_text(total)),
+            ("index", "host", size_text(index)),
+            ("decisions: keys, counts, sketch", "host", size_text(replacement.nbytes)),
+            ("public cache: slots and index", "device", size_text(public)),
+        ],
+        {"device": total, "slots": store.device_bytes, "index": index, "public": public},
+        [
+            at_most("device bytes, GB", total / 1e9, 1.3),
+            at_most("index, of the public one", index / (PUBLIC_INDEX * rows), 1 / 3),
+            at_most(
+                "planned, off counted", abs(planned.device_bytes[0] / store.device_bytes - 1), 0.001
+            ),
+        ],
+        [
+            f"The rows of a batch follow power laws of 1.05 over 26 tables; the first finds "
+            f"an empty cache. Were all {BATCH * 26:,} ids of two batches different and new, coming "
+            f"and going would take {size_text(2 * BATCH * 26 * dim * 4)}, and all "
+            f"{(store.device_bytes + 2 * BATCH * 26 * dim * 4) / 1e9:.2f} GB.",
+            "The public cache's bytes are counted from its description: two arrays of int64 over "
+            "all rows beside the slots; it was not run here.",
+        ],
+    )
+    finish(report, options.keep)
+
+
+def tiers(options: Options) -> None:
+    """Step time and the share of fetching that is hidden, behind a link."""
+    config = TierConfig(
+        rows=options.rows,
+        dim=options.dim,
+        samples=options.samples,
+        ids=options.ids,
+        cache=options.cache,
+        rate=options.rate,
+        device=options.device,
+    )
+    warm = 8
+    jobs = make_jobs(config, options.rounds + warm + config.ahead)
+    times = alternate({name: job.step for name, job in jobs.items()}, options.rounds, warm)
+    weights = {name: weight_of(job) for name, job in jobs.items()}
+    first = next(iter(weights))
+    equal = all(torch.equal(weights[first], weight) for weight in weights.values())
+    report = Report(
+        "embedding_tiers",
+        f"steps of {config.samples} x {config.ids} ids on {config.rows:,} rows of {config.dim}, "
+        f"Adagrad; {config.cache:.1%} cached behind "
+        + (f"{config.rate / 1e6:.0f} MB/s (slept)" if config.rate else "the host link"),
+        ("", "ms a step", "x torch", "hits", "fetching, ms", "waited, ms", "hidden"),
+    )
+    base = times[first].median
+    for name, job in jobs.items():
+        ms = 1e3 * times[name].median
+        row = [name, f"{ms:.1f}", f"{times[name].median / base:.2f}"]
+        store = getattr(job.table, "_store", None)
+        if store is None:
+            row += ["", "", "", ""]
+        else:
+            moved, count = store.moved, job.place
+            row += [
+                f"{job.table.counts.hit_rate:.1%}",  # type: ignore[union-attr]
+                f"{1e3 * moved.fetching / count:.1f}",
+                f"{1e3 * moved.waiting / count:.1f}",
+                f"{moved.hidden:.0%}",
+            ]
+        report.rows.append(row)
+        report.figures[name] = {"ms": ms, "hidden": None if store is None else store.moved.hidden}
+    ours, demand = times["cache, look-ahead"].median, times["cache, on demand"].median
+    bare = times["no cache, gathered on demand"].median
+    report.figures["equal"] = equal
+    hidden = float(report.figures["cache, look-ahead"]["hidden"])
+    report.bars += [
+        at_least("tables after all steps equal torch's bit for bit", float(equal), 1),
+        at_least("share of fetch time hidden", hidden, 0.9),
+        at_most("look-ahead, of on-demand time", ours / demand, 1.0),
+        at_most("look-ahead, of the time without a cache", ours / bare, 0.7),
+    ]
+    finish(report, options.keep)
+
+
+def main(options: Options) -> None:
+    """Runs the parts."""
+    torch.set_num_threads(1)
+    run = {"rates": rates, "bytes": count_bytes, "tiers": tiers}
+    for part in options.parts:
+        run[part](options)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

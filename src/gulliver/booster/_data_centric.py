@@ -1,0 +1,138 @@
+"""The plugin of data-centric training: any ranks may share a sequence, others in every step.
+
+Plans of steps are made by `gulliver.data.DataCentricPlanner`; `_step_loader.py` runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from gulliver.booster._hybrid_plugin import HybridParallelPlugin
+from gulliver.booster.hybrid import HEADS, families, family_of
+from gulliver.errors import GulliverError, nearest
+from gulliver.families import SHARED_BY_SEQUENCE, hugging_face_of
+from gulliver.hardware import Cluster
+from gulliver.parallel.sequence import SequencePlan
+from gulliver.parallel.tensor import dropouts_of
+from gulliver.plan import Plan
+
+MODES = ("all_to_all", "ring_attn")
+
+
+class DataCentricPlugin(HybridParallelPlugin):
+    """ZeRO over all ranks, of which any neighbours may share sequences, others in every step.
+
+    A model of a known family is wired for sequences of the whole world; a `DataCentricLoader` then
+    lets groups of fewer ranks run side by side. Of any other model every group has one rank.
+
+    Args:
+        zero_stage: what is sharded over the ranks between steps: 0 nothing, 1 the optimizer, 2 the
+            gradients too, 3 the parameters too. Inside a step gradients lie whole on each rank, and
+            parameters too.
+        sequence_parallelism_mode: ``all_to_all`` (Ulysses) or ``ring_attn``.
+        precision: ``bf16`` or ``fp16``, as of `LowLevelZeroPlugin`.
+        max_norm: clip gradients to this norm in every step; 0 does not.
+        chunk_mb: size of ZeRO's chunks in MiB.
+        assume_elementwise: the same as in `HybridParallelPlugin`, as are the next two.
+        assume_per_parameter: the user's word that an optimizer looks at one parameter at a time.
+        check_batches: compare what the ranks of a group read.
+        verbose: print the plan when the model is boosted.
+
+    Raises:
+        GulliverError: an argument that is not supported.
+    """
+
+    def __init__(
+        self,
+        zero_stage: int = 1,
+        sequence_parallelism_mode: str = "all_to_all",
+        precision: str | None = None,
+        max_norm: float = 0.0,
+        chunk_mb: float | str = "auto",
+        assume_elementwise: bool = False,
+        assume_per_parameter: bool = False,
+        check_batches: bool = True,
+        verbose: bool = True,
+    ) -> None:
+        if sequence_parallelism_mode not in MODES:
+            raise GulliverError(
+                f"sequence_parallelism_mode={sequence_parallelism_mode!r}: groups that change need "
+                f"ranks of their own: {nearest(str(sequence_parallelism_mode), MODES)}"
+            )
+        self.ways, self._heads = sequence_parallelism_mode, 0
+        super().__init__(
+            zero_stage=zero_stage,
+            precision=precision,
+            max_norm=max_norm,
+            chunk_mb=chunk_mb,
+            assume_elementwise=assume_elementwise,
+            assume_per_parameter=assume_per_parameter,
+            check_batches=check_batches,
+            verbose=verbose,
+        )
+
+    def choices(self, ranks: int, precision: str = "none") -> Plan:
+        """All ranks on the sequence axis."""
+        self._share(ranks)
+        return super().choices(ranks, precision)
+
+    def _share(self, ranks: int) -> None:
+        self.sp_size, self.mode = ranks, self.ways if ranks > 1 else None
+
+    def sequence_plan(self, causal: bool) -> SequencePlan:
+        """How a sequence lies over all ranks: Ulysses as far as there are heads, a ring beyond."""
+        whole = super().sequence_plan(causal)
+        if self.mode != "all_to_all" or not 0 < self._heads < whole.ulysses:
+            return whole
+        fits = [d for d in range(1, self._heads + 1) if self.sp_size % d == 0]
+        return replace(whole, ulysses=fits[-1], inner=self.sp_size // fits[-1])
+
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
+        """Shares sequences where the model's attention is known, else nothing but ZeRO."""
+        ranks, alone = plan.mesh.size, _why_alone(model)
+        self._share(1 if alone else ranks)
+        self._heads = _heads_of(model)
+        if not alone and ranks > 1 and dropouts_of(model):
+            raise GulliverError(
+                "dropout where sequences lie on other ranks in every step would be drawn by each "
+                f"rank for itself ({dropouts_of(model)[0]}): set it to 0"
+            )
+        if alone:
+            one = super().choices(ranks, plan.precision.autocast)
+            plan = replace(plan, mesh=one.mesh, sequence=one.sequence)
+        found = super().for_model(plan, model, optimizer, cluster)
+        told = alone or f"any neighbours of {ranks} ranks share sequences, as each step is planned"
+        reasons = {"mesh.axes.sequence": told}
+        if self.zero_stage >= 2 and ranks > 1:
+            reasons["zero.stage"] = "gradients" + (
+                " and parameters" if self.zero_stage == 3 else ""
+            )
+            reasons["zero.stage"] += " lie whole on each rank inside a step: ranks run unequal work"
+        return replace(found, reasons={**found.reasons, **reasons})
+
+
+def _why_alone(model: nn.Module) -> str:
+    """Why every group has one rank; empty where sequences can be shared."""
+    known = families().get(family_of(model) or "")
+    if known is None:
+        name = type(model).__name__
+        return f"every group has one rank: the attention of {name} is in no family that shares it"
+    if not {*known.modes} & {*SHARED_BY_SEQUENCE}:
+        return f"every group has one rank: {known.why}"
+    return ""
+
+
+def _heads_of(model: nn.Module) -> int:
+    """Heads of a model's attention; 0 where that is not known."""
+    model = hugging_face_of(model)
+    named = (getattr(getattr(model, "config", model), name, None) for name in HEADS)
+    return next((heads for heads in named if isinstance(heads, int)), 0)

@@ -1,0 +1,317 @@
+"""Runs planned steps: each rank's micro-batches, and gradients of the mean over the whole step.
+
+    loader = DataCentricLoader(planner, dataset, model, optimizer)
+    for step in loader:                          # the rest of the present epoch
+        for batch in step:                       # this rank's micro-batches; perhaps none
+            step.backward(loss_of(model, batch.data))
+        optimizer.step()
+        optimizer.zero_grad()
+
+[Note: exact weights] A loss is the mean over its micro-batch, and all d ranks of a group show it.
+The optimizer divides the sum over its R ranks by R. So a micro-batch that counts w of the step's W
+is multiplied with (w / W) (R / d): the sum over ranks, divided by R, is the mean over the step,
+whatever the groups were. Clipping, loss scale, schedules and averages of weights see nothing else.
+
+Losses of a step are not reduced before its last backward; see `gulliver.parallel.zero._uneven`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from gulliver.booster._model import unwrapped
+from gulliver.booster._recomputed import RecomputeSwitch
+from gulliver.booster.hybrid import degree_of, sequence_rows
+from gulliver.comm import all_reduce, current_world, gather_objects
+from gulliver.data import DataCentricPlanner, MicroBatch, StepPlan, move_tensors
+from gulliver.errors import GulliverError
+from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
+from gulliver.parallel.zero import UnevenStep, check_uneven, uneven_step
+
+Weight = Callable[[int], float] | Sequence[float]
+"""What the mean over a step is over: a number for each sample of the data set."""
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """Samples that a group of ranks runs at once; all its ranks have the same.
+
+    Attributes:
+        data: what `collate` made of the samples, on this rank's device.
+        samples: indices of them in the data set.
+        shape: shape of all of them.
+        weight: what they count together in the mean over the step.
+        degree: ranks that share them.
+        seeds: a seed for each sample, of seed, epoch and index.
+    """
+
+    data: Any
+    samples: tuple[int, ...]
+    shape: Any
+    weight: float
+    degree: int
+    seeds: tuple[int, ...]
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Generators for each sample, on the CPU: what they draw hangs on no rank and no group."""
+        return [torch.Generator().manual_seed(seed) for seed in self.seeds]
+
+
+@dataclass
+class TrainingStep:
+    """One optimizer step on this rank; loop over it once, with a `backward` for each batch.
+
+    Attributes:
+        plan: what all ranks run.
+        weight: what all samples of the step count together.
+        measured: shape, predicted and measured seconds of this rank's micro-batches so far.
+    """
+
+    loader: DataCentricLoader
+    plan: StepPlan
+    weight: float
+    measured: list[tuple[Any, float, float]] = field(default_factory=list)
+    _begun: bool = False
+    _open: LoadedBatch | None = None
+    _uneven: UnevenStep | None = None
+    _left: int = 0
+    _sum: Tensor | None = None
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        if self._begun:
+            raise GulliverError("the micro-batches of a step were looped over: each step once")
+        self._begun = True
+        loader, plan = self.loader, self.plan
+        own = plan.groups_of(loader.optimizer.rank)
+        self._left = sum(len(group.micro_batches) for group in own)
+        rows = [[group.ranks for group in phase] for phase in plan.phases]
+        if loader.degree is not None:
+            for phase in rows:
+                # Made by all ranks together: later in the step they are at different places.
+                loader.degree.of_rows(phase)
+        with ExitStack() as stack:
+            self._uneven = stack.enter_context(uneven_step(loader.optimizer))
+            coming = loader.load(plan, [(m, g.degree) for g in own for m in g.micro_batches])
+            for phase, group in zip(rows, own, strict=True):
+                with loader.sharing(phase):
+                    for micro in group.micro_batches:
+                        yield from self._run(micro, next(coming))
+            next(coming, None)  # ends the thread that loads
+        # The last one of several ranks ends with the gradients' way to all of them.
+        loader.observe(self.measured[:-1] if loader.optimizer.size > 1 else self.measured)
+
+    def _run(self, micro: MicroBatch, batch: LoadedBatch) -> Iterator[LoadedBatch]:
+        """Gives a micro-batch out, and sees that it had its backward."""
+        begun = time.perf_counter()
+        self.loader.recompute(micro)
+        self._open = batch
+        yield batch
+        if self._open is not None:
+            raise GulliverError(
+                "a micro-batch had no backward: call step.backward(loss) once for each"
+            )
+        self.loader.wait()
+        seconds = time.perf_counter() - begun
+        self.measured.append((micro.shape, micro.seconds, seconds))
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of the loss of the present micro-batch: the mean over what it counts.
+
+        Raises:
+            GulliverError: there is no micro-batch, or it had its backward.
+        """
+        batch, uneven = self._open, self._uneven
+        if batch is None or uneven is None:
+            raise GulliverError(
+                "step.backward(loss) belongs into the loop over the step, once for each micro-batch"
+            )
+        share = batch.weight / self.weight / batch.degree
+        self._left, self._open = self._left - 1, None
+        if share == 0:  # such as a text of one token: the mean over nothing is not a number
+            if not self._left:
+                uneven.finish()
+            return
+        scaled = share * loss.detach().double()
+        self._sum = scaled if self._sum is None else self._sum + scaled
+        uneven.backward(loss * (share * self.loader.optimizer.size), last=not self._left)
+
+    def loss(self) -> float:
+        """The mean loss over the whole step; every rank calls it, after the loop."""
+        device = current_world().device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        total += 0.0 if self._sum is None else self._sum.to(device)
+        if self.loader.optimizer.size > 1:
+            all_reduce(total, "sum", self.loader.optimizer.group)
+        return float(total)
+
+
+class DataCentricLoader:
+    """Loads and runs the steps of a planner on this rank; every rank makes one.
+
+    Args:
+        planner: plans, the same on all ranks, for as many as share the optimizer.
+        dataset: gives a sample by its index in the planner's table.
+        model: boosted model.
+        optimizer: boosted optimizer.
+        collate: makes a batch of a list of samples; None is torch's own.
+        weight: what each sample counts, such as its number of labels, equal on all ranks; a loss
+            then is a mean over that. None: samples count alike.
+        shape_of: finds the shape of a loaded sample, to be held against the table.
+        refine: tell the planner what micro-batches took, so that it plans with that. Plans then
+            hang on times: a run that is resumed does not repeat them.
+
+    Attributes:
+        degree: degree of the model; None where no sequences are shared.
+
+    Raises:
+        GulliverError: ranks plan differently; the model cannot run what is planned.
+    """
+
+    def __init__(
+        self,
+        planner: DataCentricPlanner,
+        dataset: Any,
+        model: nn.Module,
+        optimizer: BoostedOptimizer,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        weight: Weight | None = None,
+        shape_of: Callable[[Any], Any] | None = None,
+        refine: bool = False,
+    ) -> None:
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise GulliverError(
+                f"steps of unequal work need a model that is boosted with DataCentricPlugin, not a "
+                f"{type(optimizer).__name__}"
+            )
+        self.planner, self.dataset, self.model = planner, dataset, unwrapped(model)
+        self.optimizer, self.degree = optimizer, degree_of(self.model)
+        self._collate, self._weight = collate or default_collate, weight
+        self._shape_of, self._refine = shape_of, refine
+        _check(self)
+        kinds = getattr(planner.costs, "kinds", ())
+        named = [(kind.name, kind.count) for kind in kinds]
+        self._switch = RecomputeSwitch(self.model, named) if named else None
+        self._state: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[TrainingStep]:
+        for plan in self.planner:
+            weight = sum(self.weigh(index) for _, batch in plan for index in batch.samples)
+            if not weight > 0:
+                raise GulliverError(
+                    f"the samples of step {plan.step} count {weight} together: weight= must be "
+                    "above 0 for some of each step"
+                )
+            step = TrainingStep(self, plan, weight)
+            yield step
+            if not step._begun:
+                raise GulliverError("a step was not looped over: its samples would be left out")
+
+    def weigh(self, index: int) -> float:
+        """What a sample counts in the mean over its step."""
+        if self._weight is None:
+            return 1.0
+        return float(self._weight(index) if callable(self._weight) else self._weight[index])
+
+    def sharing(self, rows: Sequence[Sequence[int]]) -> AbstractContextManager[Any]:
+        """Lets the ranks of each row share sequences."""
+        return nullcontext() if self.degree is None else sequence_rows(self.degree, rows)
+
+    def load(
+        self, plan: StepPlan, batches: Sequence[tuple[MicroBatch, int]]
+    ) -> Iterator[LoadedBatch]:
+        """Loads micro-batches, whose degrees are given, each while the one before it runs."""
+        if not batches:
+            return
+        with ThreadPoolExecutor(1, "gulliver-samples") as pool:
+            coming: Future[Any] = pool.submit(self._samples, batches[0][0])
+            for number, (batch, degree) in enumerate(batches):
+                data = coming.result()
+                if number + 1 < len(batches):
+                    coming = pool.submit(self._samples, batches[number + 1][0])
+                weight = sum(map(self.weigh, batch.samples))
+                seeds = tuple(self._seed(plan.epoch, index) for index in batch.samples)
+                data = move_tensors(data, current_world().device)
+                yield LoadedBatch(data, batch.samples, batch.shape, weight, degree, seeds)
+
+    def _samples(self, batch: MicroBatch) -> Any:
+        samples = [self.dataset[index] for index in batch.samples]
+        if self._shape_of is not None:
+            for index, sample in zip(batch.samples, samples, strict=True):
+                self.planner.check_sample(index, batch.shape, self._shape_of(sample))
+        return self._collate(samples)
+
+    def _seed(self, epoch: int, index: int) -> int:
+        told = f"{self.planner.seed} {epoch} {index}".encode()
+        return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest())
+
+    def recompute(self, batch: MicroBatch) -> None:
+        """Lets the next forward keep or compute again what its plan says."""
+        if self._switch is not None:
+            self._switch.set(batch.kinds)
+
+    def wait(self) -> None:
+        """Waits for the device, where times are asked for."""
+        if self._refine and current_world().device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def observe(self, measured: Sequence[tuple[Any, float, float]]) -> None:
+        """Tells the planner what all ranks have measured, where it shall refine its costs."""
+        if self._refine:
+            found = gather_objects(list(measured), self.optimizer.group)
+            self.planner.observe([one for rank in found for one in rank])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the step that was given out last, as plain values."""
+        return self.planner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on after the step at which a state was taken, on any number of ranks.
+
+        Raises:
+            GulliverError: the state is of other data, another seed or another model.
+        """
+        self.planner.load_state_dict(state)
+
+
+def _check(loader: DataCentricLoader) -> None:
+    """Refuses what would go wrong in some step, on all ranks."""
+    planner, optimizer = loader.planner, loader.optimizer
+    if planner.ranks != optimizer.size:
+        raise GulliverError(
+            f"the planner plans for {planner.ranks} ranks, and {optimizer.size} share the "
+            "optimizer: give it as many"
+        )
+    check_uneven(optimizer)
+    if current_world().size != optimizer.size:
+        raise GulliverError(
+            f"{current_world().size} ranks, of which {optimizer.size} share the optimizer: with "
+            "tensor parallelism groups of changing ranks are not supported"
+        )
+    wide = [degree for degree in planner.degrees if degree > 1]
+    if wide and optimizer.size > 1:
+        if loader.degree is None:
+            raise GulliverError(
+                f"groups of up to {wide[-1]} ranks are planned, and {type(loader.model).__name__} "
+                "shares no sequences: boost a model of a known family with DataCentricPlugin, or "
+                "plan with intra=False, degree=1"
+            )
+        loader.degree.of_rows([range(optimizer.size)])
+    signatures = gather_objects(planner.signature, optimizer.group)
+    others = [rank for rank, found in enumerate(signatures) if found != signatures[0]]
+    if others:
+        raise GulliverError(
+            f"rank {others[0]} sees another table, costs, seed or position than rank 0: all ranks "
+            "must plan the same steps"
+        )

@@ -1,0 +1,86 @@
+"""What packing has lost so far, in checkpoints: each rank's own, for a run on as many ranks.
+
+A rank feeds back what packing has lost of its own gradients, and its parameters differ from its
+shards by what packing has lost of their changes. Both make no sense to a run on other ranks: there
+the first is left out, and all begin with the parameters as they were saved.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import Tensor
+
+from gulliver.checkpoint import PerRank, StepReader
+from gulliver.comm import gather_objects, init_world
+from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
+from gulliver.parallel.zero import shown_parts, take_shown_parts
+
+WIRE = "wire"
+
+
+def _feedback(optimizer: BoostedOptimizer) -> Any:
+    """What feeds losses of packing back; None where nobody does."""
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.shards.reducer.sender
+    return optimizer.feedback
+
+
+def wire_entry(optimizer: BoostedOptimizer) -> dict[str, PerRank]:
+    """The entry of what packing has lost, where gradients or parameters travel so.
+
+    Args:
+        optimizer: boosted.
+    """
+    feedback = _feedback(optimizer)
+    lost = feedback.lost() if feedback is not None and feedback.feeds else None
+    shown = shown_parts(optimizer) if isinstance(optimizer, ZeroOptimizer) else {}
+    if lost is None and not shown:
+        return {}
+    # The next backward writes them, and asks nobody.
+    return {WIRE: PerRank({"lost": _copied(lost or {}), "shown": _copied(shown)})}
+
+
+def _copied(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def restore_wire(reader: StepReader, optimizer: BoostedOptimizer) -> None:
+    """Goes on with what packing has lost, or says that it is left out; every rank calls it."""
+    world, feedback = init_world(), _feedback(optimizer)
+    if feedback is not None:
+        feedback.take_lost({})
+    if not reader.is_per_rank(WIRE):
+        return
+    saved = reader.manifest.world_size
+    found: dict[str, Any] = {}
+    if saved == world.size:
+        found = reader.value(WIRE, world.rank)
+    fits = bool(found) and _fits(optimizer, found)
+    if not all(gather_objects(fits)):
+        if world.is_main:
+            where = (
+                f"this run of {world.size}" if saved != world.size else "chunks are cut elsewhere"
+            )
+            logging.getLogger("gulliver").warning(
+                "%s: what packing had lost is left out: it is of %d ranks, %s",
+                reader.folder,
+                saved,
+                where,
+            )
+        return
+    if feedback is not None:
+        feedback.take_lost(found["lost"])
+    if isinstance(optimizer, ZeroOptimizer):
+        take_shown_parts(optimizer, found["shown"])
+
+
+def _fits(optimizer: BoostedOptimizer, found: dict[str, Any]) -> bool:
+    shapes = {name: p.shape for p, name in optimizer.names.items()}
+    if any(shapes.get(name) != tensor.shape for name, tensor in found["lost"].items()):
+        return False
+    if not isinstance(optimizer, ZeroOptimizer):
+        return True
+    ours = {name: tensor.shape for name, tensor in shown_parts(optimizer).items()}
+    return ours == {name: tensor.shape for name, tensor in found["shown"].items()}

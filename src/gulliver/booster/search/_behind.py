@@ -1,0 +1,78 @@
+"""Memory behind that of the ranks, which state that does not fit goes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from gulliver.booster._tiers import split_disk
+from gulliver.errors import GulliverError
+from gulliver.hardware import Cluster, host_rates
+from gulliver.options import byte_size, size_text
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Memory behind that of a rank's device, for what does not fit.
+
+    Attributes:
+        host: bytes of page-locked host memory of a rank; 0 for none.
+        disk: folder on the disk of a rank; None for none.
+        disk_bytes: bytes of a rank that may lie there.
+    """
+
+    host: int = 0
+    disk: str | None = None
+    disk_bytes: int = 0
+
+    def __bool__(self) -> bool:
+        return self.host > 0 or self.disk is not None
+
+    def __str__(self) -> str:
+        names = ["host"] * (self.host > 0) + ["disk"] * (self.disk is not None)
+        return " and ".join(names)
+
+    @classmethod
+    def of(cls, host: int | str | None, disk: str | None) -> Self:
+        """Reads what a user says.
+
+        Args:
+            host: bytes, perhaps as text; None for none.
+            disk: folder and bytes, ``/scratch:100GiB``; None for none.
+
+        Raises:
+            GulliverError: a size of no sense, or none.
+        """
+        folder, size = (None, "0") if disk is None else split_disk(disk)
+        return cls(
+            0 if host is None else byte_size("host", host),
+            folder,
+            0 if folder is None else byte_size("disk", size),
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of it."""
+        return self.host + self.disk_bytes
+
+    def check(self, cluster: Cluster) -> None:
+        """Refuses memory that the machines do not have, or of unknown speed.
+
+        Raises:
+            GulliverError: host memory where ranks compute in it, or a disk of which no rates are
+                known.
+        """
+        if self.host and host_rates(cluster.device) is None:
+            raise GulliverError(
+                f"host={size_text(self.host)}: ranks of {cluster.name} compute in the host's "
+                "memory, which the limit is of; name a disk"
+            )
+        if self.disk is not None and cluster.disk is None:
+            raise GulliverError(
+                f"disk={self.disk!r}: {cluster.name} tells no rates of a disk; gulliver probe "
+                f"--folder {self.disk} measures them, or write them into the cluster's file"
+            )
+
+
+NOTHING = Behind()
+"""No memory behind the ranks'."""

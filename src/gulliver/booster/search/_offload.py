@@ -1,0 +1,265 @@
+"""Grids whose state leaves the memory of their ranks, for the host's memory or for a disk.
+
+Bytes that move, and seconds that a step waits for them, are those of the memory engine's own replay
+(`booster._residency`), asked for the very plan that the grid's plugin makes: there is no formula of
+them here, but for a bound.
+
+[Note: few replays] A replay takes from a hundredth of a second to some seconds, and grids are
+thousands. State that does not fit has to be read in every step, and written if it learns; and
+nothing that moves makes a step shorter. So there is a bound of each grid's seconds for next to
+nothing, and grids are replayed in its order until it is no better than what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gulliver.booster._plugins import Plugin
+from gulliver.booster._predict import tiered_step
+from gulliver.booster._ranks import (
+    largest_residency,
+    rank_state,
+    rank_states,
+    rank_work,
+    tensor_sizes,
+)
+from gulliver.booster._residency import chunk_sizes, least_bytes, other_bytes, tier_rates
+from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable, resolve
+from gulliver.booster._state_bytes import BACKWARD, FORWARD
+from gulliver.booster.search._behind import Behind
+from gulliver.booster.search._grids import Axes, Grid, grids_of
+from gulliver.booster.search._plugin import plugin_of
+from gulliver.booster.search._score import Scored, Scorer
+from gulliver.errors import GulliverError
+from gulliver.hardware import TierRates, host_rates
+from gulliver.memory import KINDS, smallest_limit
+from gulliver.options import size_text
+from gulliver.plan import MemoryPlan, Plan, Tiers
+
+ENDLESS = 1 << 60
+REPLAYED = 96
+"""Micro-batches of ranks that are replayed at most in a search, of all grids."""
+ASKED = 32
+"""The same where the least memory is asked for."""
+MICRO_BATCHES = 16
+"""Those of a grid at most: a pipeline of more is not replayed."""
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least memory that would do if what does not fit it left.
+
+    Attributes:
+        bytes: bytes of a rank.
+        grid: grid that holds so few.
+        leaves: bytes of a rank that there has to be room for behind it.
+    """
+
+    bytes: int
+    grid: Grid
+    leaves: int
+
+    def __str__(self) -> str:
+        return f"{self.grid}, {size_text(self.leaves)} behind it"
+
+
+def offloaded_grids(scorer: Scorer, axes: Axes, behind: Behind) -> Iterator[Grid]:
+    """Every grid of a mesh that off-loads, with all of its blocks recomputed or none.
+
+    State leaves in chunks of ZeRO's stage 3. Backwards that accumulate are left out, as what moves
+    in them is not replayed, and so are pipelines of more than `MICRO_BATCHES`.
+    """
+    facts = scorer.facts
+    again = {0, len(facts.recomputable)}
+    for grid in grids_of(axes, scorer.batch, len(facts.blocks)):
+        # Of one rank all stages are one.
+        if grid.stage != (3 if axes.data * axes.sequence > 1 else 0):
+            continue
+        if grid.micro_batches > (MICRO_BATCHES if axes.pipeline > 1 else 1):
+            continue
+        for number in sorted(again):
+            yield replace(grid, stage=3, recomputed=number, offload=str(behind))
+
+
+class Offloader:
+    """Prices grids that off-load.
+
+    Args:
+        scorer: prices what does not move.
+        behind: memory behind that of a rank.
+        limit: bytes that a rank may hold.
+    """
+
+    def __init__(self, scorer: Scorer, behind: Behind, limit: int) -> None:
+        self.scorer, self.behind, self.limit = scorer, behind, limit
+        self.looked = self.replayed = 0
+
+    def may_pay(self, grid: Grid) -> bool:
+        """Whether something has to leave for a grid to fit, and what cannot leave fits."""
+        if smallest_limit(0, self.scorer.beside(grid)) > self.limit:
+            return False
+        return self.scorer.bytes_of(replace(grid, offload="")) > self.limit
+
+    def bound(self, grid: Grid) -> float:
+        """Seconds that a step of a grid is not below."""
+        scorer = self.scorer
+        seconds = scorer.score(grid).seconds
+        held, learned = scorer.resting(grid)
+        rates = self._rates()
+        if rates is None:
+            return seconds.step
+        most = self.limit - scorer.beside(grid)
+        reads, writes = (max(0.0, n - most) for n in (held, learned))
+        busy = rates.busy(reads / rates.read_rate, writes / rates.write_rate)
+        compute = seconds.compute + seconds.recompute + seconds.update
+        return max(seconds.step, seconds.step - compute + busy)
+
+    def score(self, grid: Grid) -> Scored | None:
+        """Replays a grid; None where the limit, or what lies behind, is too small for it."""
+        self._count(grid, grid.axes.pipeline * grid.axes.tensor)
+        facts, cluster = self.scorer.facts, self.scorer.cluster
+        try:
+            plan = resolve(self.plan(grid), facts.model, facts.optimizer, cluster)
+            known = self.scorer.score(grid)
+            found = tiered_step(plan, facts.model, facts.optimizer, cluster, known.seconds)
+        except GulliverError:
+            return None
+        moved, seconds, other = found
+        memory = replace(plan.predicted.bytes, activations=other)
+        if grid.axes.pipeline == 1:
+            memory = self._fullest(grid, plan)
+        return Scored(known.grid, seconds, memory, 0, known.samples, moved)
+
+    def _fullest(self, grid: Grid, plan: Plan) -> MemoryPlan:
+        """Bytes of state and of all else at the moment at which they are most together."""
+        facts = self.scorer.facts
+        tensor = plan_tensors(plan, facts.model)
+        states = rank_states(plan, facts.model, facts.optimizer, tensor, None)
+        assert plan.zero is not None, "off-loaded state is of ZeRO"
+        assert plan.zero.tiers is not None, "there are tiers"
+        work = rank_work(plan, facts.model, tensor, None)
+        # It was asked for before, and is remembered.
+        found = largest_residency(states, plan.zero.tiers, work)
+        moments, come, most = self.scorer.moments(grid), 0.0, MemoryPlan()
+        for seen in found.visits:
+            if seen.phase == FORWARD:
+                continue
+            # What is kept falls through the backward: the most of what is still to come.
+            others = moments[-1][1]
+            if seen.phase == BACKWARD:
+                others = max((held for after, held in moments if after >= come), default=others)
+                come += found.state.chunks[seen.chunk].whole / facts.item
+            here = MemoryPlan(**{kind: seen.held.get(kind, 0) for kind in KINDS})
+            if here.total + others > most.total + most.activations:
+                most = replace(here, activations=others)
+        return most
+
+    def plan(self, grid: Grid) -> Plan:
+        """The plan of a grid's plugin, for the machines that are searched for."""
+        facts, cluster = self.scorer.facts, self.scorer.cluster
+        plugin, plan = self._choices(grid)
+        return plugin.for_model(plan, facts.model, facts.optimizer, cluster)
+
+    def least(self, grid: Grid) -> Least | None:
+        """The least memory that a grid can do with; None where it cannot run."""
+        facts, model = self.scorer.facts, self.scorer.facts.model
+        self._count(grid, 1)
+        try:
+            _, plan = self._choices(grid)
+            again = recomputable(plan, model) if grid.recomputed else ()
+            plan = replace(plan, recompute=again)
+            tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
+            sizes = tensor_sizes(plan, model, facts.optimizer, tensor, stages)
+            assert plan.zero is not None, "off-loaded state is of ZeRO"
+            tiers = plan.zero.tiers
+            assert tiers is not None, "there are tiers"
+            smallest = chunk_sizes(sum(t.numel * t.dtype.itemsize for t in sizes))[0]
+            plan = replace(plan, zero=replace(plan.zero, chunk_bytes=smallest))
+            # Embedding and head are the largest, and are there.
+            ends = sorted({0, grid.axes.pipeline - 1})
+            asked = plan, model, facts.optimizer, tensor, stages
+            states = [rank_state(*asked, (place, 0)) for place in ends]
+        except GulliverError:
+            return None
+        other = other_bytes(tiers, rank_work(plan, model, tensor, stages))
+        held = max(least_bytes(state, tiers) for state in states)
+        leaves = max(state.reserved for state in states)
+        return Least(smallest_limit(held, other), replace(grid, offload=""), leaves)
+
+    def _count(self, grid: Grid, ranks: int) -> None:
+        self.looked, self.replayed = self.looked + 1, self.replayed + ranks * grid.micro_batches
+
+    def _choices(self, grid: Grid) -> tuple[Plugin, Plan]:
+        scorer, facts = self.scorer, self.scorer.facts
+        plugin = plugin_of(grid, "bf16" if facts.copied else "fp32", self.limit)
+        plan = plugin.choices(scorer.cluster.size)
+        assert plan.zero is not None, "off-loaded state is of ZeRO"
+        assert plan.zero.tiers is not None, "there are tiers"
+        # The machines need not be those at hand.
+        behind = self.behind
+        tiers = replace(
+            plan.zero.tiers, host=behind.host, disk=behind.disk, disk_bytes=behind.disk_bytes
+        )
+        mesh = replace(plan.mesh, device=scorer.device)
+        return plugin, replace(
+            plan, mesh=mesh, zero=replace(plan.zero, tiers=tiers), work=scorer.work(grid)
+        )
+
+    def _rates(self) -> TierRates | None:
+        behind = self.behind
+        tiers = Tiers(self.limit, behind.host, behind.disk, behind.disk_bytes)
+        return tier_rates(tiers, self.scorer.cluster)
+
+
+def with_offload(
+    offloader: Offloader, meshes: Sequence[Axes], found: Sequence[Scored], best: int
+) -> tuple[tuple[Scored, ...], int]:
+    """The fastest grids, of each mesh one, with those that off-load; and how many were left out.
+
+    Args:
+        offloader: prices grids that off-load.
+        meshes: meshes that the model can be laid over.
+        found: fastest grids that do not off-load, of each mesh one.
+        best: number of grids to return.
+    """
+    scorer, fastest = offloader.scorer, {scored.grid.axes: scored for scored in found}
+    grids = [g for axes in meshes for g in offloaded_grids(scorer, axes, offloader.behind)]
+    bounds = sorted((offloader.bound(grid), grid) for grid in filter(offloader.may_pay, grids))
+    for number, (bound, grid) in enumerate(bounds):
+        steps = sorted(scored.seconds.step for scored in fastest.values())
+        if len(steps) >= best and bound >= steps[best - 1]:
+            break
+        if offloader.replayed >= REPLAYED:
+            return _fastest(fastest.values(), best), len(bounds) - number
+        known = fastest.get(grid.axes)
+        if known is not None and bound >= known.seconds.step:
+            continue
+        scored = offloader.score(grid)
+        if scored is not None and (known is None or scored.seconds.step < known.seconds.step):
+            fastest[grid.axes] = scored
+    return _fastest(fastest.values(), best), 0
+
+
+def _fastest(found: Iterable[Scored], best: int) -> tuple[Scored, ...]:
+    return tuple(sorted(found, key=lambda scored: scored.seconds.step)[:best])
+
+
+def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> Least | None:
+    """The least memory of a rank that would do with endless memory behind it.
+
+    Grids are asked in the order of what they need besides state; the first that need as much as
+    another one needs in all end the search, or `ASKED` micro-batches.
+    """
+    on_host = host_rates(scorer.cluster.device) is not None
+    behind = Behind(host=ENDLESS) if on_host else Behind(disk="a disk", disk_bytes=ENDLESS)
+    asked = Offloader(scorer, behind, ENDLESS)
+    grids = [grid for axes in meshes for grid in offloaded_grids(scorer, axes, behind)]
+    best: Least | None = None
+    for grid in sorted(grids, key=scorer.beside):
+        if asked.replayed >= ASKED or (best is not None and scorer.beside(grid) >= best.bytes):
+            break
+        found = asked.least(grid)
+        if found is not None and (best is None or found.bytes < best.bytes):
+            best = found
+    return best

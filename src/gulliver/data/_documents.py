@@ -1,0 +1,72 @@
+"""Texts for data-centric steps: shapes of few lengths, and rows without padding.
+
+Documents have nearly as many lengths as there are documents, and a plan deals with samples of one
+shape together. So lengths are rounded up for planning only; `pack_documents` lays the documents of
+a micro-batch one behind the other as they are, and positions that begin anew tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.hardware import SampleShape
+
+STEPS = 8
+"""Planned lengths between a power of two and the next: they are at most an eighth too long."""
+SHORTEST = 16
+IGNORED = -100
+
+
+def document_shapes(lengths: Iterable[int], causal: bool = True) -> list[SampleShape]:
+    """Shapes of texts for planning, of few different lengths, none shorter than its text.
+
+    Args:
+        lengths: tokens of each text.
+        causal: whether tokens see those before them only.
+
+    Raises:
+        GulliverError: a text without tokens.
+    """
+    made = dict[int, SampleShape]()
+    found = []
+    for number, length in enumerate(lengths):
+        if length < 1:
+            raise GulliverError(f"text {number} has {length} tokens: leave out what is empty")
+        length = max(int(length), SHORTEST)
+        unit = max(1, (1 << (length.bit_length() - 1)) // STEPS)
+        planned = -(-length // unit) * unit
+        found.append(made.setdefault(planned, SampleShape.document(planned, causal)))
+    return found
+
+
+def pack_documents(documents: Sequence[Any]) -> dict[str, Tensor]:
+    """Lays texts one behind the other in one row, as models of transformers take them.
+
+    Args:
+        documents: token ids of each, ``[length]``; or mappings with ``input_ids`` and perhaps
+            ``labels`` of the same length, unshifted.
+
+    Returns:
+        ``input_ids``, ``labels`` and ``position_ids``, each ``[1, sum of lengths]``. The first
+        token of a text is no label: the text before it must not learn it.
+    """
+    rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
+    for document in documents:
+        fields = document if isinstance(document, dict) else {"input_ids": document}
+        ids = torch.as_tensor(fields["input_ids"])
+        labels = torch.as_tensor(fields.get("labels", ids)).clone()
+        if ids.dim() != 1 or not len(ids) or labels.shape != ids.shape:
+            raise GulliverError(
+                f"a text of ids {tuple(ids.shape)} and labels {tuple(labels.shape)}: expected one "
+                "dim and equal lengths of at least 1"
+            )
+        labels[0] = IGNORED
+        rows["input_ids"].append(ids)
+        rows["labels"].append(labels)
+        rows["position_ids"].append(torch.arange(len(ids)))
+    return {name: torch.cat(parts)[None] for name, parts in rows.items()}

@@ -1,0 +1,469 @@
+"""Steps of data-centric training, planned as data arrives.
+
+    planner = DataCentricPlanner(costs, shapes, ranks=8, budget=Samples(256))
+    for plan in planner:                    # the rest of the present epoch
+        for group, batch in plan: ...
+
+Samples are drawn in the order of arrival into a window. Inside it, samples of a shape wait for each
+other until they make an efficient micro-batch, and such lots are spread evenly over the window, so
+that all its steps are of a kind (`_windows.py`); a step takes the next ones up to its budget and
+`gulliver.solve.StepSolver` deals them to groups of ranks.
+
+[Note: once each] Whatever was drawn is either in a step that was given out or in the queue, in
+order. The state is the position in the stream and that queue, so it resumes exactly, and on any
+number of ranks: which samples a step has depends on seed, epoch and window, and of budgets only
+seconds look at the ranks. A state taken with a plan says that the plan is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from gulliver.data._budgets import Budget, Samples, Seconds, Tokens, check_sample, total, weight
+from gulliver.data._position import check_position
+from gulliver.data._steps import MicroBatch, RankGroup, Shape, StepPlan
+from gulliver.data._windows import Queue, Stream, Window, lots
+from gulliver.errors import GulliverError
+from gulliver.hardware import BatchCosts, Refinement
+from gulliver.options import size_text
+from gulliver.solve import BalancedStep, StepSolver
+
+STEPS_AHEAD = 16
+"""Steps that the default window is as long as."""
+SPLIT = 1.02
+"""Seconds over the bound from which samples that need many ranks may get a phase of their own."""
+
+
+class Costs(Protocol):
+    """Costs of samples, such as `SampleCosts` and `TableCosts` are.
+
+    Attributes:
+        memory: bytes of a rank.
+        identity: name of the model that they are of.
+    """
+
+    @property
+    def memory(self) -> float: ...
+    @property
+    def identity(self) -> str: ...
+
+    def degrees(self, ranks: int) -> tuple[int, ...]:
+        """Degrees up to a number of ranks."""
+        ...
+
+    def tokens(self, shape: Any) -> int:
+        """Tokens of a sample of a shape."""
+        ...
+
+    def batches(self, shape: Any, degree: int, pac: bool = True, most: int = 4096) -> BatchCosts:
+        """Costs of micro-batches of 1, 2, ... samples."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """Parts of a step that follow one another, their seconds, and the bound of the whole."""
+
+    parts: tuple[BalancedStep, ...]
+    seconds: float
+    bound: float
+
+
+class DataCentricPlanner:
+    """Plans steps of samples of many shapes, every sample once an epoch.
+
+    Args:
+        costs: seconds and bytes of micro-batches.
+        shapes: shape of every sample; or a function from an epoch to shapes in the order in which
+            they arrive, of a stream whose end is not known.
+        ranks: data ranks.
+        budget: samples, tokens or seconds of a step.
+        window: samples that are looked at ahead; by default 16 steps' worth.
+        memory: bytes of a rank; by default what `costs` says.
+        intra: groups may have different degrees; else all have `degree`.
+        inter: groups may run several micro-batches; else one each, and what finds no place is set
+            aside for the next step.
+        pac: memory that is left keeps activations; else all blocks are computed again.
+        degree: degree of every group without `intra`.
+        together: samples of a shape wait in the window for an efficient micro-batch; else a step
+            takes them as they come.
+        unfit: what becomes of samples that fit at no degree: refused, or skipped and counted in
+            `skipped`.
+        shuffle: samples of a table come in random order; else in the table's.
+        seed: seed of all orders.
+
+    Attributes:
+        skipped: samples that were skipped so far, by shape.
+        left_out: samples of a table that every epoch skips, by shape.
+
+    Raises:
+        GulliverError: a sample fits at no degree, or no budget; more samples in a step than there
+            are; a window shorter than a step; settings that exclude each other.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        shapes: Sequence[Shape] | Callable[[int], Iterable[Shape]],
+        ranks: int,
+        budget: Budget,
+        *,
+        window: int | None = None,
+        memory: int | None = None,
+        intra: bool = True,
+        inter: bool = True,
+        pac: bool = True,
+        degree: int | None = None,
+        together: bool = True,
+        unfit: Literal["refuse", "skip"] = "refuse",
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if unfit not in ("refuse", "skip"):
+            raise GulliverError(f"unfit={unfit!r}: give 'refuse' or 'skip'")
+        if not isinstance(budget, Budget):
+            raise GulliverError(f"budget={budget!r}: give Samples(n), Tokens(n) or Seconds(s)")
+        if not isinstance(ranks, int) or ranks < 1:
+            raise GulliverError(f"ranks={ranks!r}: give a whole number of at least 1")
+        if memory is not None:
+            costs = replace(costs, memory=memory)  # type: ignore[type-var]
+        self.costs, self.ranks, self.budget = costs, ranks, budget
+        self.intra, self.inter, self.pac, self.together = intra, inter, pac, together
+        self.unfit, self.seed = unfit, seed
+        self.refinement = Refinement()
+        self.skipped: Counter[Shape] = Counter()
+        self.left_out: Counter[Shape] = Counter()
+        self.epoch, self.step = 0, 0
+        self._degrees = self._checked_degrees(degree)
+        self._stream = Stream(shapes, seed, shuffle)
+        self._solver = StepSolver({}, ranks, inter)
+        self._facts: dict[tuple[Shape, int], list[_Facts]] = {}
+        self._lots: dict[Shape, int] = {}
+        self._fits: dict[Shape, bool] = {}
+        self._least: dict[Shape, int] = {}
+        self._queue = Queue()
+        if self._stream.counts is not None:
+            self._check_table(self._stream.counts)
+        self.window = self._checked_window(window)
+
+    def _checked_degrees(self, degree: int | None) -> tuple[int, ...]:
+        known = self.costs.degrees(self.ranks)
+        if self.intra:
+            if degree is not None:
+                raise GulliverError("degree= is for intra=False: groups choose their own degrees")
+            return known
+        if degree is None or degree not in known or self.ranks % degree:
+            right = ", ".join(str(d) for d in known if self.ranks % d == 0)
+            raise GulliverError(
+                f"intra=False needs one degree= of all groups that divides {self.ranks} ranks: "
+                f"{right}; not {degree}"
+            )
+        return (degree,)
+
+    def _checked_window(self, window: int | None) -> int:
+        if isinstance(self.budget, Samples):
+            window = STEPS_AHEAD * self.budget.count if window is None else window
+            if window < self.budget.count:
+                raise GulliverError(
+                    f"window={window} holds no step of {self.budget}: give at least "
+                    f"{self.budget.count}"
+                )
+        window = 4096 if window is None else window
+        if window < 1:
+            raise GulliverError(f"window={window}: give at least 1 sample")
+        return window
+
+    def _check_table(self, counts: Mapping[Shape, tuple[int, int]]) -> None:
+        """Looks at every shape of a table: (first sample, number of samples) by shape."""
+        for shape, (first, count) in counts.items():
+            self._meet(shape, first, count)
+        usable = sum(count for shape, (_, count) in counts.items() if self._fits[shape])
+        self.left_out.update({s: n for s, (_, n) in counts.items() if not self._fits[s]})
+        if isinstance(self.budget, Samples) and self.budget.count > usable:
+            raise GulliverError(
+                f"a step of {self.budget.count} samples is longer than the data set, which has "
+                f"{usable} that fit: give at most as many"
+            )
+
+    def _meet(self, shape: Shape, index: int, count: int | None = None) -> None:
+        """Takes costs of a shape that is seen for the first time."""
+        rows = {d: self.costs.batches(shape, d, self.pac) for d in self._degrees}
+        rows = {d: row for d, row in rows.items() if len(row)}
+        tokens = self.costs.tokens(shape)
+        self._fits[shape] = bool(rows)
+        self._least[shape] = min(rows, default=0)
+        if not rows:
+            if self.unfit == "refuse":
+                told = "" if count in (None, 1) else f", one of {count:,} of this shape,"
+                raise GulliverError(
+                    f"sample {index} ({shape}, {tokens:,} tokens){told} fits at no degree of up to "
+                    f"{self.ranks} ranks in {size_text(self.costs.memory)} of a rank: take more "
+                    "ranks or memory, or unfit='skip'"
+                )
+            return
+        factor = self.refinement.factor(shape)
+        self._solver.add(shape, {d: factor * row.seconds for d, row in rows.items()})
+        least = self._solver.one_sample_seconds(shape)
+        check_sample(self.budget, index, shape, tokens, least, self.ranks)
+        for degree, row in rows.items():
+            self._facts[shape, degree] = _facts(row, factor)
+        self._lots[shape] = _lot(self.costs, shape, self.pac) if self.together else 1
+
+    def observe(self, measured: Iterable[tuple[Shape, float, float]]) -> None:
+        """Refines the costs by real seconds; every rank must be told the same.
+
+        Args:
+            measured: shape, predicted and measured seconds of micro-batches; predicted ones as
+                their `MicroBatch` has them.
+        """
+        # All were predicted before any of them was measured.
+        plain = [(s, p / self.refinement.factor(s), seconds) for s, p, seconds in measured]
+        for shape, predicted, seconds in plain:
+            self.refinement.observe(shape, predicted, seconds)
+        if plain:
+            self._again()
+
+    def _again(self) -> None:
+        """Takes the costs of all known shapes anew."""
+        known = [shape for shape, fits in self._fits.items() if fits]
+        self._solver = StepSolver({}, self.ranks, self.inter)
+        for shape in known:
+            self._meet(shape, -1)
+
+    def __iter__(self) -> Iterator[StepPlan]:
+        epoch = self.epoch
+        window = Window(self._stream, epoch, self._queue.drawn)
+        while True:
+            self._fill(window)
+            if not len(self._queue):
+                if window.is_over and self.epoch == epoch:
+                    self.epoch, self._queue = epoch + 1, Queue()
+                return
+            plan = self._planned(epoch)
+            # Counted before the plan is given out: a state taken with it says that it is done.
+            self.step += 1
+            if not len(self._queue) and window.ends(self._queue.drawn):
+                self.epoch, self._queue = epoch + 1, Queue()
+            yield plan
+            if self.epoch != epoch:
+                return
+
+    def _fill(self, window: Window) -> None:
+        """Draws another window where the queue has no whole step."""
+        needed = total(self.budget, self.ranks)
+        while not window.is_over and self._queue.weight < needed:
+            indices, shapes = window.draw(self.window)
+            self._queue.drawn += len(indices)
+            for index, shape in zip(indices.tolist(), shapes, strict=True):
+                if shape not in self._fits:
+                    self._meet(shape, index)
+            indices, shapes = self._usable(indices, shapes)
+            if not len(indices):
+                continue
+            key = [abs(self.seed), window.epoch]
+            draw = np.random.Generator(np.random.Philox(key=key, counter=self._queue.drawn))
+            order = lots(shapes, self._lots, draw, self.together)
+            names = [shapes[place] for place in order]
+            weights = {
+                shape: weight(self.budget, self.costs.tokens(shape), self._time_of(shape))
+                for shape in set(names)
+            }
+            self._queue.extend(indices[order], names, np.array([weights[name] for name in names]))
+
+    def _time_of(self, shape: Shape) -> float:
+        return self._solver.rank_seconds(shape) if isinstance(self.budget, Seconds) else 0.0
+
+    def _usable(self, indices: np.ndarray, shapes: list[Shape]) -> tuple[np.ndarray, list[Shape]]:
+        """Leaves out, and counts, what fits at no degree."""
+        fits = [self._fits[shape] for shape in shapes]
+        if all(fits):
+            return indices, shapes
+        self.skipped.update(s for s, fit in zip(shapes, fits, strict=True) if not fit)
+        kept = [shape for shape, fit in zip(shapes, fits, strict=True) if fit]
+        return indices[np.array(fits, dtype=bool)], kept
+
+    def _planned(self, epoch: int) -> StepPlan:
+        """Plans the next step of what is in the queue."""
+        nearest = isinstance(self.budget, Tokens)
+        count = self._queue.up_to(total(self.budget, self.ranks), nearest)
+        solved = self._solved(count)
+        while isinstance(self.budget, Seconds) and solved.seconds > self.budget.seconds:
+            if count == 1:
+                break
+            share = self.budget.seconds / solved.seconds
+            count = max(1, min(count - 1, int(0.995 * share * count)))
+            solved = self._solved(count)
+        indices, shapes = self._queue.take(count)
+        members: dict[Shape, list[int]] = {}
+        for index, shape in zip(indices, shapes, strict=True):
+            members.setdefault(shape, []).append(index)
+        groups, *later = (self._groups(part, members) for part in solved.parts)
+        aside = [(index, shape) for shape in members for index in members[shape]]
+        if aside:
+            self._queue.put_back(aside, self._weights)
+        return StepPlan(
+            self.step,
+            epoch,
+            groups,
+            solved.seconds,
+            solved.bound,
+            tuple(index for index, _ in aside),
+            tuple(later),
+        )
+
+    def _solved(self, count: int) -> _Solved:
+        """Deals samples to groups: of one kind in the whole step, or wide ones and then others."""
+        shapes = Counter(self._queue.shapes[:count])
+        whole = self._solver.plan_step(shapes)
+        best = _Solved((whole,), whole.seconds, whole.bound)
+        if not (self.intra and self.inter) or whole.seconds <= SPLIT * whole.bound:
+            return best
+        for degree in sorted({self._least[shape] for shape in shapes} - {1}):
+            wide = {s: n for s, n in shapes.items() if self._least[s] >= degree}
+            others = {s: n for s, n in shapes.items() if s not in wide}
+            if not others:
+                continue
+            parts = tuple(self._solver.plan_step(Counter(some)) for some in (wide, others))
+            seconds = sum(part.seconds for part in parts)
+            if seconds < best.seconds:
+                best = _Solved(parts, seconds, whole.bound)
+        return best
+
+    def _weights(self, shape: Shape) -> float:
+        return weight(self.budget, self.costs.tokens(shape), self._time_of(shape))
+
+    def _groups(
+        self, solved: BalancedStep, members: dict[Shape, list[int]]
+    ) -> tuple[RankGroup, ...]:
+        """Gives ranks and samples to groups, the widest first; takes them from `members`."""
+        first, groups = 0, []
+        for work in solved.groups:
+            batches = []
+            for shape, sizes in work.pieces:
+                facts, waiting = self._facts[shape, work.degree], members[shape]
+                start = 0
+                for size in sizes:
+                    samples = tuple(waiting[start : start + size])
+                    start += size
+                    batches.append(MicroBatch(shape, samples, *facts[size - 1]))
+                del waiting[:start]
+            groups.append(RankGroup(tuple(range(first, first + work.degree)), tuple(batches)))
+            first += work.degree
+        groups += [RankGroup((rank,)) for rank in range(first, self.ranks)]
+        return tuple(groups)
+
+    def check_sample(self, index: int, planned: Shape, found: Shape) -> None:
+        """Refuses a sample that is of another shape than the table says.
+
+        Raises:
+            GulliverError: naming the sample and both shapes.
+        """
+        if found != planned:
+            raise GulliverError(
+                f"sample {index} is {found}, and the table says {planned}: its lengths lie; make "
+                "the table anew"
+            )
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees that groups may have."""
+        return self._degrees
+
+    @property
+    def signature(self) -> str:
+        """Digest of all that plans depend on: ranks with the same one plan the same."""
+        digest = hashlib.blake2b(digest_size=8)
+        settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
+        told = (*settings, self._degrees, self.together, self.unfit, self.costs.memory)
+        digest.update(repr((told, self._stream.digest, self.costs.identity)).encode())
+        for (shape, degree), facts in sorted(self._facts.items(), key=repr):
+            digest.update(repr((shape, degree, facts[0], facts[-1])).encode())
+        digest.update(json.dumps(self.state_dict(), sort_keys=True).encode())
+        return digest.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the last plan that was given out, as plain values."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "drawn": self._queue.drawn,
+            "queue": self._queue.indices,
+            "data": self._stream.digest,
+            "model": self.costs.identity,
+            "refinement": self.refinement.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a state was taken, on any number of ranks.
+
+        Raises:
+            GulliverError: the state is of other data, another seed or another model, or is none.
+        """
+        keys = {"epoch", "step", "drawn", "queue", "data", "model", "refinement"}
+        if not isinstance(state, Mapping) or not keys <= set(state):
+            raise GulliverError("this is not the state of a data-centric planner")
+        if state["model"] != self.costs.identity:
+            raise GulliverError(
+                f"the saved position was planned for model {state['model']!r}, this one is "
+                f"{self.costs.identity!r}: resume with the same model"
+            )
+        if state["data"] != self._stream.digest:
+            raise GulliverError(
+                "the saved position belongs to other data or another seed: resume with what the "
+                "run was started with"
+            )
+        check_position(state["epoch"], state["step"], None)
+        queue = self._stream.restored(state["epoch"], state["drawn"], state["queue"])
+        self.refinement.load_state_dict(state["refinement"])
+        self.epoch, self.step = state["epoch"], state["step"]
+        for index, shape in queue:
+            if shape not in self._fits:
+                self._meet(shape, index)
+        self._again()
+        self._queue = Queue(state["drawn"])
+        if queue:
+            indices, shapes = (list(column) for column in zip(*queue, strict=True))
+            weights = np.array([self._weights(shape) for shape in shapes])
+            self._queue.extend(np.array(indices), shapes, weights)
+
+    def describe(self) -> str:
+        """Says in one line what is planned and with what."""
+        on = [name for name in ("intra", "inter", "pac") if getattr(self, name)]
+        degrees = ", ".join(map(str, self._degrees))
+        return (
+            f"{self.ranks} ranks, {self.budget}, degrees {degrees}, {' + '.join(on) or 'none'} on, "
+            f"{self.window:,} samples looked at ahead, costs of {self.costs.identity}"
+        )
+
+
+_Facts = tuple[int, tuple[int, ...], float, float, float, int]
+
+
+def _facts(row: BatchCosts, factor: float) -> list[_Facts]:
+    """What a `MicroBatch` tells beside its samples, for every size of batch."""
+    totals = row.recomputed.sum(axis=1).tolist()
+    kinds = [tuple(kinds) for kinds in row.recomputed.tolist()]
+    seconds = ((factor * s).tolist() for s in (row.seconds, row.communication, row.recomputing))
+    size = np.ceil(row.bytes).astype(np.int64).tolist()
+    return list(zip(totals, kinds, *seconds, size, strict=True))
+
+
+def _lot(costs: Costs, shape: Hashable, pac: bool) -> int:
+    """Samples of a shape that wait for each other: until each is within 2 % of the best.
+
+    It looks at the smallest group that a sample fits, whatever the ranks: which samples a step has
+    must not depend on those.
+    """
+    for degree in costs.degrees(1024):
+        row = costs.batches(shape, degree, pac)
+        if len(row):
+            each = row.seconds / np.arange(1, len(row) + 1)
+            return int(np.argmax(each <= 1.02 * each.min())) + 1
+    return 1

@@ -1,0 +1,205 @@
+"""Planners run over a distribution and a table of costs, without a model: what they would reach.
+
+Ours and the published ones read the same table, so their figures can be laid side by side: tokens a
+second, the share of time in which ranks wait, samples that are never used, and how unevenly samples
+weigh in a step's gradient.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from gulliver.data._budgets import Budget
+from gulliver.data._planner import DataCentricPlanner
+from gulliver.data._published import Method, Share, published_plan
+from gulliver.data._steps import StepPlan
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import TableCosts
+
+Distribution = Literal["short", "balanced", "long"]
+DISTRIBUTIONS: tuple[Distribution, ...] = ("short", "balanced", "long")
+PUBLISHED: dict[Distribution, dict[Method, float]] = {
+    "short": {"intra": 1.55, "inter": 2.12, "inter+pac": 2.48},
+    "balanced": {"intra": 1.23, "inter": 1.68, "inter+pac": 1.78},
+    "long": {"intra": 1.07, "inter": 1.27, "inter+pac": 1.28},
+}
+"""Speed-ups over bucketing on 32 H100s, as published; from another table of costs than ours."""
+PUBLISHED_IMBALANCE: dict[Method, tuple[float, float, float]] = {
+    "bucketing": (0.089, 0.138, 0.164),
+    "intra": (0.052, 0.052, 0.053),
+    "inter": (0.024, 0.039, 0.043),
+    "inter+pac": (0.012, 0.018, 0.033),
+}
+"""Imbalance on 8, 16 and 32 devices, as published."""
+EXPONENT, OFFSET, IMAGES = 3.0, 5.0, 2
+"""Exponent and offset of Zipf's law over shapes by cost; images for each video."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a planner reaches over an epoch.
+
+    Attributes:
+        name: name of the planner.
+        steps: optimizer steps.
+        samples: samples that are used.
+        dropped: samples that are not.
+        tokens: tokens that are used.
+        seconds: predicted seconds of all steps.
+        imbalance: share of the ranks' time in which they wait for the step's last group.
+        effective: effective share of samples in a step's gradient, the mean: 1 where all weigh
+            the same.
+        spread: largest weight of a sample over the smallest in one step.
+        gap: predicted seconds over the bounds of the steps, less 1; None where there is no bound.
+        planning: processor seconds of planning.
+    """
+
+    name: str
+    steps: int
+    samples: int
+    dropped: int
+    tokens: int
+    seconds: float
+    imbalance: float
+    effective: float
+    spread: float
+    gap: float | None
+    planning: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def step_samples(self) -> float:
+        """Samples of an optimizer step, the mean."""
+        return self.samples / self.steps if self.steps else 0.0
+
+
+def draw_shapes(
+    costs: TableCosts, distribution: Distribution, count: int, seed: int = 0
+) -> list[str]:
+    """Draws shapes: videos by Zipf's law over cost or evenly, and two images for each.
+
+    Args:
+        costs: table whose shapes are named resolution/frames.
+        distribution: short samples dominate, all are as many, or long ones dominate.
+        count: number of samples.
+        seed: seed of the draws.
+    """
+    if distribution not in DISTRIBUTIONS:
+        raise GulliverError(
+            f"no distribution {distribution!r}: {nearest(distribution, DISTRIBUTIONS)}"
+        )
+    images = sorted((s for s in costs.seconds if s.endswith("/1")), key=lambda s: _cost(costs, s))
+    videos = sorted(costs.seconds.keys() - set(images), key=lambda s: (_cost(costs, s), s))
+    draw = np.random.Generator(np.random.Philox(key=seed))
+    stills = count * IMAGES // (IMAGES + 1)
+    found = _drawn(videos, distribution, count - stills, draw)
+    found += _drawn(images, distribution, stills, draw)
+    return [found[place] for place in draw.permutation(count)]
+
+
+def _cost(costs: TableCosts, shape: str) -> float:
+    return min(d * min(row.values()) for d, row in costs.seconds[shape].items() if row)
+
+
+def _drawn(
+    shapes: Sequence[str], distribution: str, count: int, draw: np.random.Generator
+) -> list[str]:
+    weights = 1 / (np.arange(1, len(shapes) + 1) + OFFSET) ** EXPONENT
+    if distribution == "balanced":
+        weights = np.ones(len(shapes))
+    weights = weights[::-1] if distribution == "long" else weights
+    chosen: list[int] = draw.choice(len(shapes), count, p=weights / weights.sum()).tolist()
+    return [shapes[number] for number in chosen]
+
+
+def replay_published(
+    method: Method, costs: TableCosts, shapes: Sequence[str], ranks: int, seed: int = 0
+) -> Replayed:
+    """Runs a published planner over an epoch, drops and weights as they are in it."""
+    begun = time.process_time()
+    plan = published_plan(method, costs, Counter(shapes), ranks, seed)
+    planning = time.process_time() - begun
+    seconds = busy = 0.0
+    samples = tokens = 0
+    shares, spreads = [], [1.0]
+    for step in plan.steps:
+        longest = max(share.total for share in step)
+        seconds += longest
+        busy += sum(share.degree * share.total for share in step)
+        samples += sum(share.batch * share.repeats for share in step)
+        tokens += sum(share.batch * share.repeats * costs.tokens(share.shape) for share in step)
+        effective, spread = _weights(step)
+        shares.append(effective)
+        spreads.append(spread)
+    imbalance = 1 - busy / (ranks * seconds) if seconds else 0.0
+    effective = float(np.mean(shares)) if shares else 0.0
+    told = (imbalance, effective, max(spreads), None, planning)
+    return Replayed(method, len(plan.steps), samples, plan.dropped, tokens, seconds, *told)
+
+
+def _weights(step: Sequence[Share]) -> tuple[float, float]:
+    """Effective share of the samples, and largest over smallest weight: means of means."""
+    counts = np.array([share.batch * share.repeats for share in step], dtype=float)
+    weights = np.array([share.degree for share in step]) / counts
+    together, squares = (counts * weights).sum(), (counts * weights**2).sum()
+    return float(together**2 / squares / counts.sum()), float(weights.max() / weights.min())
+
+
+def replay_ours(
+    costs: TableCosts,
+    shapes: Sequence[str],
+    ranks: int,
+    budget: Budget,
+    name: str = "ours",
+    **settings: bool,
+) -> Replayed:
+    """Runs our planner over an epoch.
+
+    Args:
+        costs: table of costs.
+        shapes: shape of every sample.
+        ranks: data ranks.
+        budget: budget of a step.
+        name: name in the result.
+        settings: switches of `DataCentricPlanner`.
+    """
+    begun = time.process_time()
+    planner = DataCentricPlanner(costs, shapes, ranks, budget, **settings)  # type: ignore[arg-type]
+    plans = list(planner)
+    planning = time.process_time() - begun
+    tokens = sum(len(b.samples) * costs.tokens(b.shape) for plan in plans for _, b in plan)
+    used = {index for plan in plans for _, batch in plan for index in batch.samples}
+    seconds, busy, bound = sums(plans)
+    told = (1 - busy / (ranks * seconds), 1.0, 1.0, seconds / bound - 1, planning)
+    return Replayed(name, len(plans), len(used), len(shapes) - len(used), tokens, seconds, *told)
+
+
+def sums(plans: Iterable[StepPlan]) -> tuple[float, float, float]:
+    """Seconds of steps, rank seconds in which groups are busy, and seconds of the bounds."""
+    seconds = busy = bound = 0.0
+    for plan in plans:
+        seconds += plan.seconds
+        busy += sum(group.degree * group.seconds for group in plan.all_groups)
+        bound += plan.bound
+    return seconds, busy, bound
+
+
+def least_time(costs: TableCosts, shapes: Sequence[str], ranks: int) -> float:
+    """Seconds that no plan of an epoch can be under: every sample in its best micro-batch."""
+    found = 0.0
+    for shape, count in Counter(shapes).items():
+        rows = [(d, costs.batches(shape, d).seconds) for d in costs.degrees(ranks)]
+        found += count * min(
+            float(np.min(d * row / np.arange(1, len(row) + 1))) for d, row in rows if len(row)
+        )
+    return found / ranks

@@ -1,0 +1,132 @@
+"""Steps of data-centric training as they are planned: groups of ranks and what each one runs.
+
+A `StepPlan` says which ranks share samples in a step and which micro-batches each group runs, one
+after the other. It is plain data, equal on all ranks, and knows nothing of how it is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+Shape = Hashable
+"""Name of a size of samples, such as ``480p/51`` or a `SampleShape`; equal ones share batches."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples of one shape that a group of ranks runs at once.
+
+    Attributes:
+        shape: shape of all of them.
+        samples: indices of them in the data set.
+        recompute: number of blocks that the backward computes again; 0: all activations are kept.
+        kinds: how many of those are of each kind of block, in the order of the costs' kinds.
+        seconds: predicted seconds of forward and backward, with what is sent.
+        communication: seconds in those of messages inside the group.
+        recomputing: seconds in those of forwards that are computed again.
+        bytes: predicted bytes of a rank, at most.
+    """
+
+    shape: Shape
+    samples: tuple[int, ...]
+    recompute: int = 0
+    kinds: tuple[int, ...] = ()
+    seconds: float = 0.0
+    communication: float = 0.0
+    recomputing: float = 0.0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that share the sequence of every sample, and their micro-batches in order.
+
+    Attributes:
+        ranks: data ranks, neighbours in ascending order; their number is the sequence degree.
+        micro_batches: what they run; none where there is no work for them in this step.
+    """
+
+    ranks: tuple[int, ...]
+    micro_batches: tuple[MicroBatch, ...] = ()
+
+    @property
+    def degree(self) -> int:
+        """Ranks that share each sample."""
+        return len(self.ranks)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of the group's micro-batches."""
+        return sum(batch.seconds for batch in self.micro_batches)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the group in this step."""
+        return sum(len(batch.samples) for batch in self.micro_batches)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One optimizer step of all data ranks.
+
+    Attributes:
+        step: number of the step, counted over epochs.
+        epoch: epoch that its samples belong to.
+        groups: groups that partition the data ranks, as the step begins.
+        seconds: predicted seconds until the last group ends.
+        bound: seconds that no plan of these samples on these ranks can be under.
+        set_aside: samples that were drawn for this step and wait for the next one.
+        later: other groups of the same ranks that follow, such as single ranks after a sample that
+            takes all of them. A rank goes on when its own group has ended.
+    """
+
+    step: int
+    epoch: int
+    groups: tuple[RankGroup, ...]
+    seconds: float
+    bound: float
+    set_aside: tuple[int, ...] = ()
+    later: tuple[tuple[RankGroup, ...], ...] = ()
+
+    @property
+    def phases(self) -> tuple[tuple[RankGroup, ...], ...]:
+        """Groups that follow one another; those of each phase partition the ranks."""
+        return (self.groups, *self.later)
+
+    @property
+    def all_groups(self) -> tuple[RankGroup, ...]:
+        """Groups of all phases."""
+        return tuple(group for phase in self.phases for group in phase)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the step, of all groups: what gradients are divided by."""
+        return sum(group.samples for group in self.all_groups)
+
+    @property
+    def ranks(self) -> int:
+        """Data ranks."""
+        return sum(group.degree for group in self.groups)
+
+    @property
+    def gap(self) -> float:
+        """Share that the prediction is above the bound."""
+        return self.seconds / self.bound - 1 if self.bound else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Share of the ranks' time in which they wait for the last group."""
+        if not self.seconds:
+            return 0.0
+        busy = sum(group.degree * group.seconds for group in self.all_groups)
+        return max(0.0, 1 - busy / (self.ranks * self.seconds))
+
+    def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
+        """The groups that a data rank belongs to in this step, one in each phase."""
+        return tuple(group for group in self.all_groups if rank in group.ranks)
+
+    def __iter__(self) -> Iterator[tuple[RankGroup, MicroBatch]]:
+        for group in self.all_groups:
+            for batch in group.micro_batches:
+                yield group, batch

@@ -1,0 +1,200 @@
+"""Samples on their way into steps: the stream, windows of it, and the queue of what is drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gulliver.data._steps import Shape
+from gulliver.errors import GulliverError
+
+
+class Stream:
+    """Samples in the order in which they arrive in an epoch.
+
+    Args:
+        shapes: shape of every sample, or a function from an epoch to an iterable of shapes.
+        seed: seed of the order of a table.
+        shuffle: a table's samples come in random order.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Shape] | Callable[[int], Iterable[Shape]],
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self._shapes, self._seed, self._shuffle = shapes, seed, shuffle
+        self.counts: dict[Shape, tuple[int, int]] | None = None
+        told = f"stream {seed}"
+        if not callable(shapes):
+            if not len(shapes):
+                raise GulliverError("the data set is empty: nothing to train on")
+            self.counts = {}
+            for index, shape in enumerate(shapes):
+                first, count = self.counts.get(shape, (index, 0))
+                self.counts[shape] = first, count + 1
+            number = {shape: place for place, shape in enumerate(self.counts)}
+            codes = np.fromiter((number[s] for s in shapes), np.int64, len(shapes))
+            content = hashlib.blake2b(repr(list(number)).encode(), digest_size=8)
+            content.update(codes.tobytes())
+            told = f"{len(shapes)} samples {content.hexdigest()}, seed {seed}, shuffle {shuffle}"
+        self.digest = told
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[int, Shape]]:
+        """Yields index and shape of the samples from a position on."""
+        if callable(self._shapes):
+            return itertools.islice(enumerate(self._shapes(epoch)), start, None)
+        count = len(self._shapes)
+        order = np.arange(count)
+        if self._shuffle:
+            draw = np.random.Generator(np.random.Philox(key=[abs(self._seed), epoch]))
+            order = draw.permutation(count)
+        shapes = self._shapes
+        return ((index, shapes[index]) for index in order[start:].tolist())
+
+    def restored(self, epoch: int, drawn: Any, queue: Any) -> list[tuple[int, Shape]]:
+        """Finds the shapes of samples in a saved queue.
+
+        Raises:
+            GulliverError: the queue has samples that are not among those drawn, or one twice.
+        """
+        whole = isinstance(drawn, int) and not isinstance(drawn, bool) and drawn >= 0
+        if not whole or not isinstance(queue, Sequence):
+            raise GulliverError("the saved position is broken: it has no queue of samples")
+        seen = dict(itertools.islice(self.epoch(epoch), drawn))
+        if len(set(queue)) != len(queue) or not all(index in seen for index in queue):
+            raise GulliverError(
+                "the saved position is broken: its queue has samples twice, or some that were not "
+                "drawn"
+            )
+        return [(index, seen[index]) for index in queue]
+
+
+class Window:
+    """A walk through one epoch's stream, a window at a time.
+
+    Args:
+        stream: stream to draw from.
+        epoch: epoch to draw.
+        start: samples of it that were drawn before.
+    """
+
+    def __init__(self, stream: Stream, epoch: int, start: int) -> None:
+        self.epoch, self.is_over = epoch, False
+        self._samples = stream.epoch(epoch, start)
+        self._next: tuple[int, Shape] | None = None
+        self._advance()
+
+    def draw(self, count: int) -> tuple[np.ndarray, list[Shape]]:
+        """Draws up to so many samples."""
+        found: list[tuple[int, Shape]] = []
+        if self._next is not None:
+            found = [self._next, *itertools.islice(self._samples, count - 1)]
+            self._advance()
+        indices = np.fromiter((index for index, _ in found), np.int64, len(found))
+        return indices, [shape for _, shape in found]
+
+    def ends(self, drawn: int) -> bool:
+        """Whether nothing comes after the samples that were drawn."""
+        return self.is_over
+
+    def _advance(self) -> None:
+        # One sample is held ahead, so that the end is known with the last one drawn.
+        self._next = next(self._samples, None)
+        self.is_over = self._next is None
+
+
+class Queue:
+    """Samples that were drawn and are in no step yet, in the order in which steps take them.
+
+    Args:
+        drawn: samples of the epoch that were drawn, in steps or not.
+    """
+
+    def __init__(self, drawn: int = 0) -> None:
+        self.drawn = drawn
+        self.indices: list[int] = []
+        self.shapes: list[Shape] = []
+        self._ends = np.zeros(0)
+        self._start = 0.0
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def weight(self) -> float:
+        """Weight of all samples in the queue."""
+        return float(self._ends[-1] - self._start) if len(self._ends) else 0.0
+
+    def extend(self, indices: np.ndarray, shapes: list[Shape], weights: np.ndarray) -> None:
+        """Puts samples at the end."""
+        last = self._ends[-1] if len(self._ends) else self._start
+        self._ends = np.concatenate((self._ends, last + np.cumsum(weights)))
+        self.indices += indices.tolist()
+        self.shapes += shapes
+
+    def up_to(self, weight: float, nearest: bool) -> int:
+        """Counts the first samples whose weights sum up to at most so much, at least one.
+
+        Args:
+            weight: sum of weights.
+            nearest: take one more where that is nearer.
+        """
+        # A hair of slack: weights are summed from the queue's beginning.
+        slack = 1e-9 * max(1.0, abs(self._start))
+        end = self._start + weight + slack
+        count = bisect_right(self._ends, end)
+        if nearest and 0 < count < len(self._ends):
+            count += bool(self._ends[count] - end < end - self._ends[count - 1])
+        return max(1, count)
+
+    def take(self, count: int) -> tuple[list[int], list[Shape]]:
+        """Takes the first samples out."""
+        taken = self.indices[:count], self.shapes[:count]
+        self._start = float(self._ends[count - 1])
+        self._ends = self._ends[count:]
+        del self.indices[:count], self.shapes[:count]
+        return taken
+
+    def put_back(
+        self, samples: Sequence[tuple[int, Shape]], weights: Callable[[Shape], float]
+    ) -> None:
+        """Puts samples in front."""
+        own = np.cumsum([weights(shape) for _, shape in samples])
+        self._ends = np.concatenate((own, own[-1] + self._ends - self._start))
+        self._start = 0.0
+        self.indices[:0] = [index for index, _ in samples]
+        self.shapes[:0] = [shape for _, shape in samples]
+
+
+def lots(
+    shapes: Sequence[Shape], sizes: Mapping[Shape, int], draw: np.random.Generator, spread: bool
+) -> np.ndarray:
+    """Orders a window: lots of one shape, those of each shape at even distances.
+
+    Args:
+        shapes: shapes in order of arrival: [N].
+        sizes: samples of a lot.
+        draw: where in the window the first lot of each shape is.
+        spread: whether to; else the order of arrival stays.
+
+    Returns:
+        Places in the window in their new order: [N].
+    """
+    if not spread:
+        return np.arange(len(shapes))
+    members: dict[Shape, list[int]] = {}
+    for place, shape in enumerate(shapes):
+        members.setdefault(shape, []).append(place)
+    at = np.empty(len(shapes))
+    for places in members.values():
+        count = len(places)
+        parts = max(1, round(count / sizes[shapes[places[0]]]))
+        at[places] = (np.arange(count) * parts // count + draw.random()) / parts
+    return np.argsort(at, kind="stable")

@@ -1,0 +1,237 @@
+"""What a forward is given, checked and brought into one form: ids of one long table, in bags.
+
+Several tables lie one after the other in one long table; ids are checked by table, by its name,
+before anything is done. `Bags` is what torch's ``embedding_bag`` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError, nearest
+
+INTEGERS = (torch.int64, torch.int32)
+Given = Tensor | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table among those that share a cache.
+
+    Attributes:
+        name: name, for messages.
+        rows: number of rows.
+        first: number of its first row among all rows.
+        padding: padding index; None for none.
+    """
+
+    name: str
+    rows: int
+    first: int = 0
+    padding: int | None = None
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Bags of rows.
+
+    Attributes:
+        rows: numbers among all rows, flat; -1 for padding.
+        offsets: first place of each bag.
+        weights: weight of each id; None for none.
+        tables: number of tables whose bags follow one another, to be laid side by side; 0 for bags
+            as they are, -1 for ids that are sample by sample.
+    """
+
+    rows: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+    tables: int = 0
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def part(self, begin: int, stop: int) -> Bags:
+        """Returns some of the bags."""
+        first = int(self.offsets[begin])
+        last = int(self.offsets[stop]) if stop < len(self.offsets) else len(self.rows)
+        weights = None if self.weights is None else self.weights[first:last]
+        return Bags(self.rows[first:last], self.offsets[begin:stop] - first, weights)
+
+
+def check_ids(table: Table, ids: Tensor) -> None:
+    """Refuses ids that a table does not have.
+
+    Raises:
+        GulliverError: naming the table, the first bad id and its place.
+    """
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise GulliverError(f"table {table.name!r}: ids must be int64 or int32, not {kind}")
+    if not ids.numel():
+        return
+    low, high = (int(edge) for edge in ids.aminmax())
+    if low >= 0 and high < table.rows:
+        return
+    flat = ids.reshape(-1)
+    place = int(((flat < 0) | (flat >= table.rows)).nonzero()[0])
+    raise GulliverError(
+        f"table {table.name!r} has the rows 0 to {table.rows - 1}: id {int(flat[place])}, number "
+        f"{place} of {flat.numel()}, is none of them"
+    )
+
+
+def rows_of(table: Table, ids: Tensor) -> Tensor:
+    """Checks ids and returns their numbers among all rows, on the host, flat; -1 for padding."""
+    check_ids(table, ids)
+    ids = ids.detach().reshape(-1).cpu().long()
+    rows = ids + table.first
+    return rows if table.padding is None else rows.masked_fill_(ids == table.padding, -1)
+
+
+def one_table(
+    table: Table,
+    ids: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    mode: str,
+    last: bool,
+) -> Bags:
+    """Brings what a forward of one table is given into bags, by torch's rules.
+
+    Args:
+        table: table.
+        ids: (ids,) with offsets, or (bags, ids of each) without.
+        offsets: first place of each bag.
+        weights: weight of each id, of the shape of `ids`.
+        mode: ``sum``, ``mean`` or ``max``.
+        last: whether the offsets end with the number of ids.
+
+    Raises:
+        GulliverError: naming the table and what is wrong.
+    """
+    rows = rows_of(table, ids)
+    where = f"table {table.name!r}"
+    if ids.dim() == 2:
+        if offsets is not None:
+            raise GulliverError(f"{where}: ids of two dims are bags already: leave offsets out")
+        width = ids.shape[1]
+        offsets = torch.arange(len(ids)) * width
+    elif ids.dim() != 1:
+        raise GulliverError(f"{where}: ids must have 1 or 2 dims, not {ids.dim()}")
+    elif offsets is None:
+        raise GulliverError(f"{where}: ids of one dim need offsets, the first place of each bag")
+    else:
+        offsets = _checked_offsets(where, offsets, len(rows), last)
+    if weights is not None:
+        if mode != "sum":
+            raise GulliverError(f"{where}: per_sample_weights are for mode='sum', not {mode!r}")
+        if weights.shape != ids.shape:
+            shapes = f"{tuple(weights.shape)}, of the ids {tuple(ids.shape)}"
+            raise GulliverError(f"{where}: per_sample_weights must be of the ids' shape: {shapes}")
+        weights = weights.reshape(-1)
+    return Bags(rows, offsets, weights)
+
+
+def _checked_offsets(where: str, offsets: Tensor, count: int, last: bool) -> Tensor:
+    if offsets.dim() != 1 or offsets.dtype not in INTEGERS:
+        raise GulliverError(f"{where}: offsets must be whole numbers of one dim")
+    offsets = offsets.detach().cpu().long()
+    if last and not len(offsets):
+        raise GulliverError(f"{where}: include_last_offset=True needs at least the last offset")
+    if len(offsets) and int(offsets[0]) != 0:
+        raise GulliverError(f"{where}: the first offset must be 0, not {int(offsets[0])}")
+    falls = (offsets[1:] < offsets[:-1]).nonzero()
+    if len(falls):
+        place = int(falls[0]) + 1
+        pair = f"{int(offsets[place])} follows {int(offsets[place - 1])}"
+        raise GulliverError(f"{where}: offsets must not fall, but number {place} does: {pair}")
+    end = int(offsets[-1]) if len(offsets) else 0
+    if end > count or (last and end != count):
+        right = f"{count}, the number of ids" if last else f"at most {count}, the number of ids"
+        raise GulliverError(f"{where}: the last offset is {end}: it must be {right}")
+    return offsets[:-1] if last else offsets
+
+
+def several_tables(
+    tables: list[Table],
+    ids: Given,
+    offsets: Given | None,
+    weights: Given | None,
+    mode: str,
+    last: bool,
+) -> Bags:
+    """Brings what a forward of several tables is given into bags.
+
+    Args:
+        tables: tables.
+        ids: (samples, tables), one id of each table; or ids by name, as of one table each.
+        offsets: first places of bags by name, where ids have one dim.
+        weights: weight of each id, in the form of `ids`.
+        mode: ``sum``, ``mean`` or ``max``.
+        last: whether the offsets end with the number of ids.
+
+    Raises:
+        GulliverError: naming the table and what is wrong.
+    """
+    if isinstance(ids, Tensor):
+        return _one_each(tables, ids, offsets, weights, mode)
+    names = [table.name for table in tables]
+    for given in (ids, offsets or {}, weights or {}):
+        if isinstance(given, Tensor):
+            raise GulliverError("ids by name take offsets and per_sample_weights by name, too")
+        for name in given:
+            if name not in names:
+                raise GulliverError(f"there is no table {name!r}: {nearest(str(name), names)}")
+    missing = [name for name in names if name not in ids]
+    if missing:
+        raise GulliverError(
+            f"table {missing[0]!r} has no ids: give empty bags where there are none"
+        )
+    parts = []
+    for table in tables:
+        of_table = (
+            given.get(table.name) if isinstance(given, Mapping) else None
+            for given in (offsets, weights)
+        )
+        parts.append(one_table(table, ids[table.name], *of_table, mode, last))  # type: ignore[arg-type]
+    for table, part in zip(tables, parts, strict=True):
+        if len(part) != len(parts[0]):
+            raise GulliverError(
+                f"table {table.name!r} has {len(part)} bags, table {names[0]!r} {len(parts[0])}: "
+                "give each a bag for every sample"
+            )
+        if (part.weights is None) != (parts[0].weights is None):
+            raise GulliverError("give per_sample_weights of all tables, or of none")
+    firsts = torch.tensor([0, *(len(part.rows) for part in parts)]).cumsum(0)[:-1]
+    starts = [part.offsets + first for part, first in zip(parts, firsts, strict=True)]
+    held = [part.weights for part in parts if part.weights is not None]
+    return Bags(
+        torch.cat([part.rows for part in parts]),
+        torch.cat(starts),
+        torch.cat(held) if held else None,
+        len(tables),
+    )
+
+
+def _one_each(
+    tables: list[Table], ids: Tensor, offsets: Given | None, weights: Given | None, mode: str
+) -> Bags:
+    if ids.dim() != 2 or ids.shape[1] != len(tables):
+        raise GulliverError(
+            f"ids of {len(tables)} tables must be (samples, {len(tables)}), one id of each, or a "
+            f"dict by name; not {tuple(ids.shape)}"
+        )
+    if offsets is not None:
+        raise GulliverError("one id of each table needs no offsets: leave them out")
+    rows = torch.stack([rows_of(t, ids[:, n]) for n, t in enumerate(tables)], 1).reshape(-1)
+    if weights is not None and (isinstance(weights, Mapping) or weights.shape != ids.shape):
+        raise GulliverError("per_sample_weights must be of the ids' shape")
+    if weights is not None and mode != "sum":
+        raise GulliverError(f"per_sample_weights are for mode='sum', not {mode!r}")
+    flat = None if weights is None else weights.reshape(-1)
+    return Bags(rows, torch.arange(len(rows)), flat, -1)

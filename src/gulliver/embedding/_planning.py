@@ -1,0 +1,253 @@
+"""How tables lie over ranks, and what that takes, before any memory is asked for.
+
+`plan_tables` gives each table the placement (whole on a rank, by columns, by rows) with which the
+slowest rank is done soonest and all fits; the report says what each table and each rank has, in
+bytes and in seconds from the cluster's rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gulliver.embedding._placement import share
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import Cluster, LookupLoad, lookup_seconds
+from gulliver.solve import TableOption, index_bytes, place_tables
+
+STATE = {"sgd": 0.0, "adagrad": 1.0, "row-wise adagrad": 0.0, "sparse adam": 2.0}
+"""Elements of state for each element of a row; row-wise Adagrad has one for a row."""
+ITEM = 4
+SLOT_BYTES = 4
+"""Bytes on the device for a slot beside its record: the row in it."""
+CRITEO_1TB = (
+    *(45833188, 36746, 17245, 7413, 20243, 3, 7114, 1441, 62, 29275261, 1572176, 345138, 10),
+    *(2209, 11267, 128, 4, 974, 14, 48937457, 11316796, 40094537, 452104, 12606, 104, 35),
+)
+"""Rows of the 26 tables of the Criteo 1TB click logs, without a limit: 177,944,275 in all."""
+CRITEO_KAGGLE = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992),
+    *(5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
+"""Rows of the 26 tables of the Criteo Kaggle data: 33,762,577 in all."""
+DATA_SETS = {"criteo-1tb": CRITEO_1TB, "criteo-kaggle": CRITEO_KAGGLE}
+
+
+@dataclass(frozen=True)
+class TablesJob:
+    """What is to be planned.
+
+    Attributes:
+        tables: rows by name.
+        dim: width of a row.
+        ranks: number of ranks.
+        batch: samples of a step, on all ranks together.
+        ids: ids of a sample in each table.
+        cache: share of a table's rows that is on the device.
+        hit_rate: share of the uses that find their row there.
+        optimizer: one of `STATE`.
+        host_bytes: bytes of host memory, or disk, for each rank; None for any.
+    """
+
+    tables: Mapping[str, int]
+    dim: int
+    ranks: int = 1
+    batch: int = 16384
+    ids: float = 1.0
+    cache: float = 0.01
+    hit_rate: float = 0.9
+    optimizer: str = "sgd"
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PlannedTable:
+    """A table in the plan.
+
+    Attributes:
+        name: name.
+        rows: number of rows.
+        placement: placement, as `ShardedEmbeddingBag` takes it.
+        host_bytes: bytes of its records on each rank's host.
+        device_bytes: bytes of its slots and their states on each rank's device.
+        seconds: seconds of each rank for it in a step.
+        sent: bytes that each rank sends for it in a forward.
+        instead: seconds of the slowest rank for this table, by placement.
+    """
+
+    name: str
+    rows: int
+    placement: str
+    host_bytes: tuple[int, ...]
+    device_bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    sent: tuple[float, ...]
+    instead: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TablesPlan:
+    """Tables over ranks.
+
+    Attributes:
+        job: what was planned.
+        tables: tables in the order of the job.
+        index_bytes: bytes of each rank's index, on the host.
+        seconds: seconds of each rank in a step, for all tables.
+        bound: seconds that no placement could be below.
+        parts: seconds of the slowest rank, by what takes them.
+    """
+
+    job: TablesJob
+    tables: tuple[PlannedTable, ...]
+    index_bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    bound: float
+    parts: Mapping[str, float]
+
+    @property
+    def placement(self) -> dict[str, str]:
+        """Placements by name, for `ShardedEmbeddingBag`."""
+        return {table.name: table.placement for table in self.tables}
+
+    @property
+    def device_bytes(self) -> tuple[int, ...]:
+        """Bytes of each rank's device: slots, states and the row of each slot."""
+        return tuple(map(sum, zip(*(t.device_bytes for t in self.tables), strict=True)))
+
+    @property
+    def host_bytes(self) -> tuple[int, ...]:
+        """Bytes of each rank's host: all records."""
+        return tuple(map(sum, zip(*(t.host_bytes for t in self.tables), strict=True)))
+
+
+def plan_tables(job: TablesJob, cluster: Cluster) -> TablesPlan:
+    """Chooses how ranks share tables.
+
+    Args:
+        job: tables and what is done with them.
+        cluster: machines; its number of ranks is the job's.
+
+    Raises:
+        GulliverError: an unknown optimizer, numbers that make no plan, or tables that fit no rank.
+    """
+    _check(job)
+    options = [
+        [_option(job, cluster, rows, name) for name in _names(job)] for rows in job.tables.values()
+    ]
+    room = job.host_bytes if job.host_bytes is not None else 2**62
+    placed = place_tables(options, room)
+    tables = []
+    for (name, rows), option, every in zip(
+        job.tables.items(), placed.options, options, strict=True
+    ):
+        loads = [_load(job, rows, option.name, rank) for rank in range(job.ranks)]
+        tables.append(
+            PlannedTable(
+                name,
+                rows,
+                option.name,
+                option.nbytes,
+                tuple(_device_bytes(job, rows, option.name, rank) for rank in range(job.ranks)),
+                option.seconds,
+                tuple(load.sent for load in loads),
+                _instead(every),
+            )
+        )
+    slowest = placed.seconds.index(placed.slowest)
+    parts: dict[str, float] = {}
+    for table in tables:
+        load = _load(job, table.rows, table.placement, slowest)
+        for part, seconds in lookup_seconds(cluster, load).items():
+            parts[part] = parts.get(part, 0.0) + seconds
+    indices = tuple(_index(job, tables, rank) for rank in range(job.ranks))
+    return TablesPlan(job, tuple(tables), indices, placed.seconds, placed.bound, parts)
+
+
+def _check(job: TablesJob) -> None:
+    if job.optimizer not in STATE:
+        raise GulliverError(
+            f"optimizer {job.optimizer!r} is unknown: {nearest(job.optimizer, STATE)}"
+        )
+    if not job.tables:
+        raise GulliverError("there are no tables to plan: name some, with their rows")
+    for name, rows in job.tables.items():
+        if rows < 1:
+            raise GulliverError(f"table {name!r} has {rows} rows: give at least 1")
+    if not (0 < job.cache <= 1 and 0 <= job.hit_rate <= 1):
+        raise GulliverError("cache and hit rate are shares: give 0 < cache <= 1, 0 <= rate <= 1")
+    if min(job.dim, job.ranks, job.batch) < 1 or job.ids <= 0:
+        raise GulliverError("dim, ranks, batch and ids must be positive")
+
+
+def _names(job: TablesJob) -> list[str]:
+    if job.ranks == 1:
+        return ["whole:0"]
+    found = [f"whole:{rank}" for rank in range(job.ranks)]
+    # Row-wise Adagrad needs whole rows, and narrower than a rank nothing is cut.
+    if job.optimizer != "row-wise adagrad" and job.dim >= job.ranks:
+        found.append("column")
+    return [*found, "row"]
+
+
+def _shape(job: TablesJob, rows: int, name: str, rank: int) -> tuple[int, float]:
+    """Returns rows and columns of a table on a rank."""
+    if name == "row":
+        begin, stop = share(rows, rank, job.ranks)
+        return stop - begin, job.dim
+    if name == "column":
+        begin, stop = share(job.dim, rank, job.ranks)
+        return rows, stop - begin
+    return (rows, job.dim) if name == f"whole:{rank}" else (0, 0)
+
+
+def _load(job: TablesJob, rows: int, name: str, rank: int) -> LookupLoad:
+    held, width = _shape(job, rows, name, rank)
+    uses = job.batch * job.ids * held / rows
+    # Bags travel, or rows where no rank has all rows of a bag.
+    vectors = uses if name == "row" else job.batch * (held > 0)
+    sent = ITEM * vectors * width * (job.ranks - 1) / job.ranks
+    missed = min(uses * (1 - job.hit_rate), held)
+    return LookupLoad(uses, width, _state(job, width), missed, sent)
+
+
+def _state(job: TablesJob, width: float) -> float:
+    return float(width > 0) if job.optimizer == "row-wise adagrad" else STATE[job.optimizer] * width
+
+
+def _slots(job: TablesJob, held: int) -> int:
+    return max(int(job.cache * held), 1) if held else 0
+
+
+def _device_bytes(job: TablesJob, rows: int, name: str, rank: int) -> int:
+    held, width = _shape(job, rows, name, rank)
+    return _slots(job, held) * (int(ITEM * (width + _state(job, width))) + SLOT_BYTES)
+
+
+def _option(job: TablesJob, cluster: Cluster, rows: int, name: str) -> TableOption:
+    loads = [_load(job, rows, name, rank) for rank in range(job.ranks)]
+    seconds = tuple(sum(lookup_seconds(cluster, load).values()) for load in loads)
+    shapes = [_shape(job, rows, name, rank) for rank in range(job.ranks)]
+    nbytes = tuple(int(ITEM * held * (width + _state(job, width))) for held, width in shapes)
+    return TableOption(name, seconds, nbytes)
+
+
+def _instead(options: list[TableOption]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for option in options:
+        found.setdefault(option.name.partition(":")[0], max(option.seconds))
+    return found
+
+
+def _index(job: TablesJob, tables: list[PlannedTable], rank: int) -> int:
+    """Returns the bytes of a rank's indices: one of whole rows, one of columns."""
+    total = 0
+    for columns in (False, True):
+        held = [
+            _shape(job, t.rows, t.placement, rank)[0]
+            for t in tables
+            if (t.placement == "column") == columns
+        ]
+        if sum(held):
+            total += index_bytes(sum(held), sum(_slots(job, rows) for rows in held))
+    return total

@@ -1,0 +1,418 @@
+"""Tables shared by ranks: whole on one of them, by columns, or by rows; each part behind a cache.
+
+Read `forward`. Every rank has samples of its own. The ids of all are gathered; each rank looks up
+what it holds for the samples of all, and sends every rank what that one needs:
+
+- a *whole* table: bags, from the rank that has it,
+- *columns*: bags, a slice of their width from every rank,
+- *rows*: rows, one for each id, from the rank that has it; bags are made of them where they belong.
+
+[Note: exact over ranks] Bags are reduced where all rows of a bag are, in the order of its ids, and
+a rank that holds a row gets the gradients of all samples in the order of ranks. Gradients of a row
+are summed in that order (`stable`). So nothing depends on the number of ranks, but for the width of
+columns, which elements do not know of. To add up parts of bags on the way (as a reduce-scatter
+does) would send fewer bytes where bags are long, and be another order of sums.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gulliver.comm import RankGroup, exchange, gather_integers
+from gulliver.embedding._bag import CachedEmbeddingBag, Mode, make_tables
+from gulliver.embedding._columns import WEIGHT
+from gulliver.embedding._exchange import Exchange, Pool
+from gulliver.embedding._inputs import Bags, Given, Table, one_table
+from gulliver.embedding._lookup import Lookup
+from gulliver.embedding._optimizers import RowWiseAdagrad
+from gulliver.embedding._placement import FirstRows, TablePlacement, share
+from gulliver.errors import GulliverError, nearest
+from gulliver.memory import Part, Region
+from gulliver.options import whole_number
+
+
+class ShardedEmbeddingBag(nn.Module):
+    """Several tables, cached, over ranks; each rank passes its own samples.
+
+    Args:
+        num_embeddings: rows of the tables by name.
+        embedding_dim: width of a row, of all tables alike.
+        placement: ``whole:RANK``, ``column`` or ``row``, for all tables or by name, as
+            `plan_tables` chooses it.
+        mode: ``sum``, ``mean`` or ``max``.
+        group: ranks that share; None for all.
+        average: whether gradients are divided by the number of ranks, for losses that are means
+            over a rank's own samples (as with DDP).
+        _weight: first values of all rows, table after table; None to draw them, each row alike
+            whatever the ranks.
+        padding_idx: padding index of tables by name, as of `CachedEmbeddingBag`.
+        include_last_offset: option of torch's EmbeddingBag.
+        seed: seed of the first values.
+        device: device of the caches.
+        options: further options of `CachedEmbeddingBag`, such as `cache` and `policy`.
+
+    Raises:
+        GulliverError: an unknown placement, or columns that do not go up in the ranks.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: Mapping[str, int],
+        embedding_dim: int,
+        placement: str | Mapping[str, str] = "column",
+        mode: Mode = "mean",
+        group: RankGroup | None = None,
+        average: bool = True,
+        _weight: Tensor | None = None,
+        padding_idx: Mapping[str, int] | None = None,
+        include_last_offset: bool = False,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.group = _everyone() if group is None else group
+        self.tables = make_tables(num_embeddings, padding_idx, "embedding")
+        self.dim, self.mode, self.average = (
+            whole_number("embedding_dim", embedding_dim),
+            mode,
+            average,
+        )
+        self.include_last_offset = include_last_offset
+        self.placements = self._placements(placement)
+        first = FirstRows(self.tables, self.dim, _weight, seed)
+        columns = share(self.dim, self.group.rank, self.group.size)
+        self.wide = self._bag(
+            [t for t in self.tables if self._kind(t) != "column"], first, None, options
+        )
+        self.narrow = self._bag(
+            [t for t in self.tables if self._kind(t) == "column"], first, columns, options
+        )
+        self._gathered: deque[tuple[list[Bags], list[list[Bags]]]] = deque()
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Names the optimizer of this rank's parameters, whose state moves with the rows.
+
+        Raises:
+            GulliverError: it needs whole rows and some table is shared by columns.
+        """
+        if (
+            isinstance(optimizer, RowWiseAdagrad)
+            and self.narrow is not None
+            and self.group.size > 1
+        ):
+            raise GulliverError(
+                "RowWiseAdagrad needs whole rows: place the tables by row or whole, not by column"
+            )
+        for bag in self._bags():
+            bag.attach(optimizer)
+
+    def announce(self, input: Given) -> None:
+        """Takes the ids of a batch that will come; all ranks call it together."""
+        own = self._own(input, None)
+        everyone = self._gather(own)
+        self._gathered.append((own, everyone))
+        for bag in self._bags():
+            rows = self._local(bag, everyone).rows
+            bag.announce_rows(rows)
+
+    def forward(self, input: Given, offsets: Given | None = None) -> Tensor:
+        """Reduces the bags of this rank's samples; all ranks call it together.
+
+        Args:
+            input: ids by name, as of one table each, or (samples, tables), one id of each.
+            offsets: first places of bags by name, where ids have one dim.
+
+        Returns:
+            (samples, tables, dim).
+
+        Raises:
+            GulliverError: bad ids or offsets, naming the table.
+        """
+        own = self._own(input, offsets)
+        everyone = self._known(own) or self._gather(own)
+        found = {id(bag): bag.looked_up(self._local(bag, everyone)) for bag in self._bags()}
+        pieces = [self._pieces(found, everyone, rank) for rank in range(self.group.size)]
+        outgoing = [torch.cat([p.reshape(-1) for p in of]) if of else self._none() for of in pieces]
+        counts = [self._count(rank, own) for rank in range(self.group.size)]
+        scale = 1.0 / self.group.size if self.average else 1.0
+        arriving = Exchange.apply(self.anchor, self.group, counts, scale, *outgoing)
+        return self._assembled(cast(Sequence[Tensor], arriving), own)
+
+    def flush(self) -> None:
+        """Writes all that was changed to the host."""
+        for bag in self._bags():
+            bag.flush()
+
+    def parts(self) -> dict[str, Part]:
+        """Flushes, and returns this rank's parts of all tables and states, to be saved or loaded.
+
+        ``AsyncCheckpointer.save(step, {"tables": sharded.parts()})`` writes whole tables, which
+        ``load(folder, {"tables": sharded.parts()})`` reads on any number of ranks, in any
+        placement; call `loaded` after it.
+        """
+        self.flush()
+        found = {}
+        for bag in self._bags():
+            for name, column in bag.columns.items():
+                for local in bag.tables:
+                    whole = next(t for t in self.tables if t.name == local.name)
+                    values = column.whole()[local.first : local.first + local.rows]
+                    key = f"{local.name}.{name}"
+                    found[key] = self._part(whole, values, name)
+        return found
+
+    def loaded(self) -> None:
+        """Says that the rows of `parts` have been given other values."""
+        for bag in self._bags():
+            bag.forget()
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on this rank's device that stay."""
+        return sum(bag.device_bytes for bag in self._bags())
+
+    # Placement
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the caches."""
+        return self._bags()[0].weight.device if self._bags() else torch.device("cpu")
+
+    def _placements(self, given: str | Mapping[str, str]) -> dict[str, TablePlacement]:
+        names = [table.name for table in self.tables]
+        named = dict.fromkeys(names, given) if isinstance(given, str) else given
+        for name in [*names, *named]:
+            if name not in named or name not in names:
+                raise GulliverError(f"placement of table {name!r}: {nearest(name, names)}")
+        made = {n: TablePlacement.read(named[n], self.group.size) for n in names}
+        if any(p.kind == "column" for p in made.values()) and self.dim < self.group.size:
+            raise GulliverError(f"{self.dim} columns do not go up in {self.group.size} ranks")
+        return made
+
+    def _kind(self, table: Table) -> str:
+        return self.placements[table.name].kind
+
+    def _rows(self, table: Table) -> tuple[int, int]:
+        """Returns the rows of a table that this rank has."""
+        place, rank = self.placements[table.name], self.group.rank
+        if place.kind == "row":
+            return share(table.rows, rank, self.group.size)
+        return (0, table.rows) if place.kind == "column" or place.rank == rank else (0, 0)
+
+    def _bag(
+        self,
+        tables: list[Table],
+        first: FirstRows,
+        columns: tuple[int, int] | None,
+        options: Mapping[str, Any],
+    ) -> CachedEmbeddingBag | None:
+        held = {t.name: self._rows(t) for t in tables if self._rows(t)[0] < self._rows(t)[1]}
+        if not held:
+            return None
+        values = torch.cat([first.rows(name, *rows) for name, rows in held.items()])
+        if columns is not None:
+            values = values[:, slice(*columns)].contiguous()
+        sizes = {name: stop - begin for name, (begin, stop) in held.items()}
+        width = values.shape[1]
+        # Padding of whole tables and of columns; rows of it are never asked for.
+        padding = {t.name: t.padding for t in tables if t.padding is not None and t.name in held}
+        padding = {n: p for n, p in padding.items() if self.placements[n].kind != "row"}
+        return CachedEmbeddingBag(
+            sizes,
+            width,
+            mode=cast(Mode, self.mode),
+            _weight=values,
+            padding_idx=padding or None,  # type: ignore[arg-type]
+            stable=True,
+            **options,
+        )
+
+    def _bags(self) -> list[CachedEmbeddingBag]:
+        return [bag for bag in (self.wide, self.narrow) if bag is not None]
+
+    def _part(self, table: Table, values: Tensor, name: str) -> Part:
+        width = values.shape[1] if name != WEIGHT and values.shape[1] == 1 else self.dim
+        shape = table.rows, width
+        if self._kind(table) == "column":
+            columns = share(self.dim, self.group.rank, self.group.size)
+            return Part(values, shape, region=Region(shape, 1, (columns,)))
+        return Part(values, shape, self._rows(table)[0] * width)
+
+    # Ids
+
+    def _own(self, ids: Given, offsets: Given | None) -> list[Bags]:
+        """Checks this rank's ids and returns the bags of each table."""
+        if isinstance(ids, Tensor):
+            if ids.dim() != 2 or ids.shape[1] != len(self.tables) or offsets is not None:
+                raise GulliverError(
+                    f"ids must be (samples, {len(self.tables)}), one of each table, or by name"
+                )
+            ids = {t.name: ids[:, n : n + 1] for n, t in enumerate(self.tables)}
+        by_name = offsets if isinstance(offsets, Mapping) else {}
+        for table in self.tables:
+            if table.name not in ids:
+                raise GulliverError(f"table {table.name!r} has no ids: give empty bags")
+        found = [
+            one_table(
+                replace(table, first=0),
+                ids[table.name],
+                by_name.get(table.name),
+                None,
+                self.mode,
+                self.include_last_offset,
+            )
+            for table in self.tables
+        ]
+        for table, bags in zip(self.tables, found, strict=True):
+            if len(bags) != len(found[0]):
+                raise GulliverError(
+                    f"table {table.name!r} has {len(bags)} bags, table {self.tables[0].name!r} "
+                    f"{len(found[0])}: give each a bag for every sample"
+                )
+        return found
+
+    def _known(self, own: list[Bags]) -> list[list[Bags]] | None:
+        """Returns what was gathered when these bags were announced, if they were."""
+        if not self._gathered:
+            return None
+        bags, everyone = self._gathered[0]
+        same = all(
+            torch.equal(a.rows, b.rows) and torch.equal(a.offsets, b.offsets)
+            for a, b in zip(bags, own, strict=True)
+        )
+        if not same:
+            raise GulliverError(
+                "the ids are not those that were announced next: over ranks batches come in the "
+                "order of announcing"
+            )
+        self._gathered.popleft()
+        return everyone
+
+    def _gather(self, own: list[Bags]) -> list[list[Bags]]:
+        """Gathers the bags of all ranks: by rank, then by table."""
+        if self.group.size == 1:
+            return [own]
+        device = self.device
+        packed = torch.cat([torch.cat([b.offsets, b.rows]) for b in own]).to(device)
+        sizes = [size for b in own for size in (len(b.offsets), len(b.rows))]
+        all_sizes = gather_integers(self.group, sizes, device)
+        lengths = [sum(sizes) for sizes in all_sizes]
+        arrived = exchange(self.group, [packed] * self.group.size, lengths)
+        everyone = []
+        for flat, counts in zip(arrived, all_sizes, strict=True):
+            parts = flat.cpu().split(counts)
+            everyone.append([Bags(r, o) for o, r in zip(parts[::2], parts[1::2], strict=True)])
+        return everyone
+
+    def _local(self, bag: CachedEmbeddingBag, everyone: list[list[Bags]]) -> Bags:
+        """Returns what this rank looks up in one of its bags, for the samples of all ranks."""
+        rows, offsets, count = [], [], 0
+        for local in bag.tables:
+            number = next(n for n, t in enumerate(self.tables) if t.name == local.name)
+            begin, stop = self._rows(self.tables[number])
+            single = self.placements[local.name].kind == "row"
+            for bags in (of[number] for of in everyone):
+                wanted, starts = bags.rows, bags.offsets
+                if single:
+                    wanted = wanted[(wanted >= begin) & (wanted < stop)] - begin
+                    starts = torch.arange(len(wanted))
+                rows.append(torch.where(wanted < 0, -1, wanted + local.first))
+                offsets.append(starts + count)
+                count += len(wanted)
+        return Bags(torch.cat(rows), torch.cat(offsets))
+
+    # Exchange
+
+    def _pieces(
+        self, found: Mapping[int, Tensor], everyone: list[list[Bags]], rank: int
+    ) -> list[Tensor]:
+        """Returns what of this rank's lookups another rank needs, table by table."""
+        pieces = []
+        for bag in self._bags():
+            output, place = found[id(bag)], 0
+            for local in bag.tables:
+                number = next(n for n, t in enumerate(self.tables) if t.name == local.name)
+                for other, bags in enumerate(of[number] for of in everyone):
+                    count = self._wanted(number, bags, self.group.rank)
+                    if other == rank:
+                        pieces.append(output[place : place + count])
+                    place += count
+        return pieces
+
+    def _wanted(self, number: int, bags: Bags, holder: int) -> int:
+        """Returns how many vectors of a table a holder sends for some bags."""
+        table = self.tables[number]
+        if self._kind(table) != "row":
+            return len(bags)
+        begin, stop = share(table.rows, holder, self.group.size)
+        return int(((bags.rows >= begin) & (bags.rows < stop)).sum())
+
+    def _sent_by(self, holder: int) -> list[tuple[int, int]]:
+        """Returns the tables that a rank sends something of, and its width, in its order."""
+        wide, narrow = [], []
+        for number, table in enumerate(self.tables):
+            place = self.placements[table.name]
+            if place.kind == "column":
+                begin, stop = share(self.dim, holder, self.group.size)
+                narrow.append((number, stop - begin))
+            elif place.kind == "row":
+                begin, stop = share(table.rows, holder, self.group.size)
+                wide += [(number, self.dim)] if begin < stop else []
+            elif place.rank == holder:
+                wide.append((number, self.dim))
+        return wide + narrow
+
+    def _count(self, holder: int, own: list[Bags]) -> int:
+        return sum(self._wanted(n, own[n], holder) * width for n, width in self._sent_by(holder))
+
+    def _assembled(self, arriving: Sequence[Tensor], own: list[Bags]) -> Tensor:
+        """Makes the bags of this rank's samples from what all ranks sent."""
+        parts: list[list[Tensor]] = [[] for _ in self.tables]
+        for holder, flat in enumerate(arriving):
+            sent = self._sent_by(holder)
+            counts = [self._wanted(number, own[number], holder) for number, _ in sent]
+            sizes = [count * width for count, (_, width) in zip(counts, sent, strict=True)]
+            for (number, width), piece in zip(sent, flat.split(sizes), strict=True):
+                parts[number].append(piece.view(-1, width))
+        made = []
+        for number, table in enumerate(self.tables):
+            if self._kind(table) == "row":
+                made.append(self._pooled(table, own[number], torch.cat(parts[number])))
+            else:
+                made.append(torch.cat(parts[number], 1))
+        return torch.stack(made, 1)
+
+    def _pooled(self, table: Table, bags: Bags, rows: Tensor) -> Tensor:
+        """Reduces bags of rows that have come ordered by rank."""
+        ends = torch.tensor(
+            [share(table.rows, r, self.group.size)[1] for r in range(self.group.size)]
+        )
+        real = bags.rows >= 0
+        holders = torch.searchsorted(ends, bags.rows[real], right=True)
+        order = holders.argsort(stable=True)
+        slots = torch.full(bags.rows.shape, len(rows))
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order))
+        slots[real] = places
+        device, padding = rows.device, None if bool(real.all()) else len(rows)
+        lookup = Lookup(slots.to(device), bags.offsets.to(device), padding, self.mode, None, 2.0)
+        return cast(Tensor, Pool.apply(torch.cat([rows, rows.new_zeros(1, self.dim)]), lookup))
+
+    def _none(self) -> Tensor:
+        return torch.zeros(0, device=self.device)
+
+
+def _everyone() -> RankGroup:
+    if not dist.is_initialized():
+        return RankGroup()
+    return RankGroup(tuple(range(dist.get_world_size())), dist.get_rank())

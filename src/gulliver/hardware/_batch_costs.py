@@ -1,0 +1,124 @@
+"""Seconds and bytes of micro-batches of 1, 2, ... samples of one shape, with blocks kept or not.
+
+A backward computes every block again, or what a block's forward saved is kept. `BatchCosts` begins
+with all blocks computed again; `keep_blocks` then spends the memory that is left on keeping those
+that save most. Blocks of one kind are alike, so the choice is a bounded knapsack over counts, and
+it is solved exactly, in bytes: what a sample keeps grows in proportion to the samples, so one front
+of (bytes, seconds) answers for every size of batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """Blocks of a model that are alike.
+
+    Attributes:
+        name: name of them, such as ``spatial``.
+        count: number of them.
+        kept_bytes: bytes of a token that a kept block holds more than a recomputed one.
+        share: share of the repeated forwards' seconds that all of them take together.
+    """
+
+    name: str
+    count: int
+    kept_bytes: float
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not self.kept_bytes > 0 or not 0 <= self.share <= 1:
+            raise GulliverError(
+                f"blocks {self.name!r}: give a count and bytes above 0, and a share of 0 to 1"
+            )
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """What micro-batches of one shape cost on a group of ranks: entry b - 1 is for b samples.
+
+    Attributes:
+        seconds: seconds of forward and backward with what is sent: [B]; B is the largest batch
+            that fits, 0 where not even one sample does.
+        bytes: bytes of a rank: [B].
+        communication: seconds of those in which ranks of the group wait for messages: [B].
+        recomputing: seconds of those in which forwards are repeated: [B].
+        recomputed: recomputed blocks of each kind: [B, kinds].
+    """
+
+    seconds: np.ndarray
+    bytes: np.ndarray
+    communication: np.ndarray
+    recomputing: np.ndarray
+    recomputed: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def first(self, batches: int) -> BatchCosts:
+        """Costs of batches of at most so many samples."""
+        arrays = (self.seconds, self.bytes, self.communication, self.recomputing, self.recomputed)
+        return BatchCosts(*(array[:batches] for array in arrays))
+
+
+def keep_blocks(
+    costs: BatchCosts, tokens: float, memory: float, kinds: Sequence[BlockKind]
+) -> BatchCosts:
+    """Keeps the activations that save most seconds in what is left of the memory.
+
+    Args:
+        costs: costs with every block recomputed.
+        tokens: tokens of one sample on a rank.
+        memory: bytes of a rank.
+        kinds: kinds of blocks.
+
+    Returns:
+        The costs with the best choice for every size of batch, exact in bytes.
+    """
+    if not len(costs) or not kinds:
+        return costs
+    weights, shares, kept = kept_front(kinds)
+    batches = np.arange(1, len(costs) + 1)
+    spare = np.maximum(0.0, memory - costs.bytes) / (tokens * batches)
+    # A hair of slack: sums of the same bytes in another order may differ in the last digit.
+    chosen = np.searchsorted(weights, spare * (1 + 1e-12), side="right") - 1
+    saved = costs.recomputing * shares[chosen]
+    return replace(
+        costs,
+        seconds=costs.seconds - saved,
+        bytes=costs.bytes + weights[chosen] * tokens * batches,
+        recomputing=costs.recomputing - saved,
+        recomputed=np.array([kind.count for kind in kinds]) - kept[chosen],
+    )
+
+
+def kept_front(kinds: Sequence[BlockKind]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All choices of kept blocks that no other beats in both bytes and seconds.
+
+    Args:
+        kinds: kinds of blocks.
+
+    Returns:
+        Bytes of a token [F], ascending, the share of the repeated forwards that is saved [F],
+        ascending, and the kept blocks of each kind [F, kinds].
+    """
+    weights, shares = np.zeros(1), np.zeros(1)
+    kept = np.zeros((1, 0), dtype=np.int64)
+    for kind in kinds:
+        counts = np.arange(kind.count + 1)
+        weights = np.add.outer(weights, counts * kind.kept_bytes).ravel()
+        shares = np.add.outer(shares, counts * (kind.share / kind.count)).ravel()
+        kept = np.column_stack((np.repeat(kept, len(counts), 0), np.tile(counts, len(kept))))
+        order = np.lexsort((-shares, weights))
+        best = np.maximum.accumulate(shares[order])
+        first = np.concatenate(([True], best[1:] > best[:-1]))
+        order = order[first]
+        weights, shares, kept = weights[order], shares[order], kept[order]
+    return weights, shares, kept

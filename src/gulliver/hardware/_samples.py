@@ -1,0 +1,338 @@
+"""Seconds and bytes of a sample: analytic terms of tokens and attention, with few measured rates.
+
+A micro-batch of b samples in a model of L blocks, on a group of d ranks, all blocks recomputed:
+
+    seconds = fixed + L call + b (4 L F / rate + token N + pixel P) / d + messages
+    F       = 2 weights N + 4 hidden pairs + 4 hidden N text           (one forward of one block)
+    bytes   = states + b N (token + L block) / d
+
+N are tokens, P pixels that an autoencoder encodes, and 4 F a forward, its repetition and a backward
+of two. Two depths tell the blocks from the rest, two sizes of batch what is fixed from what grows:
+four points fix the lot, more points give an error. Messages are Ulysses's: four exchanges of heads
+in each of three passes. `_refinement.py` corrects the seconds by real steps.
+
+Read `fit_samples` first, then `SampleCosts.batches`. It does not know how anything is measured:
+`measure_samples` calls back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+from gulliver.hardware._batch_costs import BatchCosts, BlockKind, keep_blocks
+from gulliver.hardware._cluster import Cluster
+from gulliver.hardware._costs import ITEM_BYTES, all_to_all_seconds
+
+PASSES, EXCHANGES = 4, 4
+"""Forwards' worth of compute with recompute; exchanges of heads in a pass (q, k, v, output)."""
+
+
+@dataclass(frozen=True)
+class SampleShape:
+    """Sizes of a sample that its costs depend on.
+
+    Attributes:
+        tokens: tokens of the sample.
+        pairs: pairs of a query and a key in one block, the mean over blocks.
+        text: tokens of a text that every token attends to.
+        pixels: pixels that the autoencoder encodes while training; 0 for kept latents.
+        name: name in messages.
+    """
+
+    tokens: int
+    pairs: float
+    text: int = 0
+    pixels: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.pairs < 0 or self.text < 0 or self.pixels < 0:
+            raise GulliverError(
+                f"sample shape {self.name or self.tokens}: its lengths lie: tokens must be at "
+                "least 1, and the other sizes at least 0"
+            )
+
+    @classmethod
+    def clip(
+        cls, frames: int, rows: int, columns: int, text: int = 0, pixels: int = 0
+    ) -> SampleShape:
+        """Latent frames of rows x columns tokens whose blocks attend in space and time in turn."""
+        place = rows * columns
+        tokens = frames * place
+        name = f"{frames}x{rows}x{columns}"
+        return cls(tokens, tokens * (place + frames) / 2, text, pixels, name)
+
+    @classmethod
+    def document(cls, length: int, causal: bool = True) -> SampleShape:
+        """One text of so many tokens."""
+        return cls(length, length * length / (2 if causal else 1), name=f"{length} tokens")
+
+    @classmethod
+    def documents(cls, lengths: Sequence[int], causal: bool = True) -> SampleShape:
+        """Texts that are packed into one row and do not see each other."""
+        pairs = sum(length * length for length in lengths) / (2 if causal else 1)
+        return cls(sum(lengths), pairs, name=f"{len(lengths)} in {sum(lengths)} tokens")
+
+    def __str__(self) -> str:
+        return self.name or f"{self.tokens} tokens"
+
+
+@dataclass(frozen=True)
+class SampleModel:
+    """Sizes of a model that the costs of its samples depend on.
+
+    Attributes:
+        name: name of the model; a file of another one is refused.
+        weights: elements of the matrices of one block, the mean.
+        hidden: dims of a token.
+        kinds: kinds of blocks; their counts are the depth.
+        dtype: dtype of activations.
+    """
+
+    name: str
+    weights: int
+    hidden: int
+    kinds: tuple[BlockKind, ...]
+    dtype: str = "float32"
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the model."""
+        return sum(kind.count for kind in self.kinds)
+
+    def forward_flops(self, shape: SampleShape) -> float:
+        """FLOPs of one forward of one block for one sample."""
+        linear = 2.0 * self.weights * shape.tokens
+        return linear + 4.0 * self.hidden * (shape.pairs + shape.tokens * shape.text)
+
+
+@dataclass(frozen=True)
+class SamplePoint:
+    """One measurement on one rank, all blocks recomputed.
+
+    Attributes:
+        shape: shape of the samples.
+        batch: number of samples.
+        depth: blocks that ran.
+        seconds: median seconds of forward and backward.
+        bytes: bytes at the peak, the model's states with them.
+    """
+
+    shape: SampleShape
+    batch: int
+    depth: int
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SampleFit:
+    """Rates that were fitted to points.
+
+    Attributes:
+        fixed_s: seconds of a micro-batch whatever is in it.
+        call_s: seconds of a block whatever is in it.
+        flop_s: seconds of a FLOP of a block.
+        token_s: seconds of a token outside of the blocks.
+        pixel_s: seconds of a pixel in the autoencoder.
+        states: bytes of parameters, gradients and states.
+        token_bytes: bytes of a token outside of the blocks.
+        block_bytes: bytes of a token in one recomputed block.
+        error: median relative error of the seconds of points that were left out of the fit one by
+            one; of the fitted points where there are no more than rates.
+        worst: largest of those.
+    """
+
+    fixed_s: float
+    call_s: float
+    flop_s: float
+    token_s: float
+    pixel_s: float
+    states: float
+    token_bytes: float
+    block_bytes: float
+    error: float = 0.0
+    worst: float = 0.0
+
+
+@dataclass(frozen=True)
+class SampleCosts:
+    """Costs of micro-batches of any shape, batch and degree.
+
+    Attributes:
+        model: sizes of the model.
+        fit: rates of this machine.
+        memory: bytes of a rank.
+        cluster: ranks and links; None: groups of one rank only.
+        allowed: degrees that the model takes, such as divisors of its heads; None: all.
+        encoded_alike: every rank of a group encodes all pixels of its samples; else its share.
+    """
+
+    model: SampleModel
+    fit: SampleFit
+    memory: float
+    cluster: Cluster | None = None
+    allowed: tuple[int, ...] | None = None
+    encoded_alike: bool = False
+
+    @property
+    def identity(self) -> str:
+        """What a saved state is held against: model and dtype."""
+        return f"{self.model.name}, {self.model.dtype}"
+
+    @property
+    def kinds(self) -> tuple[BlockKind, ...]:
+        """Kinds of blocks, in the order in which recomputed ones are counted."""
+        return self.model.kinds
+
+    def degrees(self, ranks: int) -> tuple[int, ...]:
+        """Degrees up to a number of ranks, as far as there are links and heads."""
+        most = min(ranks, self.cluster.size if self.cluster else 1)
+        return tuple(d for d in range(1, most + 1) if self.allowed is None or d in self.allowed)
+
+    def tokens(self, shape: SampleShape) -> int:
+        """Tokens of a sample."""
+        return shape.tokens
+
+    def batches(
+        self, shape: SampleShape, degree: int, pac: bool = True, most: int = 4096
+    ) -> BatchCosts:
+        """Costs of micro-batches of 1, 2, ... samples on a group of ranks, as many as fit.
+
+        Args:
+            shape: shape of the samples.
+            degree: ranks of the group.
+            pac: keep activations where memory is left; else all blocks are recomputed.
+            most: largest batch that is looked at.
+        """
+        fit, model = self.fit, self.model
+        tokens = shape.tokens / degree
+        each = tokens * (fit.token_bytes + model.depth * fit.block_bytes)
+        room = self.memory - fit.states
+        largest = max(0, min(most, int(room / each + 1e-9))) if each > 0 else most
+        size = np.arange(1, largest + 1)
+        repeated = size * model.depth * model.forward_flops(shape) * fit.flop_s / degree
+        encoders = 1 if self.encoded_alike else degree
+        around = size * (
+            fit.token_s * shape.tokens / degree + fit.pixel_s * shape.pixels / encoders
+        )
+        sent = self._messages(tokens, degree, size)
+        fixed = fit.fixed_s + model.depth * fit.call_s
+        counts = np.tile([kind.count for kind in model.kinds], (largest, 1)).astype(np.int64)
+        seconds = fixed + PASSES * repeated + around + sent
+        costs = BatchCosts(seconds, fit.states + each * size, sent, repeated, counts)
+        return keep_blocks(costs, tokens, self.memory, model.kinds) if pac else costs
+
+    def _messages(self, tokens: float, degree: int, size: np.ndarray) -> np.ndarray:
+        """Seconds of exchanges of heads: [B]; a line through two sizes, which they are."""
+        if degree == 1 or not len(size):
+            return np.zeros(len(size))
+        assert self.cluster is not None, "degrees() gives one rank without a cluster"
+        axes = self.cluster.crossed(1, degree)
+        unit = tokens * self.model.hidden * ITEM_BYTES[self.model.dtype]
+        count = EXCHANGES * (PASSES - 1) * self.model.depth
+        ends = [all_to_all_seconds(axes, int(n * unit)) for n in (1, max(2, len(size)))]
+        return count * np.interp(size, [1, max(2, len(size))], ends)
+
+
+def fit_samples(
+    model: SampleModel, points: Sequence[SamplePoint], states: float | None = None
+) -> SampleFit:
+    """Fits rates to measured points.
+
+    Args:
+        model: sizes of the model.
+        points: points of at least two depths times two sizes of batch.
+        states: bytes of the states at full depth, where points do not tell.
+
+    Raises:
+        GulliverError: too few points, or points that are no measurements.
+    """
+    if len({p.depth for p in points}) < 2 or len({(p.shape, p.batch) for p in points}) < 2:
+        raise GulliverError("costs of samples need points of two depths and two sizes of batch")
+    if any(not (math.isfinite(p.seconds) and p.seconds > 0 and p.bytes > 0) for p in points):
+        raise GulliverError("costs of samples need points with seconds and bytes above 0")
+    rows = np.array([_terms(model, point) for point in points])
+    seconds = np.array([point.seconds for point in points])
+    rates = _not_negative(rows / seconds[:, None], np.ones(len(points)))
+    errors = np.abs(rows @ rates / seconds - 1)
+    if len(points) > rows.shape[1]:
+        errors = np.array([_left_out(rows, seconds, n) for n in range(len(points))])
+    size = np.array([point.bytes for point in points], dtype=float)
+    memory = np.array([_byte_terms(point) for point in points], dtype=float)
+    held = _not_negative(memory / size[:, None], np.ones(len(points)))
+    whole = held[0] + held[1] * model.depth if states is None else states
+    fixed, call, flop, token, pixel = map(float, rates)
+    told = float(np.median(errors)), float(np.max(errors))
+    return SampleFit(
+        fixed, call, flop, token, pixel, float(whole), float(held[2]), float(held[3]), *told
+    )
+
+
+def measure_samples(
+    run: Callable[[SampleShape, int, int], tuple[float, int]],
+    shapes: Iterable[SampleShape],
+    batches: Sequence[int] = (1, 2),
+    depths: Sequence[int] = (1, 2),
+    repeats: int = 3,
+) -> list[SamplePoint]:
+    """Measures points: the median of several runs after one that is not counted.
+
+    Args:
+        run: runs forward and backward of (shape, batch, depth); returns seconds and peak bytes.
+        shapes: shapes to measure.
+        batches: sizes of batch.
+        depths: numbers of blocks.
+        repeats: runs of each point.
+    """
+    points = []
+    for shape, batch, depth in itertools.product(shapes, batches, depths):
+        run(shape, batch, depth)
+        found = [run(shape, batch, depth) for _ in range(repeats)]
+        seconds = statistics.median(second for second, _ in found)
+        points.append(SamplePoint(shape, batch, depth, seconds, max(size for _, size in found)))
+    return points
+
+
+def _terms(model: SampleModel, point: SamplePoint) -> list[float]:
+    batch, shape = point.batch, point.shape
+    flops = PASSES * batch * point.depth * model.forward_flops(shape)
+    return [1.0, point.depth, flops, batch * shape.tokens, batch * shape.pixels]
+
+
+def _byte_terms(point: SamplePoint) -> list[float]:
+    tokens = point.batch * point.shape.tokens
+    return [1.0, point.depth, tokens, tokens * point.depth]
+
+
+def _left_out(rows: np.ndarray, seconds: np.ndarray, place: int) -> float:
+    """Relative error of a point that the fit does not see."""
+    others = np.arange(len(seconds)) != place
+    scaled = rows[others] / seconds[others, None]
+    rates = _not_negative(scaled, np.ones(int(others.sum())))
+    return float(abs(rows[place] @ rates / seconds[place] - 1))
+
+
+def _not_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Least squares without negative rates: terms that come out negative are left out one by one.
+
+    Columns are scaled to one another: FLOPs and counts of calls lie ten orders apart.
+    """
+    scale = np.abs(rows).max(axis=0)
+    used = [column for column in range(rows.shape[1]) if scale[column] > 0]
+    found = np.zeros(rows.shape[1])
+    while used:
+        part = np.linalg.lstsq(rows[:, used] / scale[used], values, rcond=None)[0]
+        worst = int(np.argmin(part))
+        if part[worst] >= -1e-12:
+            found[used] = np.maximum(part, 0.0) / scale[used]
+            break
+        used.pop(worst)
+    return found

@@ -1,0 +1,127 @@
+"""Seconds of a training step over slots and batch, described or fitted, and what larger batches do.
+
+    step(n, B) = sample_seconds ceil(B / n) + step_seconds + exchange_seconds 2 (n - 1) / n
+
+The slowest of n slots has ceil(B / n) samples, and a ring all-reduce sends 2 (n - 1) / n times the
+gradients (Patarasuk and Yuan 2009). A sample of a batch of B teaches (noise + base) / (noise + B)
+of what one of a batch of `base` does, `noise` being the gradient noise scale in samples (McCandlish
+et al. 2018, "An empirical model of large-batch training"): goodput is throughput times that
+(Qiao et al. 2021, "Pollux").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Costs of a job's step, by what they grow with.
+
+    Attributes:
+        sample_seconds: seconds of one sample on one slot.
+        step_seconds: seconds of a step that neither slots nor samples change.
+        exchange_seconds: seconds that one slot takes to send all gradients once.
+        error: largest relative error at the points that it was fitted to; 0 of a described one.
+    """
+
+    sample_seconds: float
+    step_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    error: float = 0.0
+
+    def seconds(self, slots: int, batch: int) -> float:
+        """Seconds of a step of `batch` samples on `slots` slots."""
+        shared = self.exchange_seconds * 2 * (slots - 1) / slots
+        return self.sample_seconds * math.ceil(batch / slots) + self.step_seconds + shared
+
+    def throughput(self, slots: int, batch: int) -> float:
+        """Samples a second."""
+        return batch / self.seconds(slots, batch)
+
+
+def batch_efficiency(noise: float, base: int, batch: int) -> float:
+    """Share of a sample at batch size `base` that a sample at `batch` is worth.
+
+    Args:
+        noise: gradient noise scale in samples.
+        base: batch size at which work is counted.
+        batch: batch size of the step.
+    """
+    return (noise + base) / (noise + batch)
+
+
+def best_batch(scaling: Scaling, slots: int, noise: float, base: int, least: int, most: int) -> int:
+    """Finds the batch size of the highest goodput, exactly.
+
+    Among batches of equal step time the largest is best, so it is k samples on every slot, or
+    `most`. Over k the goodput rises and then falls; with real numbers its top is where
+    k^2 = overhead x noise / (sample_seconds x slots).
+
+    Args:
+        scaling: costs of the job's step.
+        slots: number of slots.
+        noise: gradient noise scale in samples.
+        base: batch size at which work is counted.
+        least: smallest batch size that is allowed.
+        most: largest batch size that is allowed.
+    """
+    overhead = scaling.seconds(slots, 0)
+    first, last = math.ceil(least / slots), most // slots
+    tried = {least, most}
+    if first <= last:
+        top = float(last)
+        if scaling.sample_seconds > 0:
+            top = math.sqrt(overhead * noise / (scaling.sample_seconds * slots))
+        tried |= {slots * int(min(max(k, first), last)) for k in (top // 1, top // 1 + 1)}
+
+    def goodput(batch: int) -> float:
+        return scaling.throughput(slots, batch) * batch_efficiency(noise, base, batch)
+
+    return max(sorted(tried), key=goodput)
+
+
+def fit_scaling(points: Sequence[tuple[int, int, float]]) -> Scaling:
+    """Fits the costs of a step to measured throughput, by least squares of relative errors.
+
+    No cost is below 0: all sets of costs that are above it are tried, which is exact for three.
+
+    Args:
+        points: slots, batch and samples a second of each measurement.
+
+    Raises:
+        GulliverError: no point, or one that is no measurement.
+    """
+    for slots, batch, speed in points:
+        if not (slots >= 1 and batch >= 1 and 0 < speed < math.inf):
+            raise GulliverError(
+                f"measured point {(slots, batch, speed)}: give slots and batch from 1 on and "
+                "samples a second above 0"
+            )
+    if not points:
+        raise GulliverError(
+            "no measured points: give at least one [slots, batch, samples a second]"
+        )
+    rows = np.array(
+        [[math.ceil(batch / slots), 1.0, 2 * (slots - 1) / slots] for slots, batch, _ in points]
+    )
+    rows *= np.array([speed / batch for _, batch, speed in points])[:, None]
+    best, least = np.zeros(3), math.inf
+    for count in (1, 2, 3):
+        for chosen in combinations(range(3), count):
+            found = np.linalg.lstsq(rows[:, chosen], np.ones(len(points)), rcond=None)[0]
+            if (found < 0).any():
+                continue
+            costs = np.zeros(3)
+            costs[list(chosen)] = found
+            residual = float(np.square(rows @ costs - 1).sum())
+            if residual < least - 1e-12:
+                best, least = costs, residual
+    return Scaling(*map(float, best), error=float(np.abs(rows @ best - 1).max()))

@@ -1,0 +1,101 @@
+"""Steps in which ranks call forward and backward as often as each has work: never, or many times.
+
+    with uneven_step(optimizer) as uneven:
+        for batch in mine:
+            uneven.backward(loss(batch), last=batch is mine[-1])
+    optimizer.step()
+
+[Note: one reduction] Collectives over all ranks have to be issued in one order everywhere, and a
+backward of stages 2 and 3 issues some. So inside such a step nothing is sent: gradients are added
+up where they are made, whatever the stage, and travel once, with each rank's last backward. A rank
+without any sends zeros. Of stage 3 all parameters are gathered when the step begins and given back
+when it ends; so inside it takes the memory of stage 1, and between steps that of its own stage.
+
+The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but lets all
+ranks wait for the longest at every micro-batch; steps are balanced as wholes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from gulliver.comm import guard
+from gulliver.errors import GulliverError
+from gulliver.parallel.zero._optimizer import ZeroOptimizer
+from gulliver.parallel.zero._unfreezing import wake
+
+UNFINISHED = (
+    "a step whose ranks have unequal work is under way: call its own backward(loss) inside the "
+    "loop over its micro-batches, and the optimizer's step() after that loop has ended"
+)
+
+
+class UnevenStep:
+    """One step's backwards on this rank."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer, self.sent = optimizer, False
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Backward of a loss; the last one of the step sends what was added up.
+
+        Raises:
+            GulliverError: it was sent already.
+        """
+        if self.sent:
+            raise GulliverError("a backward follows the last one of a step: call it once for each")
+        scaler, reducer = self._optimizer.scaler, self._optimizer.shards.reducer
+        reducer.scale = scale = 1.0 if scaler is None else scaler.scale
+        with guard(), reducer.backward(reduce=last):
+            (loss if scale == 1.0 else loss * scale).backward()
+        self.sent = last
+
+    def finish(self) -> None:
+        """Sends what was added up, if no backward did: zeros where there was none."""
+        if not self.sent:
+            with guard(), self._optimizer.shards.reducer.backward(reduce=True):
+                pass
+        self.sent = True
+
+
+@contextmanager
+def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
+    """Wraps all forwards and backwards of a step; every rank of the optimizer enters and leaves it.
+
+    Args:
+        optimizer: optimizer that steps afterwards.
+
+    Raises:
+        GulliverError: the optimizer does something in every backward that ranks do together.
+    """
+    check_uneven(optimizer)
+    shards = optimizer.shards
+    wake(shards)
+    optimizer.unfinished = UNFINISHED
+    try:
+        with shards.gatherer.whole():
+            step = UnevenStep(optimizer)
+            yield step
+            step.finish()
+    finally:
+        optimizer.unfinished = ""
+
+
+def check_uneven(optimizer: ZeroOptimizer) -> None:
+    """Refuses what needs backwards that are alike on all ranks.
+
+    Raises:
+        GulliverError: naming it.
+    """
+    found = {
+        "a pipeline (pp_size)": optimizer.pipeline is not None,
+        "step_in_backward": optimizer.step_in_backward,
+        "a memory limit": optimizer.shards.manager is not None,
+        "the tuning of chunks (give chunk_mb a number)": optimizer.tuner is not None,
+    }
+    for what, there in found.items():
+        if there:
+            raise GulliverError(f"steps of unequal work on the ranks do not go with {what}")

@@ -1,0 +1,57 @@
+"""Jobs that share a cluster: simulated under several policies, explained, and drawn.
+
+`_jobs.py` says what a job is and how fast it is on some slots, `_simulator.py` runs a policy over a
+trace, `_result.py` adds up and holds it against a bound. Policies: `_classic.py`, ONES as published
+in `_ones.py` with `_evolution.py` and `_predictor.py`, ours in `_lookahead.py` with `_rollout.py`.
+`_why.py` explains, `_page.py` draws, `_traces.py` reads files and `_generators.py` draws traces.
+
+It knows nothing of real clusters: no process is started, and slots are all alike.
+"""
+
+from gulliver.schedule._classic import Fifo, Optimus, Pollux, Srpt, Tiresias
+from gulliver.schedule._estimates import Estimator
+from gulliver.schedule._generators import SHAPES, generate
+from gulliver.schedule._jobs import Job, JobCluster, Modes
+from gulliver.schedule._lookahead import Rollout
+from gulliver.schedule._ones import Ones
+from gulliver.schedule._page import HEADS, schedule_page, summary_row
+from gulliver.schedule._policies import POLICIES, make_policy
+from gulliver.schedule._result import Result, Segment, Summary, bound_of
+from gulliver.schedule._simulator import simulate
+from gulliver.schedule._state import Allotment, Decision, JobState, Policy, View
+from gulliver.schedule._traces import read_trace, write_trace
+from gulliver.schedule._why import why
+
+__all__ = [
+    "HEADS",
+    "POLICIES",
+    "SHAPES",
+    "Allotment",
+    "Decision",
+    "Estimator",
+    "Fifo",
+    "Job",
+    "JobCluster",
+    "JobState",
+    "Modes",
+    "Ones",
+    "Optimus",
+    "Policy",
+    "Pollux",
+    "Result",
+    "Rollout",
+    "Segment",
+    "Srpt",
+    "Summary",
+    "Tiresias",
+    "View",
+    "bound_of",
+    "generate",
+    "make_policy",
+    "read_trace",
+    "schedule_page",
+    "simulate",
+    "summary_row",
+    "why",
+    "write_trace",
+]

@@ -1,0 +1,229 @@
+"""Jobs, the slots that they share, and what a job does on some number of slots.
+
+A slot is one accelerator. A job is work in samples, counted at its own batch size; on n slots it
+takes the batch size of the highest goodput that its limits allow, which is its own batch where they
+allow no other: then what it computes does not depend on its slots, and they change its accumulation
+alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+from gulliver.hardware import Scaling, batch_efficiency, best_batch
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job.
+
+    Attributes:
+        name: name, one of its kind in a trace.
+        arrival: second at which it is submitted.
+        samples: samples to process at `batch`; of larger batches more, as `noise` says.
+        batch: global batch size that its user has chosen.
+        slots: number of slots that its user asks for; policies that do not resize give it these.
+        scaling: seconds of a step over slots and batch.
+        noise: gradient noise scale in samples; 0 says that larger batches gain nothing.
+        least_batch: smallest batch size that is allowed; None for `batch`.
+        most_batch: largest batch size that is allowed; None for `batch`.
+        epoch: samples of an epoch, None for a twentieth of `samples`.
+        deadline: second at which it should be done, None without one.
+        tenant: name that quotas know its user by.
+        resize_seconds: seconds that it loses when its slots change, and when it goes on after a
+            pause.
+        most_slots: largest number of slots that it runs on, None for any.
+        announced: whether policies know `samples`; otherwise they have to estimate.
+        curvature: how fast its loss falls, as policies observe it: it is by then
+            exp(-curvature x progress).
+    """
+
+    name: str
+    arrival: float
+    samples: float
+    batch: int
+    slots: int
+    scaling: Scaling
+    noise: float = 0.0
+    least_batch: int | None = None
+    most_batch: int | None = None
+    epoch: float | None = None
+    deadline: float | None = None
+    tenant: str = ""
+    resize_seconds: float = 10.0
+    most_slots: int | None = None
+    announced: bool = True
+    curvature: float = 3.0
+
+    def __post_init__(self) -> None:
+        told = f"job {self.name!r}"
+        _number(f"{told}: arrival", self.arrival, 0)
+        _number(f"{told}: samples", self.samples, 0, above=True)
+        _number(f"{told}: noise", self.noise, 0)
+        _number(f"{told}: resize_seconds", self.resize_seconds, 0)
+        _number(f"{told}: curvature", self.curvature, 0, above=True)
+        for name in ("batch", "slots", "least_batch", "most_batch", "most_slots"):
+            if (value := getattr(self, name)) is not None:
+                _number(f"{told}: {name}", value, 1, whole=True)
+        if self.epoch is not None:
+            _number(f"{told}: epoch", self.epoch, 0, above=True)
+        if self.deadline is not None:
+            _number(f"{told}: deadline", self.deadline, self.arrival)
+        costs = self.scaling
+        for name in ("sample_seconds", "step_seconds", "exchange_seconds"):
+            _number(f"{told}: {name}", getattr(costs, name), 0)
+        if costs.sample_seconds + costs.step_seconds <= 0:
+            raise GulliverError(f"{told}: a step takes no time: give sample_seconds above 0")
+        if not self.smallest <= self.batch <= self.largest:
+            raise GulliverError(
+                f"{told}: batch {self.batch} is outside of its limits {self.smallest} to "
+                f"{self.largest}: give least_batch <= batch <= most_batch"
+            )
+        if self.most_slots is not None and self.slots > self.most_slots:
+            raise GulliverError(
+                f"{told}: it asks for {self.slots} slots and runs on {self.most_slots} at most"
+            )
+
+    @property
+    def smallest(self) -> int:
+        """Smallest batch size that is allowed."""
+        return self.batch if self.least_batch is None else self.least_batch
+
+    @property
+    def largest(self) -> int:
+        """Largest batch size that is allowed."""
+        return self.batch if self.most_batch is None else self.most_batch
+
+    @property
+    def elastic_batch(self) -> bool:
+        """Whether its batch size may change."""
+        return self.smallest < self.largest
+
+    @cached_property
+    def epoch_samples(self) -> float:
+        """Samples of an epoch."""
+        return self.samples / 20 if self.epoch is None else self.epoch
+
+    def goodput(self, slots: int, batch: int) -> float:
+        """Samples a second, counted as those of its own batch size."""
+        worth = batch_efficiency(self.noise, self.batch, batch) if batch != self.batch else 1.0
+        return self.scaling.throughput(slots, batch) * worth
+
+    def modes(self, slots: int) -> Modes:
+        """Returns what it does on 0 to `slots` slots."""
+        return _modes(self, slots)
+
+
+def _number(
+    name: str, value: float, least: float, above: bool = False, whole: bool = False
+) -> None:
+    right = f"{'above' if above else 'from'} {least:g}{'' if above else ' on'}"
+    kind = "a whole number" if whole else "a number"
+    fits = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    fits = fits and math.isfinite(value) and (not whole or int(value) == value)
+    if not fits or value < least or (above and value == least):
+        raise GulliverError(f"{name} is {value}: give {kind} {right}")
+
+
+class Modes(NamedTuple):
+    """A job over numbers of slots.
+
+    Attributes:
+        batches: batch size on 0, 1, 2 ... slots; 0 on none.
+        goodputs: samples a second, [slots + 1]; 0 beyond the slots that it runs on.
+        useful: number of slots beyond which it does not become faster.
+    """
+
+    batches: tuple[int, ...]
+    goodputs: np.ndarray
+    useful: int
+
+
+@lru_cache(maxsize=4096)
+def _modes(job: Job, slots: int) -> Modes:
+    most = min(slots, job.most_slots or slots)
+    batches, goodputs = [0] * (slots + 1), np.zeros(slots + 1)
+    for count in range(1, most + 1):
+        batch = job.batch
+        if job.elastic_batch:
+            limits = (job.smallest, job.largest)
+            batch = best_batch(job.scaling, count, job.noise, job.batch, *limits)
+        batches[count], goodputs[count] = batch, job.goodput(count, batch)
+    goodputs.flags.writeable = False
+    return Modes(tuple(batches), goodputs, int(goodputs.argmax()))
+
+
+@dataclass(frozen=True)
+class JobCluster:
+    """Slots that jobs share.
+
+    Attributes:
+        slots: number of slots.
+        quotas: slots that a tenant has a right to. What the others leave idle it may have beyond
+            that, until they want it: then its jobs shrink or pause.
+    """
+
+    slots: int
+    quotas: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _number("slots of the cluster", self.slots, 1, whole=True)
+        for tenant, quota in self.quotas.items():
+            _number(f"quota of {tenant!r}", quota, 0, whole=True)
+        if sum(self.quotas.values()) > self.slots:
+            raise GulliverError(
+                f"quotas add up to {sum(self.quotas.values())} slots and the cluster has "
+                f"{self.slots}: lower them"
+            )
+
+    def limits(self, wanted: Mapping[str, int], borrow: bool = True) -> dict[str, int]:
+        """Returns the most slots of each tenant, so that all others keep what they want of theirs.
+
+        Args:
+            wanted: slots that each tenant could use now.
+            borrow: whether a tenant may have more than its quota; a policy that cannot take slots
+                back must not lend them.
+        """
+        if not self.quotas:
+            return dict.fromkeys(wanted, self.slots)
+        kept = {tenant: min(wanted.get(tenant, 0), quota) for tenant, quota in self.quotas.items()}
+        if not borrow:
+            return {tenant: self.quotas.get(tenant, 0) for tenant in wanted}
+        return {
+            tenant: self.slots - sum(n for other, n in kept.items() if other != tenant)
+            for tenant in wanted
+        }
+
+
+def check_trace(jobs: tuple[Job, ...], cluster: JobCluster) -> None:
+    """Refuses jobs that the cluster can never run.
+
+    Raises:
+        GulliverError: no job, two of one name, one that asks for more slots than there are, or of a
+            tenant that quotas leave nothing.
+    """
+    if not jobs:
+        raise GulliverError("the trace has no jobs: give at least one")
+    seen: set[str] = set()
+    for job in jobs:
+        if job.name in seen:
+            raise GulliverError(f"two jobs are named {job.name!r}: give each a name of its own")
+        seen.add(job.name)
+        if job.slots > cluster.slots:
+            raise GulliverError(
+                f"job {job.name!r} asks for {job.slots} slots and the cluster has "
+                f"{cluster.slots}: lower its slots, or take a larger cluster"
+            )
+        if cluster.quotas and job.tenant not in cluster.quotas:
+            known = ", ".join(map(repr, cluster.quotas))
+            raise GulliverError(
+                f"job {job.name!r} is of tenant {job.tenant!r}, which has no quota: give it one "
+                f"beside {known}"
+            )

@@ -1,0 +1,269 @@
+"""Looks ahead: what each rule of sharing would come to if no job came any more.
+
+Worlds are followed at once, one for each rule, from one completion to the next. In each phase the
+slots are shared exactly (`gulliver.solve.allocate`) for the rule's weights:
+
+    maximise sum_j weight_j x (seconds of j on one slot now) / (seconds of j on n_j slots from now)
+
+where the seconds of other slots than it has include the resize. Weights are powers of the remaining
+seconds (0: total speed; 1: sum of 1 / seconds; large: shortest first), or those that make the
+closed form of the optimal policy for speed-up n^p (Berg et al. 2020, "heSRPT"): with m jobs, the
+i-th longest gets weight ((i/m)^(1/(1-p)) - ((i-1)/m)^(1/(1-p)))^(1-p). `lazy` rules take no slot
+away from a job that runs; `reserving` ones give jobs with a deadline first what they need for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from gulliver.schedule._state import View
+
+HORIZON = 40
+"""Most jobs that are shared among in a phase: those with the least work."""
+NEVER = 1e30
+"""Seconds of a sample where a job cannot run."""
+LATE = 1e9
+"""Seconds that a missed deadline counts as."""
+
+Share = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+class Rule(NamedTuple):
+    """A rule of sharing.
+
+    Attributes:
+        power: power of the remaining seconds; None for the weights of the closed form.
+        speedup: power p of the speed-up, where power is None.
+        lazy: whether jobs that run keep at least their slots.
+        reserving: whether jobs with a deadline come first.
+        inverse: whether the sum of weighted slowdowns is minimised instead.
+    """
+
+    power: float | None
+    speedup: float = 0.0
+    lazy: bool = False
+    reserving: bool = False
+    inverse: bool = False
+
+    def __str__(self) -> str:
+        told = (
+            f"weights of heSRPT at {self.speedup:g}"
+            if self.power is None
+            else f"seconds to the -{self.power:g}"
+        )
+        told = f"slowdowns, {told}" if self.inverse else told
+        return told + ", lazy" * self.lazy + ", deadlines first" * self.reserving
+
+
+RULES = tuple(
+    Rule(power, speedup, lazy)
+    for power, speedup in ((0, 0), (0.5, 0), (1, 0), (2, 0), (5, 0), (None, 0.5), (None, 0.75))
+    for lazy in (False, True)
+) + tuple(
+    Rule(power, lazy=lazy, inverse=True) for power in (-1, 0, 0.5, 1, 2) for lazy in (False, True)
+)
+WORST = 20.0
+"""Slowdown, over all slots for itself, that a job without slots counts with."""
+
+
+class Jobs(NamedTuple):
+    """Jobs as numbers.
+
+    Attributes:
+        left: samples that are left, [jobs].
+        goodputs: samples a second over slots, [jobs, slots + 1].
+        held: slots now, [jobs].
+        ready: seconds until it makes progress on these, [jobs].
+        resize: seconds that other slots cost, [jobs]; 0 of one that has not started.
+        resume: seconds that a resize costs once it has started, [jobs].
+        slack: seconds to the deadline, inf without one, [jobs].
+    """
+
+    left: np.ndarray
+    goodputs: np.ndarray
+    held: np.ndarray
+    ready: np.ndarray
+    resize: np.ndarray
+    resume: np.ndarray
+    slack: np.ndarray
+
+
+def jobs_of(view: View, left: list[float]) -> Jobs:
+    """Reads a view; `left` is what each job is thought to have left."""
+    states, slots = view.jobs, view.cluster.slots
+    return Jobs(
+        np.array(left),
+        np.stack([_useful(state.job.modes(slots).goodputs) for state in states]),
+        np.array([state.count for state in states]),
+        np.array([max(0.0, state.ready - view.now) for state in states]),
+        np.array([0.0 if s.started is None else s.job.resize_seconds for s in states]),
+        np.array([state.job.resize_seconds for state in states]),
+        np.array([np.inf if s.job.deadline is None else s.job.deadline - view.now for s in states]),
+    )
+
+
+def _useful(goodputs: np.ndarray) -> np.ndarray:
+    """Numbers of slots that fewer are as fast as count as impossible."""
+    before = np.maximum.accumulate(np.concatenate([[0.0], goodputs[:-1]]))
+    return np.where(goodputs > before, goodputs, 0.0)
+
+
+class Outcome(NamedTuple):
+    """Worlds that were followed to their end.
+
+    Attributes:
+        counts: slots of the first phase, [worlds, jobs].
+        ends: seconds until each job is done, [worlds, jobs].
+        starts: seconds until each job first holds slots, [worlds, jobs].
+        cost: sum of ends, of the delay of jobs to come and of `LATE` by missed deadline, [worlds].
+    """
+
+    counts: np.ndarray
+    ends: np.ndarray
+    starts: np.ndarray
+    cost: np.ndarray
+
+
+class Worlds:
+    """Worlds that are followed together.
+
+    Args:
+        jobs: jobs as they are now.
+        rules: rule of each world.
+        share: how slots are shared, `allocate` or the same under limits of tenants.
+        first: slots of the first phase, [worlds, jobs]; None lets the rules say.
+        crowd: jobs that come in a second.
+        limited: whether `share` knows jobs by their place, so that none may be left out.
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        rules: tuple[Rule, ...],
+        share: Share,
+        first: np.ndarray | None = None,
+        limited: bool = False,
+        crowd: float = 0.0,
+    ) -> None:
+        self.rules, self.share, self.first, self.limited = rules, share, first, limited
+        wide = (len(rules), 1)
+        self.goodputs, self.slack, self.resume = jobs.goodputs, jobs.slack, jobs.resume
+        self.left, self.held = np.tile(jobs.left, wide), np.tile(jobs.held, wide)
+        self.ready, self.resize = np.tile(jobs.ready, wide), np.tile(jobs.resize, wide)
+        self.crowd = crowd
+        self.now, self.area = np.zeros(len(rules)), np.zeros(len(rules))
+        self.alive = np.ones(self.left.shape, dtype=bool)
+        self.ends = np.zeros(self.left.shape)
+        self.starts = np.where(self.held > 0, 0.0, np.inf)
+        with np.errstate(divide="ignore"):
+            # Seconds of one sample on each number of slots; NEVER where it cannot run.
+            self.slow = np.minimum(1 / self.goodputs, NEVER)
+            self.fastest = self.slow.min(axis=1)
+        self.lazy = np.array([rule.lazy for rule in rules])
+        self.reserving = np.array([rule.reserving for rule in rules])
+
+    def follow(self) -> Outcome:
+        """Follows all worlds until every job is done."""
+        counts = self._shared() if self.first is None else self.first
+        firsts = counts.copy()
+        for _ in range(2 * self.left.shape[1] + 2):
+            self._advance(counts)
+            if not self.alive.any():
+                break
+            counts = self._shared()
+        # Nobody runs first where a lazy rule cannot keep all: tenants want their slots back.
+        self.ends[self.alive | (firsts.sum(axis=1) == 0)[:, None]] = np.inf
+        late = (self.ends > self.slack).sum(axis=1)
+        # What is held longer keeps those waiting who come before all of these are done.
+        delay = self.crowd * self.area / (self.goodputs.shape[1] - 1)
+        delay *= np.minimum(self.ends.max(axis=1), NEVER)
+        cost = self.ends.sum(axis=1) + delay + LATE * late
+        return Outcome(firsts, self.ends, self.starts, cost)
+
+    def _shared(self) -> np.ndarray:
+        """Shares the slots by each world's rule."""
+        worlds, jobs = self.left.shape
+        width = self.goodputs.shape[1]
+        kept = jobs if self.limited else min(int(self.alive.sum(axis=1).max()), HORIZON)
+        alone = np.where(self.alive, self.left * self.fastest, np.inf)
+        # Who runs is never left out: a lazy rule keeps it.
+        order = np.argsort(np.where(self.held > 0, -1 / (1 + alone), alone), axis=1, kind="stable")
+        chosen = np.arange(jobs)[None].repeat(worlds, 0) if kept == jobs else order[:, :kept]
+        row = np.arange(worlds)[:, None]
+        alive, held = self.alive[row, chosen], self.held[row, chosen]
+        left = self.left[row, chosen]
+        seconds = left[:, :, None] * self.slow[chosen] + self.resize[row, chosen][:, :, None]
+        stays = np.arange(width) == held[:, :, None]
+        now = left * self.slow[chosen, held] + self.ready[row, chosen]
+        seconds = np.where(stays & (held > 0)[:, :, None], now[:, :, None], seconds)
+        seconds[:, :, 0] = NEVER
+        alone = left * self.fastest[chosen]
+        weights = self._weights(np.where(alive, np.maximum(alone, 1e-9), np.nan))
+        values = np.where(
+            alive[:, :, None], (weights * alone)[:, :, None] / np.maximum(seconds, 1e-12), -np.inf
+        )
+        values[:, :, 0] = 0.0
+        slowdown = seconds / np.maximum(alone, 1e-9)[:, :, None]
+        slower = -weights[:, :, None] * np.minimum(slowdown, WORST)
+        inverse = np.array([rule.inverse for rule in self.rules])[:, None, None]
+        values = np.where(inverse & alive[:, :, None], slower, values)
+        values[seconds >= NEVER / 1e6] = -np.inf
+        values[:, :, 0] = np.where(inverse[:, :, 0] & alive, -weights * (WORST + 1), 0.0)
+        if self.reserving.any():
+            slack = self.slack[chosen] - self.now[:, None]
+            urgent = np.isfinite(slack) & (slack > 0) & alive & self.reserving[:, None]
+            meets = urgent[:, :, None] & (seconds <= slack[:, :, None])
+            # What comes first is what is due first.
+            due = np.argsort(np.argsort(np.where(urgent, slack, np.inf), axis=1), axis=1)
+            values = np.where(meets, values + 1e6 * (jobs - due)[:, :, None], values)
+        fewer = (np.arange(width) < held[:, :, None]) & self.lazy[:, None, None]
+        values[fewer & alive[:, :, None]] = -np.inf
+        found, _ = self.share(values)
+        counts = np.zeros((worlds, jobs), dtype=np.int64)
+        np.put_along_axis(counts, chosen, found, axis=1)
+        return counts
+
+    def _weights(self, alone: np.ndarray) -> np.ndarray:
+        """Weights of jobs by what they have left; nan marks jobs that are done."""
+        weights = np.zeros(alone.shape)
+        shortest = np.nanmin(np.where(np.isnan(alone), np.inf, alone), axis=1)
+        for world, rule in enumerate(self.rules):
+            if rule.power is not None:
+                relative = alone[world] / max(shortest[world], 1e-9)
+                weights[world] = np.maximum(relative**-rule.power, 1e-6)
+                continue
+            known = ~np.isnan(alone[world])
+            order = np.argsort(-np.where(known, alone[world], -np.inf), kind="stable")
+            count = int(known.sum())
+            ends = (np.arange(count + 1) / max(1, count)) ** (1 / (1 - rule.speedup))
+            weights[world, order[:count]] = np.diff(ends) ** (1 - rule.speedup)
+        return np.nan_to_num(weights)
+
+    def _advance(self, counts: np.ndarray) -> None:
+        """Lets all worlds run until their next completion."""
+        row = np.arange(len(counts))[:, None]
+        moved = (counts != self.held) & self.alive
+        self.ready = np.where(moved & (counts > 0), self.resize, self.ready)
+        self.held = np.where(self.alive, counts, 0)
+        runs = self.held > 0
+        self.starts = np.where(runs, np.minimum(self.starts, self.now[:, None]), self.starts)
+        self.resize = np.where(runs, self.resume, self.resize)
+        slow = self.slow[np.arange(counts.shape[1])[None], self.held]
+        with np.errstate(invalid="ignore"):
+            until = np.where(runs, self.ready + self.left * slow, np.inf)
+        first = until.argmin(axis=1)[:, None]
+        spent = until[row, first]
+        spent = np.where(np.isfinite(spent), spent, 0.0)
+        ran = np.where(runs, np.maximum(0.0, spent - self.ready), 0.0)
+        with np.errstate(invalid="ignore"):
+            self.left = np.maximum(0.0, self.left - np.where(runs, ran / slow, 0.0))
+        self.ready = np.maximum(0.0, self.ready - spent)
+        self.now = self.now + spent[:, 0]
+        self.area = self.area + self.held.sum(axis=1) * spent[:, 0]
+        ended = (until <= spent * (1 + 1e-12)) & runs
+        self.ends = np.where(ended, self.now[:, None], self.ends)
+        self.alive &= ~ended
+        self.held = np.where(ended, 0, self.held)

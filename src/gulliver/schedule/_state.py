@@ -1,0 +1,159 @@
+"""What a policy sees of a cluster, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+from gulliver.errors import GulliverError
+from gulliver.schedule._jobs import Job, JobCluster
+
+
+@dataclass
+class JobState:
+    """A job that is there, as it is now. Policies read it and leave it alone.
+
+    Attributes:
+        job: the job; a policy must not look at `samples` where they are not announced.
+        done: samples done, counted as those of its own batch size.
+        drawn: samples that were really processed.
+        slots: slots that it holds.
+        batch: batch size now, 0 while it holds none.
+        started: second of its first start, None before.
+        changed: second at which its slots last changed.
+        ready: second from which it makes progress: later than `changed` while it resizes.
+        service: slot-seconds that it has held.
+        epochs_since: epochs done since its slots last changed.
+        resizes: times that it has lost its resize seconds.
+    """
+
+    job: Job
+    done: float = 0.0
+    drawn: float = 0.0
+    slots: tuple[int, ...] = ()
+    batch: int = 0
+    started: float | None = None
+    changed: float = 0.0
+    ready: float = 0.0
+    service: float = 0.0
+    epochs_since: float = 0.0
+    resizes: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of slots that it holds."""
+        return len(self.slots)
+
+    @property
+    def epochs(self) -> float:
+        """Epochs done."""
+        return self.done / self.job.epoch_samples
+
+    @property
+    def rate(self) -> float:
+        """Samples a second that count, once it is ready."""
+        return self.job.goodput(self.count, self.batch) if self.slots else 0.0
+
+    def overhead(self, now: float, count: int) -> float:
+        """Seconds without progress if it is to have so many slots now."""
+        if count == self.count:
+            return max(0.0, self.ready - now)
+        return self.job.resize_seconds if self.started is not None else 0.0
+
+
+class View(NamedTuple):
+    """A cluster at one moment.
+
+    Attributes:
+        now: seconds since the trace began.
+        cluster: slots and quotas.
+        jobs: jobs that have come and are not done, in order of arrival.
+        finished: jobs that are done.
+        limits: most slots of each tenant.
+        cause: what has happened, such as "a arrived".
+    """
+
+    now: float
+    cluster: JobCluster
+    jobs: Sequence[JobState]
+    finished: Sequence[JobState]
+    limits: Mapping[str, int]
+    cause: str = ""
+
+
+class Allotment(NamedTuple):
+    """What a job gets.
+
+    Attributes:
+        slots: number of slots, or the very slots.
+        batch: global batch size.
+    """
+
+    slots: int | tuple[int, ...]
+    batch: int
+
+
+@dataclass
+class Decision:
+    """Answer of a policy.
+
+    Attributes:
+        allotments: what jobs get; one that is not named gets nothing.
+        wake: second at which it wants to be asked again, if nothing happens before.
+        why: reason by job, where the policy has one.
+        predicted: sum of completion times that it expects if no job comes; None if it does not say.
+        bound: sum that no schedule of these jobs is below; None likewise.
+    """
+
+    allotments: dict[str, Allotment]
+    wake: float | None = None
+    why: dict[str, str] = field(default_factory=dict)
+    predicted: float | None = None
+    bound: float | None = None
+
+
+class Policy:
+    """Decides which job has how many slots. Subclasses fill in `decide`."""
+
+    name: ClassVar[str]
+    what: ClassVar[str]
+    preempts: ClassVar[bool] = True
+    """Whether it takes slots back, so that tenants may lend them."""
+    knows_quotas: ClassVar[bool] = True
+
+    def begin(self, cluster: JobCluster) -> None:
+        """Forgets everything, for a new simulation.
+
+        Raises:
+            GulliverError: it does not know quotas and there are some.
+        """
+        if cluster.quotas and not self.knows_quotas:
+            raise GulliverError(
+                f"policy {self.name!r} knows no quotas: take one that does, such as 'rollout'"
+            )
+
+    def decide(self, view: View) -> Decision:
+        """Says what each job gets from now on."""
+        raise NotImplementedError
+
+
+class Room:
+    """Slots that are still free in a decision, over all and of each tenant."""
+
+    def __init__(self, view: View) -> None:
+        self.free = view.cluster.slots
+        self.of_tenant = dict(view.limits)
+
+    def fits(self, job: Job, count: int) -> bool:
+        """Whether the job may have so many more."""
+        return count <= min(self.free, self.of_tenant[job.tenant])
+
+    def most(self, job: Job) -> int:
+        """Most slots that the job may still have."""
+        return min(self.free, self.of_tenant[job.tenant])
+
+    def take(self, job: Job, count: int) -> None:
+        """Gives the job so many more."""
+        self.free -= count
+        self.of_tenant[job.tenant] -= count

@@ -1,0 +1,430 @@
+"""`Engine`: requests in, events out, one batch at a step.
+
+Read `step`: it keeps as many batches in flight as the runner wants, waits for the oldest and turns
+its logits into tokens. The engine has no thread; whoever owns it calls `step`, and `add` and
+`cancel` between steps. What steps take is measured for drafters only.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.serve._batch import Batch, Runner, RunnerLost, Span
+from gulliver.serve._blocks import BlockPool
+from gulliver.serve._draw import Row, draw
+from gulliver.serve._events import Event, FinishReason, Token
+from gulliver.serve._sampling import SamplingParameters
+from gulliver.serve._scheduler import Scheduler
+from gulliver.serve._sequence import Sequence as Answer
+from gulliver.serve._sequence import Status
+from gulliver.serve._speculation import Drafter, walk
+from gulliver.serve._text import AnswerText
+
+_log = logging.getLogger("gulliver")
+MOST_LOSSES = 3
+"""Failures of the runner one after the other, without a batch between them, that are mended."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Limits of an engine.
+
+    Attributes:
+        step_tokens: most tokens of a batch: longer prompts are computed in chunks, so that
+            sequences that are being continued never wait for a whole prompt.
+        sequences: most answers that run at a time; more requests wait.
+        share_prefixes: whether equal beginnings share blocks.
+    """
+
+    step_tokens: int = 512
+    sequences: int = 64
+    share_prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        if self.sequences < 1:
+            raise GulliverError(f"sequences={self.sequences}: give 1 or more")
+        if self.step_tokens < self.sequences:
+            raise GulliverError(
+                f"step_tokens={self.step_tokens} is less than sequences={self.sequences}, each of "
+                "which takes a token of a step: give as many or more"
+            )
+
+
+class Engine:
+    """Continuous batching of requests over one runner."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Any | None = None,
+        options: EngineOptions | None = None,
+        end_tokens: Sequence[int] = (),
+        drafter: Drafter | None = None,
+    ) -> None:
+        """Makes an engine without requests.
+
+        Args:
+            runner: what runs the model.
+            tokenizer: tokenizer of transformers; without one prompts are tokens, and answers have
+                no text.
+            options: limits.
+            end_tokens: tokens with which the model ends a text.
+            drafter: what guesses tokens, if any.
+        """
+        self.runner, self.tokenizer = runner, tokenizer
+        self.options = options or EngineOptions()
+        self.end_tokens = frozenset(end_tokens)
+        self.drafter = drafter
+        self._answers: dict[int, list[Answer]] = {}
+        self._numbers = self._requests = self._losses = 0
+        self._news: list[Event] = []
+        self._flights: deque[tuple[Batch, list[Answer], float]] = deque()
+        self._settled = 0.0
+        self._told: dict[str, int] = dict.fromkeys(_TOLD, 0)
+        self._begin()
+
+    def _begin(self) -> None:
+        facts, options = self.runner.facts, self.options
+        if self.drafter is not None:
+            self.drafter.begin(self.runner)
+        self._pool = BlockPool(facts.blocks, facts.block_size)
+        self._scheduler = Scheduler(
+            self._pool,
+            options.step_tokens,
+            options.sequences,
+            options.share_prefixes,
+            self.drafter,
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        scheduler = self._scheduler
+        return bool(scheduler.waiting or scheduler.running or self._news or self._flights)
+
+    def counts(self) -> dict[str, int]:
+        """Numbers of the moment (waiting, running, blocks) and since the start (the others)."""
+        scheduler, pool = self._scheduler, self._pool
+        return {
+            "waiting": len(scheduler.waiting),
+            "running": len(scheduler.running),
+            "blocks": pool.blocks,
+            "free_blocks": pool.free,
+            "kept_blocks": pool.kept,
+            "preemptions": scheduler.preemptions,
+            **self._told,
+        }
+
+    def add(self, prompt: str | Sequence[int], sampling: SamplingParameters | None = None) -> int:
+        """Takes a request in.
+
+        Args:
+            prompt: text, or tokens.
+            sampling: how its answers are drawn.
+
+        Returns:
+            Number of the request, counted from 0.
+
+        Raises:
+            GulliverError: it cannot be done: an empty prompt, one too long for the context or the
+                cache, tokens that the vocabulary does not have, text without a tokenizer.
+        """
+        sampling = sampling or SamplingParameters()
+        tokens = self.tokens_of(prompt)
+        longest = self._check(tokens, sampling)
+        request, self._requests = self._requests, self._requests + 1
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+        ends = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ends |= self.end_tokens
+        text = AnswerText(self.tokenizer, sampling.stop, tokens)
+        first = Answer(
+            *(self._numbers, request, 0, len(tokens), tokens, sampling, seed, ends, longest, text),
+            forks=sampling.n - 1,
+        )
+        self._numbers += 1
+        self._answers[request] = [first]
+        self._scheduler.add(first)
+        return request
+
+    def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
+        """Tokens of a prompt, as the tokenizer encodes a text.
+
+        Raises:
+            GulliverError: it is text and there is no tokenizer.
+        """
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        if self.tokenizer is None:
+            raise GulliverError("a prompt that is text needs a tokenizer: give one, or give tokens")
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    def _check(self, tokens: list[int], sampling: SamplingParameters) -> int:
+        """Refuses what cannot be done; returns the most tokens that prompt and answer may have."""
+        facts, count = self.runner.facts, len(tokens)
+        if not tokens:
+            raise GulliverError("the prompt is empty: give at least one token")
+        wrong = next((t for t in tokens if not 0 <= t < facts.vocabulary), None)
+        if wrong is not None:
+            raise GulliverError(f"token {wrong} is not in the vocabulary of {facts.vocabulary}")
+        if facts.context is not None and count >= facts.context:
+            raise GulliverError(
+                f"the prompt has {count} tokens and the model's context {facts.context}: give at "
+                f"most {facts.context - 1}, so that there is room for an answer"
+            )
+        if count >= facts.longest:
+            raise GulliverError(
+                f"the prompt has {count} tokens and the cache {facts.longest}: give at most "
+                f"{facts.longest - 1}, or a larger cache"
+            )
+        wanted = sampling.max_tokens
+        if wanted is not None and count + wanted > facts.longest:
+            what = "context" if facts.longest == facts.context else "cache"
+            raise GulliverError(
+                f"max_tokens={wanted} after a prompt of {count} tokens exceeds the {what} of "
+                f"{facts.longest}: give at most {facts.longest - count}"
+            )
+        if sampling.n > self.options.sequences:
+            raise GulliverError(
+                f"n={sampling.n} answers at a time exceed sequences={self.options.sequences}"
+            )
+        if sampling.stop and self.tokenizer is None:
+            raise GulliverError("stop texts need a tokenizer: give stop_token_ids without one")
+        return facts.longest if wanted is None else count + wanted
+
+    def cancel(self, request: int) -> bool:
+        """Ends a request; False where it has ended already or never was."""
+        answers = self._answers.get(request, [])
+        for answer in answers:
+            if answer.status is Status.ENDED:
+                continue
+            if answer.flying:
+                answer.cancelled = True
+            else:
+                self._end(answer, "cancelled")
+        return bool(answers)
+
+    def knows(self, request: int) -> bool:
+        """Whether an answer of a request has not ended."""
+        return request in self._answers
+
+    def step(self) -> list[Event]:
+        """Runs one batch.
+
+        Returns:
+            News of the answers; none where there was nothing to run.
+
+        Raises:
+            RunnerLost: the runner has failed and cannot be started again; requests are as they
+                were, see `replay`.
+        """
+        while len(self._flights) < self.runner.depth:
+            batch = self._scheduler.next_batch(self.runner.depth)
+            if batch is None:
+                break
+            known = {answer.number: answer for answer in self._scheduler.running}
+            answers = [known[span.sequence] for span in batch.spans]
+            self._flights.append((batch, answers, perf_counter()))
+            self.runner.submit(batch)
+        if self._flights:
+            try:
+                logits = self.runner.collect()
+            except RunnerLost as lost:
+                self._restart(lost)
+            else:
+                self._losses = 0
+                batch, answers, begun = self._flights.popleft()
+                self._settle(batch, answers, logits)
+                before, self._settled = self._settled, perf_counter()
+                if self.drafter is not None:
+                    self.drafter.ran(batch, self._settled - max(begun, before))
+        news, self._news = self._news, []
+        return news
+
+    def _restart(self, lost: RunnerLost) -> None:
+        """Goes on with what the runner starts in its place, unless that fails again and again."""
+        again: Callable[[], Runner] | None = getattr(self.runner, "restarted", None)
+        self._losses += 1
+        if again is None or self._losses > MOST_LOSSES:
+            raise lost
+        self._told["restarts"] += 1
+        _log.warning("%s; it is started again, and requests go on from their tokens", lost)
+        self.replay(again())
+
+    def replay(self, runner: Runner) -> None:
+        """Goes on with another runner, whose cache is empty: what ran is computed again.
+
+        Args:
+            runner: runner of the same model; it must take the longest of the requests.
+        """
+        facts = runner.facts
+        running = [*self._scheduler.running, *self._scheduler.waiting]
+        if any(answer.longest > facts.longest for answer in running):
+            raise GulliverError(
+                f"a request may have up to {max(answer.longest for answer in running)} tokens, and "
+                f"this runner takes {facts.longest}"
+            )
+        self.runner = runner
+        self._flights.clear()
+        preemptions = self._scheduler.preemptions
+        self._begin()
+        self._scheduler.preemptions = preemptions
+        for answer in running:
+            answer.status, answer.flying, answer.draft = Status.WAITING, False, None
+            answer.blocks, answer.cached, answer.published, answer.moves = [], 0, 0, []
+            self._scheduler.add(answer)
+            if answer.cancelled:
+                self._end(answer, "cancelled")
+
+    def _settle(self, batch: Batch, answers: list[Answer], logits: Tensor) -> None:
+        """Turns the logits of a batch into tokens of its answers."""
+        self._told["steps"] += 1
+        rows = [r for pair in zip(batch.spans, answers, strict=True) for r in _rows(*pair)]
+        drawn = draw(logits, rows)
+        place = 0
+        for span, answer in zip(batch.spans, answers, strict=True):
+            answer.flying = False
+            mine = drawn[place : place + span.outputs]
+            place += span.outputs
+            if answer.cancelled:
+                self._end(answer, "cancelled")
+            elif mine:
+                for fork in self._forks(answer):
+                    self._advance(fork, span, [_again(logits[place - 1], fork)])
+                self._advance(answer, span, mine)
+
+    def _forks(self, answer: Answer) -> list[Answer]:
+        """Makes the other answers of a request whose prompt has been computed."""
+        made = []
+        for sample in range(1, answer.forks + 1):
+            fork = Answer(
+                *(self._numbers, answer.request, sample, answer.prompt, list(answer.tokens)),
+                *(answer.sampling, answer.seed, answer.ends, answer.longest),
+                answer.text.forked(),
+            )
+            self._numbers += 1
+            self._scheduler.fork(answer, fork)
+            self._answers[answer.request].append(fork)
+            made.append(fork)
+        if made:
+            answer.forks = 0
+        return made
+
+    def _advance(self, answer: Answer, span: Span, drawn: list[Token | None]) -> None:
+        """Adds the tokens of a round, as many as drafts were right and no end comes first."""
+        draft, answer.draft = answer.draft, None
+        if None in drawn:
+            self._end(answer, "error", error=_NOT_FINITE)
+            return
+        rows = [token for token in drawn if token is not None]
+        _, path = walk(draft, lambda row, _: rows[row].id)
+        accepted = [rows[0], *(rows[node + 1] for node in path)]
+        told, text, finish = [], "", None
+        for token in accepted:
+            answer.tokens.append(token.id)
+            told.append(token)
+            more, finish = self._heard(answer, token.id)
+            text += more
+            if finish is not None:
+                break
+        if draft is not None:
+            self._keep(answer, span, path)
+            self._told["drafted_tokens"] += len(draft.tokens)
+            self._told["accepted_tokens"] += len(told) - 1
+            assert self.drafter is not None
+            self.drafter.verified(answer.number, draft, path, len(told))
+        self._told["tokens"] += len(told)
+        if finish is not None:
+            self._end(answer, finish, tuple(told), text)
+        else:
+            self._news.append(Event(answer.request, answer.sample, tuple(told), text))
+
+    def _keep(self, answer: Answer, span: Span, path: Sequence[int]) -> None:
+        """Keeps keys and values of accepted drafts; those of others are behind the length."""
+        size = self._pool.size
+
+        def slot(place: int) -> int:
+            return answer.blocks[place // size] * size + place % size
+
+        answer.cached += len(path)
+        answer.moves = [
+            (slot(span.start + 1 + node), slot(span.start + 1 + place))
+            for place, node in enumerate(path)
+            if node != place
+        ]
+
+    def _heard(self, answer: Answer, token: int) -> tuple[str, FinishReason | None]:
+        """Returns what a token adds to the text, and whether the answer ends with it."""
+        if token in answer.ends:
+            return answer.text.end(), "stop"
+        text, stopped = answer.text.add(token)
+        if stopped:
+            return text, "stop"
+        if len(answer.tokens) >= answer.longest:
+            return text + answer.text.end(), "length"
+        return text, None
+
+    def _end(
+        self,
+        answer: Answer,
+        finish: FinishReason,
+        tokens: tuple[Token, ...] = (),
+        text: str = "",
+        error: str | None = None,
+    ) -> None:
+        self._scheduler.end(answer)
+        if answer.sample == 0:
+            self._told["prompt_tokens"] += answer.prompt
+            self._told["found_tokens"] += answer.found
+        self._told["finished"] += 1
+        ended = Event(answer.request, answer.sample, tokens, text, finish, error, answer.found)
+        self._news.append(ended)
+        # Answers that were never begun end with the one that they would have forked from.
+        for sample in range(1, answer.forks + 1):
+            self._news.append(Event(answer.request, sample, (), "", finish, error))
+        if all(other.status is Status.ENDED for other in self._answers[answer.request]):
+            del self._answers[answer.request]
+
+
+_TOLD = (
+    *("steps", "tokens", "prompt_tokens", "found_tokens", "drafted_tokens", "accepted_tokens"),
+    "finished",
+    "restarts",
+)
+"""Counts since the start; prompts are counted when their requests end."""
+
+_NOT_FINITE = (
+    "the model's logits are not finite: its weights are broken, or this dtype has too small a "
+    "range for them (try float32)"
+)
+
+
+def _rows(span: Span, answer: Answer) -> list[Row]:
+    """What each row of a span's logits is for: its last token, and each of its drafts."""
+    made: list[Row] = []
+    for row in range(span.outputs):
+        if row == 0:
+            history = tuple(answer.tokens) if answer.sampling.penalised else ()
+            place = len(answer.tokens) - answer.prompt
+        else:
+            before = made[span.parents[row] if span.parents is not None else row - 1]
+            history = (*before.history, span.tokens[row]) if answer.sampling.penalised else ()
+            place = before.place + 1
+        about = answer.sampling, answer.seed, answer.sample, place
+        made.append(Row(*about, history, answer.prompt))
+    return made
+
+
+def _again(logits: Tensor, fork: Answer) -> Token | None:
+    """Draws the first token of a fork, from the logits that its prompt ended with."""
+    about = fork.sampling, fork.seed, fork.sample, 0
+    return draw(logits[None], [Row(*about, tuple(fork.tokens), fork.prompt)])[0]

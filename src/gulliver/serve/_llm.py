@@ -1,0 +1,261 @@
+"""`LLM`: prompts in, answers out."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gulliver.errors import GulliverError
+from gulliver.serve._engine import Engine, EngineOptions
+from gulliver.serve._events import Completion, Event, Output
+from gulliver.serve._load import end_tokens, load_text
+from gulliver.serve._local import LocalRunner
+from gulliver.serve._runner import Opened, Ways, open_runner
+from gulliver.serve._sampling import SamplingParameters
+from gulliver.serve._speculation import Drafter
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A language model that answers many prompts at a time.
+
+    Attributes:
+        engine: the engine that it drives.
+        tokenizer: the model's tokenizer; None where there is none.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any | None = None,
+        dtype: str | None = None,
+        quantize: str | None = None,
+        context: int | None = None,
+        cache_bytes: int | None = None,
+        cache_tokens: int | None = None,
+        options: EngineOptions | None = None,
+        drafter: Drafter | None = None,
+        speculation: str | Path | None = None,
+        memory: int | str | None = None,
+        disk: Path | str | None = None,
+        tensor: int = 1,
+        pipeline: int = 1,
+        speeds: Sequence[float] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Loads a model where it is given as a folder, and takes memory for its cache.
+
+        Args:
+            model: folder that transformers wrote, or a causal language model of transformers.
+            tokenizer: tokenizer, where `model` is not a folder.
+            dtype: ``"float32"`` or ``"bfloat16"`` for a folder's model; None for that of the files.
+            quantize: mode of `gulliver.replace_module` in which a folder's weights are read.
+            context: most tokens of a sequence; None for the model's own.
+            cache_bytes: bytes of keys and values; None chooses by memory and context.
+            cache_tokens: the same in tokens.
+            options: limits of the engine.
+            drafter: what guesses tokens, if any.
+            speculation: the same by name: ``"ngram"``, ``"suffix"`` or the folder of a draft, see
+                `gulliver.serve.speculative.make_speculator`.
+            memory: bytes of a folder's weights and of keys and values in memory, such as
+                ``"6GiB"``, in each process; weights beyond it come from a disk. None for all.
+            disk: folder on a local disk for them; None for that of temporary files.
+            tensor: ranks that each layer of a folder's model is cut over; the processes are started
+                here and end with `close`.
+            pipeline: stages that its layers are dealt to, each on `tensor` ranks.
+            speeds: relative speeds of the stages; None for equal ones.
+            timeout_s: seconds after which a rank that does not answer counts as lost; None for
+                60, or 600 where weights come from a disk.
+
+        Raises:
+            GulliverError: the folder or the model cannot be served, or memory does not do.
+        """
+        options = options or EngineOptions()
+        ways = Ways(
+            *(dtype, quantize, context, cache_bytes, cache_tokens),
+            *(memory, disk, tensor, pipeline, None if speeds is None else tuple(speeds), timeout_s),
+        )
+        if isinstance(model, (str, Path)):
+            if tokenizer is not None:
+                raise GulliverError("a folder has its own tokenizer: give none beside it")
+            text = load_text(Path(model), dtype, quantize) if speculation is not None else None
+            drafter = _drafter(speculation, drafter, text, options)
+            opened = open_runner(model, ways, options.sequences, options.step_tokens)
+        else:
+            _refuse_for_models(ways)
+            drafter = _drafter(speculation, drafter, tokenizer, options)
+            sizes = context, cache_bytes, cache_tokens
+            runner = LocalRunner(model, *sizes, sequences=options.sequences)
+            opened = Opened(runner, tokenizer, end_tokens(model, tokenizer))
+        self.tokenizer = opened.tokenizer
+        try:
+            self.engine = Engine(
+                opened.runner, opened.tokenizer, options, opened.end_tokens, drafter
+            )
+        except BaseException:
+            opened.runner.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParameters | Sequence[SamplingParameters] | None = None,
+    ) -> list[Output]:
+        """Answers prompts.
+
+        Args:
+            prompts: texts, or lists of tokens; one alone is a list of one.
+            sampling: how answers are drawn: for all alike, or one for each prompt.
+
+        Returns:
+            Outputs in the order of the prompts.
+
+        Raises:
+            GulliverError: a prompt cannot be answered; none has been begun then.
+        """
+        several = _listed(prompts)
+        if sampling is None or isinstance(sampling, SamplingParameters):
+            sampling = [sampling or SamplingParameters()] * len(several)
+        if len(sampling) != len(several):
+            raise GulliverError(f"{len(several)} prompts and {len(sampling)} sampling parameters")
+        outputs: dict[int, Output] = {}
+        try:
+            for prompt, one in zip(several, sampling, strict=True):
+                tokens = self.engine.tokens_of(prompt)
+                completions = [Completion() for _ in range(one.n)]
+                text = prompt if isinstance(prompt, str) else None
+                outputs[self.engine.add(tokens, one)] = Output(text, tokens, 0, completions)
+            while self.engine.busy:
+                for event in self.engine.step():
+                    if event.request in outputs:
+                        _note(outputs[event.request], event)
+        except BaseException:
+            for request in outputs:
+                self.engine.cancel(request)
+            raise
+        return list(outputs.values())
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParameters | None = None
+    ) -> Generator[Event, None, None]:
+        """Answers one prompt, token by token; an iterator that is left ends the request.
+
+        Args:
+            prompt: text or tokens.
+            sampling: how the answer is drawn.
+
+        Yields:
+            Events of the answer; their texts joined are its text.
+
+        Raises:
+            GulliverError: the prompt cannot be answered, or the answer ended in an error.
+        """
+        number = self.engine.add(prompt, sampling)
+        try:
+            while self.engine.busy:
+                for event in self.engine.step():
+                    if event.request == number:
+                        if event.error is not None:
+                            raise GulliverError(event.error)
+                        yield event
+        finally:
+            self.engine.cancel(number)
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        sampling: SamplingParameters | None = None,
+    ) -> Output:
+        """Answers a conversation, written by the tokenizer's chat template.
+
+        Args:
+            messages: dictionaries of ``role`` and ``content``.
+            sampling: how the answer is drawn.
+
+        Raises:
+            GulliverError: there is no template, or it refuses the conversation.
+        """
+        return self.generate([chat_tokens(self.tokenizer, messages)], sampling)[0]
+
+    def close(self) -> None:
+        """Gives the model back, and the memory of the cache."""
+        self.engine.runner.close()
+        if self.engine.drafter is not None:
+            self.engine.drafter.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Tokens of a conversation up to where the answer begins.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        messages: dictionaries of ``role`` and ``content``.
+
+    Raises:
+        GulliverError: there is no template, or it refuses the conversation.
+    """
+    if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
+        raise GulliverError(
+            "the tokenizer has no chat template to write a conversation: give text, or a tokenizer "
+            "of an instruct model"
+        )
+    from jinja2 import TemplateError
+
+    try:
+        found = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    except (TemplateError, ValueError, KeyError, TypeError) as error:
+        raise GulliverError(f"the chat template refuses the conversation: {error}") from None
+    return list(found["input_ids"])
+
+
+def _drafter(
+    speculation: str | Path | None, drafter: Drafter | None, tokenizer: Any, options: EngineOptions
+) -> Drafter | None:
+    """The drafter that is named, made before the cache takes what memory is left."""
+    if speculation is None:
+        return drafter
+    if drafter is not None:
+        raise GulliverError("speculation makes a drafter: give one of the two")
+    from gulliver.serve.speculative import make_speculator
+
+    return make_speculator(speculation, None, tokenizer, options.sequences)
+
+
+def _refuse_for_models(ways: Ways) -> None:
+    """Refuses what a model that is loaded already cannot be given."""
+    if ways.dtype is not None or ways.quantize is not None:
+        raise GulliverError(
+            "dtype and quantize are for folders: convert a model with model.to(...) or "
+            "gulliver.replace_module(model)"
+        )
+    if ways.memory is not None or ways.tensor * ways.pipeline > 1:
+        raise GulliverError(
+            "memory, tensor and pipeline are for folders, whose weights are read in slices: save "
+            "the model with save_pretrained and give the folder"
+        )
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _note(output: Output, event: Event) -> None:
+    """Adds an event to the answer that it is of."""
+    completion = output.completions[event.sample]
+    completion.text += event.text
+    completion.tokens += event.tokens
+    if event.finish is not None:
+        completion.finish, completion.error = event.finish, event.error
+        output.found = max(output.found, event.found)

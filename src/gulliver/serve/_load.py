@@ -1,0 +1,162 @@
+"""Loading of a model and its tokenizer from a folder that transformers wrote."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gulliver.checkpoint import open_weights, read_json
+from gulliver.errors import GulliverError, nearest
+from gulliver.finetune import load_tokenizer
+from gulliver.precision.int8 import MODES
+from gulliver.serve._families import check_type
+from gulliver.serve._filling import Filling, is_quantised
+from gulliver.serve._memory import free_bytes, said
+from gulliver.serve._source import Source, build_on_meta
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load(
+    folder: Path | str, dtype: str | None = None, quantize: str | None = None
+) -> tuple[Any, Any]:
+    """Loads a model and its tokenizer.
+
+    Args:
+        folder: folder with configuration, safetensors and tokenizer, as transformers writes it.
+        dtype: ``"float32"`` or ``"bfloat16"``; None takes that of the files.
+        quantize: mode of `gulliver.replace_module`, such as ``"int8_dynamic"``; the weights are
+            quantised layer by layer as they are read.
+
+    Returns:
+        The model in evaluation mode, and the tokenizer.
+
+    Raises:
+        GulliverError: the folder lacks something, the model is of a type that is not served, or
+            there is too little memory; it says what would fit.
+    """
+    folder = Path(folder)
+    check_options(folder, dtype, quantize)
+    import transformers
+
+    tokenizer = load_tokenizer(folder)
+    if is_quantised(folder):
+        return filled(folder, torch.float32, None), tokenizer
+    size, kept = _sizes(folder)
+    wanted = DTYPES[dtype] if dtype is not None else kept
+    _check_memory(folder, size, wanted, quantize)
+    if quantize is not None:
+        return filled(folder, wanted, quantize), tokenizer
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=wanted, local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise GulliverError(f"{folder}: {' '.join(str(error).split())[:300]}") from None
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None:
+    """Refuses a folder that has no model that is served, and formats that it cannot have.
+
+    Raises:
+        GulliverError: it says what is missing or unknown.
+    """
+    check_folder(folder)
+    for name, value, known in (("dtype", dtype, DTYPES), ("quantize", quantize, MODES)):
+        if value is not None and value not in known:
+            raise GulliverError(f"{name}={value!r} is unknown: {nearest(value, known)}")
+    if importlib.util.find_spec("transformers") is None:
+        raise GulliverError("serving needs transformers: install gulliver[serve]")
+    if is_quantised(folder) and (dtype is not None or quantize is not None):
+        raise GulliverError(f"{folder} is quantised already: give neither dtype nor quantize")
+
+
+def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
+    """Refuses weights that the memory does not hold, and says which would fit.
+
+    Raises:
+        GulliverError: they are too many.
+    """
+    if not is_quantised(folder):
+        size, kept = _sizes(folder)
+        _check_memory(folder, size, DTYPES[dtype] if dtype is not None else kept, quantize)
+
+
+def load_text(folder: Path, dtype: str | None, quantize: str | None) -> Any:
+    """Loads the tokenizer of a folder whose model is loaded elsewhere, once that is known to do.
+
+    Raises:
+        GulliverError: as `check_options` does.
+    """
+    check_options(folder, dtype, quantize)
+    return load_tokenizer(folder)
+
+
+def kept_dtype(folder: Path, dtype: str | None) -> torch.dtype:
+    """The dtype in which a folder's weights are computed with."""
+    if is_quantised(folder):
+        return torch.float32
+    return DTYPES[dtype] if dtype is not None else _sizes(folder)[1]
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a folder that has no model that is served.
+
+    Raises:
+        GulliverError: it says what is missing.
+    """
+    if not (folder / "config.json").is_file():
+        raise GulliverError(
+            f"{folder} has no config.json: give a folder that save_pretrained of transformers wrote"
+        )
+    kind = read_json(folder / "config.json").get("model_type")
+    if not isinstance(kind, str):
+        raise GulliverError(f"{folder}/config.json names no model_type: it is not of transformers")
+    check_type(kind)
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a text: of the generation configuration, else of the tokenizer."""
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    given = own if own is not None else getattr(tokenizer, "eos_token_id", None)
+    if given is None:
+        return []
+    return [int(token) for token in (given if isinstance(given, list) else [given])]
+
+
+def _sizes(folder: Path) -> tuple[int, torch.dtype]:
+    """Number of elements of the weights, and the dtype that most of them have."""
+    counts: dict[torch.dtype, int] = {}
+    with open_weights(folder) as weights:
+        for info in weights.infos.values():
+            counts[info.dtype] = counts.get(info.dtype, 0) + info.numel
+    most = max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
+    return sum(counts.values()), most if most in DTYPES.values() else torch.float32
+
+
+def _check_memory(folder: Path, size: int, dtype: torch.dtype, quantize: str | None) -> None:
+    """Refuses weights that the memory does not hold, and says which would fit."""
+    free = free_bytes(torch.device("cpu"))
+    bits = {"int4": 5, "int8": 9, "int8_dynamic": 9, "bfloat16": 16, "float32": 32}
+    mine = quantize or str(dtype).removeprefix("torch.")
+    needs = size * bits[mine] // 8
+    if needs <= free:
+        return
+    fit = [name for name in bits if size * bits[name] // 8 <= free]
+    fit = [f'dtype="{name}"' if name in DTYPES else f'quantize="{name}"' for name in fit]
+    raise GulliverError(
+        f"{folder}: {size:,} weights in {mine} take {said(needs)}, and {said(free)} of memory are "
+        "free: " + (f"{fit[-1]} would fit" if fit else "no format that is known would fit")
+    )
+
+
+def filled(folder: Path, dtype: torch.dtype, mode: str | None) -> Any:
+    """Loads a model with quantised weights, made of float ones in a mode where one is given."""
+    model = build_on_meta(folder, dtype)
+    with Source(folder, model) as source:
+        Filling(model, source, mode, is_quantised(folder)).fill_all()
+    return model

@@ -1,0 +1,164 @@
+"""Attention of the extension `gulliver.serve._paged`, where it was built: reads blocks in place."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError, nearest
+
+INTERFACE = 1
+"""Version of the extension's interface; both sides count up when their calls change."""
+INSTRUCTIONS = ("avx512", "avx2", "none")
+"""Values of ``$GULLIVER_PAGES``; the first that the processor has is taken where it is not set."""
+LANES = 16
+"""Head sizes are multiples of it."""
+
+
+class Piece(Protocol):
+    """What the kernel must know of a sequence; see `_pages._Piece`."""
+
+    @property
+    def first(self) -> int:
+        """Index of its first new token."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Number of new tokens."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """Number of keys before them."""
+        ...
+
+    @property
+    def blocks(self) -> Tensor:
+        """Block table."""
+        ...
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Mask of a tree: the new tokens that each sees."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Sequences of a batch as the kernel takes them; the tensors hold what `where` points at."""
+
+    sequences: int
+    where: list[int]
+    tensors: tuple[Tensor, ...]
+
+
+class NativeAttention:
+    """The kernel, by the instructions that it uses."""
+
+    def __init__(self, name: str, kernel: Any) -> None:
+        """Keeps the kernel.
+
+        Args:
+            name: instructions.
+            kernel: the extension's object.
+        """
+        self.name, self._kernel = name, kernel
+
+    def prepare(self, pieces: Sequence[Piece], positions: Tensor) -> Prepared:
+        """Lays out the sequences of a batch, once for all layers.
+
+        Args:
+            pieces: sequences that the kernel computes.
+            positions: position of each packed token.
+        """
+        tables = [0]
+        trees, places, sizes = [], [], 0
+        for piece in pieces:
+            tables.append(tables[-1] + len(piece.blocks))
+            places.append(sizes if piece.mask is not None else -1)
+            if piece.mask is not None:
+                trees.append(piece.mask.to(torch.uint8).flatten())
+                sizes += piece.mask.numel()
+        tensors = (
+            *(torch.tensor([getattr(p, name) for p in pieces]) for name in _BY_PIECE),
+            torch.tensor(tables),
+            torch.cat([piece.blocks for piece in pieces]),
+            positions,
+            torch.tensor(places),
+            torch.cat(trees) if trees else torch.zeros(1, dtype=torch.uint8),
+        )
+        return Prepared(len(pieces), [t.data_ptr() for t in tensors], tensors)
+
+    def takes(self, dtype: torch.dtype, dim: int) -> bool:
+        """Whether keys and values of this dtype and size of a head are the kernel's."""
+        return dtype in (torch.float32, torch.bfloat16) and dim % LANES == 0
+
+    def run(
+        self,
+        prepared: Prepared,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        slopes: Tensor | None,
+    ) -> None:
+        """Writes the attention of the prepared sequences to `out`; see `Pages.attend`."""
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        if slopes is not None:
+            slopes = slopes.to(torch.float32).contiguous()
+        sizes = [
+            *(query.stride(0), query.stride(1), query.shape[0], keys.shape[1]),
+            *(keys.shape[3], keys.shape[2], prepared.sequences),
+        ]
+        self._kernel.run(
+            *(tensor.data_ptr() for tensor in (query, out, keys, values)),
+            *(query.dtype == torch.bfloat16, keys.dtype == torch.bfloat16, sizes, prepared.where),
+            *(scale, window or 0, 0 if slopes is None else slopes.data_ptr()),
+        )
+
+
+_BY_PIECE = ("first", "count", "start")
+
+
+def kernel_problem() -> str | None:
+    """Says why there is no native attention; None where there is."""
+    try:
+        built = importlib.import_module("gulliver.serve._paged")
+    except ImportError as error:
+        return f"its extension is not built ({error})"
+    if built.INTERFACE != INTERFACE:
+        return "its extension is of another version: pip install -e . builds it anew"
+    wanted = os.environ.get("GULLIVER_PAGES", "")
+    if wanted and wanted not in INSTRUCTIONS:
+        raise GulliverError(
+            f"GULLIVER_PAGES={wanted!r} is unknown: {nearest(wanted, INSTRUCTIONS)}"
+        )
+    if wanted == "none":
+        return "GULLIVER_PAGES=none"
+    names = built.instructions()
+    if not names:
+        return "this processor has neither AVX512 nor AVX2"
+    if wanted and wanted not in names:
+        return f"this processor has no {wanted}"
+    return None
+
+
+@cache
+def native_attention() -> NativeAttention | None:
+    """Returns the kernel; None where there is none."""
+    if kernel_problem() is not None:
+        return None
+    built: Any = importlib.import_module("gulliver.serve._paged")
+    name = os.environ.get("GULLIVER_PAGES") or built.instructions()[0]
+    return NativeAttention(name, built.Kernel(name))

@@ -1,0 +1,429 @@
+"""`StreamedWeights`: a model whose weights are more than memory may hold.
+
+The memory engine (`gulliver.memory.Manager`) keeps as many layers as fit, and brings the others
+from a disk, each before it is its turn. The order of a forward is always the same, so what stays
+and what is brought when is the plan of a cycle (`gulliver.solve`), not a guess.
+
+A *unit* is a block, or a module around the blocks. Its tensors lie in one object of the manager;
+one that several units have, as tied embeddings are, is an object of its own. Hooks of a unit use
+its objects and give them back.
+
+[Note: nothing in between] While a unit is elsewhere its parameters are NaN without memory, of the
+right shape and dtype. Should a model read them outside of the unit's forward, its logits are NaN,
+which ends requests with an error: never a wrong answer.
+
+It does not know: pages, batches, ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError
+from gulliver.hardware import (
+    TierRates,
+    Transfer,
+    Visit,
+    current_cluster,
+    disk_rates,
+    seconds_text,
+    tiered_seconds,
+)
+from gulliver.memory import (
+    IN_MEMORY,
+    PARAMETERS,
+    DiskStore,
+    Manager,
+    Placed,
+    check_disk_folder,
+    file_system,
+    whole_pages,
+)
+from gulliver.options import size_text
+from gulliver.precision.int8 import QuantizedLayer
+
+ALIGNED = 64
+"""Bytes that tensors of an object begin at multiples of."""
+DEEPEST = 8
+"""Most layers that are brought ahead."""
+
+
+@dataclass(eq=False)
+class Held:
+    """A tensor of a unit: where the modules have it, and where it lies in its object."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    users: list[tuple[nn.Module, str, str]] = field(default_factory=list)
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def put(self, memory: Tensor | None) -> None:
+        """Gives the modules the tensor in the memory of its object, or NaN for None."""
+        value = self.view(memory) if memory is not None else _absent(self.shape, self.dtype)
+        for module, kind, name in self.users:
+            if kind == "_parameters":
+                module._parameters[name] = nn.Parameter(value, requires_grad=False)
+            else:
+                module._buffers[name] = value
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The tensor in the memory of its object."""
+        return memory[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(eq=False)
+class Object:
+    """Tensors that come and go together."""
+
+    name: str
+    tensors: list[Held]
+    placed: Placed | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, in whole pages."""
+        return whole_pages(sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors))
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module whose forward uses objects."""
+
+    path: str
+    module: nn.Module
+    objects: list[Object]
+    quantised: list[QuantizedLayer] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How far ahead layers are brought, and what was predicted for it.
+
+    Attributes:
+        units: layers that are brought ahead of the one that computes.
+        streamed: bytes that are read for each step.
+        seconds: seconds of a step of one token a sequence; None where the disk is not known.
+        why: what was compared.
+    """
+
+    units: int
+    streamed: int
+    seconds: float | None
+    why: str
+
+
+class StreamedWeights:
+    """The weights of a model within a limit, the rest on a disk.
+
+    Attributes:
+        manager: moves the bytes.
+        depth: how far ahead.
+        beside: bytes that keys and values took of the first budget.
+        peak: most bytes that were held at any use so far, with those.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        fill: Callable[[Unit], None],
+        budget: int,
+        disk: Path | str | None = None,
+    ) -> None:
+        """Reads the weights, unit by unit, and lets those go that there is no room for.
+
+        Args:
+            units: modules in the order of a forward, as `units_in` finds them.
+            fill: given a unit whose tensors have memory, reads their values.
+            budget: bytes that the weights may take.
+            disk: folder on a local disk; None for that of temporary files.
+
+        Raises:
+            GulliverError: there is no room for the largest unit, or no such disk.
+        """
+        self._units = list(units)
+        objects = list({id(o): o for unit in units for o in unit.objects}.values())
+        self.whole = sum(o.nbytes for o in objects)
+        self.least = max(sum(o.nbytes for o in unit.objects) for unit in units)
+        if budget < self.least:
+            largest = max(units, key=lambda unit: sum(o.nbytes for o in unit.objects))
+            raise GulliverError(
+                f"{size_text(max(budget, 0))} of memory are left for weights, and "
+                f"{largest.path} alone takes {size_text(self.least)}: give "
+                f"{size_text(self.least - budget)} more, or quantize="
+            )
+        folder = disk_folder(disk)
+        self._sizes = [sum(o.nbytes for o in u.objects) for u in units]
+        self.depth = choose_depth(self._sizes, budget)
+        ahead = self.depth.units * self.least
+        self.manager = Manager(budget, "cpu", DiskStore(folder, self.whole), ahead=ahead)
+        self.beside = self.peak = 0
+        try:
+            self._add(objects, fill)
+        except BaseException:
+            self.manager.close()
+            raise
+        self._hooks = [h for unit in self._units for h in self._hook(unit)]
+
+    def _add(self, objects: Sequence[Object], fill: Callable[[Unit], None]) -> None:
+        for one in objects:
+            offset = 0
+            for tensor in one.tensors:
+                tensor.offset = offset
+                offset += -(-tensor.nbytes // ALIGNED) * ALIGNED
+            one.placed = self.manager.add(one.name, PARAMETERS, one.nbytes, torch.uint8)
+        filled: set[int] = set()
+        for unit in self._units:
+            fresh = [o for o in unit.objects if id(o) not in filled]
+            for one in unit.objects:
+                memory = self.manager.use(_placed(one), write=True, fresh=one in fresh)
+                for tensor in one.tensors:
+                    tensor.put(memory)
+            if fresh:
+                fill(unit)
+            filled |= {id(o) for o in fresh}
+            self._leave(unit)
+        self.manager.end_step()
+
+    def _hook(self, unit: Unit) -> Iterator[Any]:
+        def enter(*_: object) -> None:
+            for one in unit.objects:
+                memory = self.manager.use(_placed(one))
+                for tensor in one.tensors:
+                    tensor.put(memory)
+            self._moved(unit)
+            self.peak = max(self.peak, self.manager.held + self.beside)
+
+        def leave(*_: object) -> None:
+            self._leave(unit)
+
+        yield unit.module.register_forward_pre_hook(enter, prepend=True)
+        yield unit.module.register_forward_hook(leave, always_call=True)
+
+    def _leave(self, unit: Unit) -> None:
+        for one in unit.objects:
+            for tensor in one.tensors:
+                tensor.put(None)
+        self._moved(unit)
+        for one in unit.objects:
+            self.manager.done(_placed(one))
+        self.peak = max(self.peak, self.manager.held + self.beside)
+
+    @staticmethod
+    def _moved(unit: Unit) -> None:
+        for layer in unit.quantised:
+            layer.moved()
+
+    def set_budget(self, nbytes: int) -> None:
+        """Gives the weights a part of the memory, the rest to what lies beside them.
+
+        Raises:
+            GulliverError: it has no room for the largest unit.
+        """
+        if nbytes < self.least:
+            raise GulliverError(
+                f"{size_text(max(nbytes, 0))} of memory are left for weights beside keys and "
+                f"values, and the largest layer takes {size_text(self.least)}: give "
+                f"{size_text(self.least - nbytes)} more, a smaller cache or quantize="
+            )
+        self.depth = choose_depth(self._sizes, nbytes)
+        self.beside = self.manager.budget - nbytes
+        self.manager.set_budget(nbytes, self.depth.units * self.least)
+
+    def end_step(self) -> None:
+        """Ends a forward: the next one uses the same in the same order."""
+        self.manager.end_step()
+
+    def __str__(self) -> str:
+        return (
+            f"{size_text(self.whole)} of weights in {size_text(self.manager.budget)}: "
+            f"{self.depth.why}"
+        )
+
+    def close(self) -> None:
+        """Lets go of memory and disk; the model's weights are NaN from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self.manager.close()
+
+
+def unit_paths(model: nn.Module) -> list[str]:
+    """Paths of a model's blocks and of the modules around them, in the order in which they run.
+
+    Args:
+        model: causal language model of float weights, perhaps cut over ranks.
+    """
+    from gulliver.parallel.pipeline import stack_of, units_of
+
+    stack = stack_of(model)
+    around = units_of(model, stack)
+    last = len(stack.blocks) - 1
+    before = [unit.path for unit in around if unit.home != last or last == 0]
+    after = [unit.path for unit in around if unit.path not in before]
+    return [*before, *stack.blocks, *after]
+
+
+def group_units(model: nn.Module, paths: Sequence[str]) -> list[Unit]:
+    """Finds the tensors of modules; one that several have is an object of its own.
+
+    Args:
+        model: the model, perhaps quantised by now.
+        paths: modules in the order of a forward; those without tensors are left out.
+
+    Raises:
+        GulliverError: a parameter lies outside of them.
+    """
+    known = dict(model.named_modules(remove_duplicate=False))
+    modules = [(path, known[path]) for path in paths]
+    tensors: dict[int, Held] = {}
+    owners: dict[int, set[int]] = {}
+    found: list[tuple[str, nn.Module, list[int], list[QuantizedLayer]]] = []
+    for number, (path, module) in enumerate(modules):
+        mine, quantised = [], []
+        for inner in module.modules():
+            if isinstance(inner, QuantizedLayer):
+                quantised.append(inner)
+            for kind, name, tensor in _tensors(inner):
+                held = tensors.setdefault(id(tensor), Held(tensor.shape, tensor.dtype))
+                if (inner, kind, name) not in held.users:
+                    held.users.append((inner, kind, name))
+                owners.setdefault(id(tensor), set()).add(number)
+                mine.append(id(tensor))
+        if mine:
+            found.append((path, module, list(dict.fromkeys(mine)), quantised))
+    shared = {
+        key: Object("shared weights", [tensors[key]]) for key in owners if len(owners[key]) > 1
+    }
+    made = []
+    for path, module, keys, quantised in found:
+        objects = [shared[key] for key in keys if key in shared]
+        own = [tensors[key] for key in keys if key not in shared]
+        if own:
+            objects.append(Object(path, own))
+        made.append(Unit(path, module, objects, quantised))
+    inside = {id(inner) for _, module in modules for inner in module.modules()}
+    for path, inner in model.named_modules():
+        if id(inner) not in inside and any(True for _ in _tensors(inner)):
+            raise GulliverError(
+                f"{path or type(model).__name__} has weights outside of the blocks and the modules "
+                "around them, which cannot come from a disk: leave memory= out"
+            )
+    return made
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield "_parameters", name, parameter
+    if isinstance(module, QuantizedLayer):
+        for name in ("weight", "weight_scale"):
+            value = module._buffers[name]
+            assert value is not None
+            yield "_buffers", name, value
+
+
+def choose_depth(sizes: Sequence[int], budget: int, rates: TierRates | None = None) -> Depth:
+    """Chooses how many layers are brought ahead: each of them is one that cannot stay.
+
+    A step of decoding reads every weight from memory once, which is what it takes to compute.
+
+    Args:
+        sizes: bytes of the units in the order of a forward.
+        budget: bytes that they may take together.
+        rates: the disk; None for that of the machine, as far as it is known.
+    """
+    whole, largest = sum(sizes), max(sizes)
+    if whole <= budget:
+        return Depth(0, 0, None, "all of them stay")
+    cluster = current_cluster(1)
+    rates = rates or disk_rates(cluster)
+    most = min(DEEPEST, len(sizes) - 1, max(0, budget // largest - 1))
+    options = []
+    for units in range(most + 1):
+        streamed = _streamed(sizes, budget - (1 + units) * largest)
+        moved = sum(sizes[u] for u in streamed)
+        if rates is None:
+            options.append((units != min(1, most), moved, units, None))
+            continue
+        visits = _visits(sizes, streamed, units, cluster.device.memory_rate)
+        seconds = tiered_seconds(visits, rates).step
+        options.append((seconds, moved, units, seconds))
+    _, moved, units, seconds = min(options)
+    tried = ", ".join(f"{o[2]} ahead {seconds_text(o[3])}" for o in options[:4] if o[3] is not None)
+    why = f"{size_text(moved)} of {size_text(whole)} come from the disk in each step, {units} "
+    why += "layers ahead" + (f" (predicted of a step: {tried})" if tried else "")
+    return Depth(units, moved, seconds, why)
+
+
+def _streamed(sizes: Sequence[int], room: int) -> list[int]:
+    """Units that do not stay in so much room, spread evenly over the forward."""
+    kept = 0
+    order = sorted(range(len(sizes)), key=lambda n: (n * 0.6180339887498949) % 1)
+    streamed = []
+    for unit in order:
+        if kept + sizes[unit] <= room:
+            kept += sizes[unit]
+        else:
+            streamed.append(unit)
+    return sorted(streamed)
+
+
+def _visits(
+    sizes: Sequence[int], streamed: Sequence[int], ahead: int, memory_rate: float
+) -> list[Visit]:
+    """The uses of units in a step, each streamed one sent for `ahead` streamed ones before."""
+    count = len(sizes)
+    transfers: list[list[Transfer]] = [[] for _ in sizes]
+    for place, unit in enumerate(streamed):
+        if ahead == 0:
+            transfers[unit].append(Transfer(sizes[unit]))
+            continue
+        # Its room is that of the streamed unit `ahead` places before it, free once that has run.
+        earlier = streamed[(place - ahead) % len(streamed)]
+        begin = (earlier + 1) % count if len(streamed) > ahead else (unit + 1) % count
+        transfers[begin].append(Transfer(sizes[unit], until=(unit - begin) % count))
+    return [
+        Visit(size / memory_rate, tuple(moves))
+        for size, moves in zip(sizes, transfers, strict=True)
+    ]
+
+
+def disk_folder(given: Path | str | None) -> Path:
+    """The folder of a disk store.
+
+    Raises:
+        GulliverError: it does not exist, or the folder of temporary files lies in memory.
+    """
+    folder = Path(tempfile.gettempdir() if given is None else given)
+    check_disk_folder(folder)
+    if given is None and file_system(folder) in IN_MEMORY:
+        raise GulliverError(
+            f"temporary files lie in memory ({folder}), which saves none: name a folder on a local "
+            "disk, disk=FOLDER"
+        )
+    return folder
+
+
+def _absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory: NaN, of whole numbers zeros (their scales are NaN)."""
+    value = torch.zeros((), dtype=dtype)
+    if dtype.is_floating_point:
+        value.fill_(math.nan)
+    return value.expand(shape)
+
+
+def _placed(one: Object) -> Placed:
+    assert one.placed is not None
+    return one.placed

@@ -1,0 +1,142 @@
+"""The seam of speculation: what a drafter gives, and how a tree of drafts is verified exactly.
+
+[Note: exact with any drafts] At each node the next token is drawn from the model's own distribution
+there, as if nothing had been drafted. Where it is one of the node's children, the model has run
+that child already, and the walk goes on with the logits that it has. So the tokens are those of a
+run without drafts, draw for draw: greedy ones are equal, sampled ones have the same distribution
+and, with the same seed, are the same. This holds for any drafts, since a draw is a function of the
+model's logits, the seed and the token's place: also for those that are drawn with the same noise
+(`_draw.py`), which are right more often than the likeliest ones where the temperature is high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gulliver.serve._batch import Batch, Runner
+from gulliver.serve._sampling import SamplingParameters
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that may follow a sequence: a chain, or a tree.
+
+    Attributes:
+        tokens: guessed tokens; a parent stands before its children.
+        parents: index of each one's parent in `tokens`, -1 for the sequence's last token; None for
+            a chain.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A sequence that could be continued by drafts in the next batch.
+
+    Attributes:
+        sequence: number of the sequence, the same as in `Span`.
+        tokens: prompt and answer so far.
+        cached: keys and values of so many of its first tokens lie in the cache, in their places.
+        blocks: block table.
+        most: most drafted tokens that context, cache and `max_tokens` leave room for.
+        sampling: how its tokens are drawn.
+        seed: what they are drawn from.
+        sample: number of the answer among the request's.
+        prompt: number of tokens of the prompt.
+    """
+
+    sequence: int
+    tokens: Sequence[int]
+    cached: int
+    blocks: Sequence[int]
+    most: int
+    sampling: SamplingParameters
+    seed: int = 0
+    sample: int = 0
+    prompt: int = 0
+
+
+class Drafter(Protocol):
+    """Guesses tokens, which the model then verifies in one forward.
+
+    A class that derives from it need not write the methods by which it only learns.
+    """
+
+    def begin(self, runner: Runner) -> None:
+        """Learns which runner verifies, at the start and after each replay on another one."""
+        ...
+
+    def draft(self, wanted: Sequence[Wanted], budget: int) -> Mapping[int, Draft]:
+        """Drafts for sequences of the next batch.
+
+        Args:
+            wanted: sequences, the oldest first.
+            budget: most tokens of all drafts together; the batch has room for no more.
+
+        Returns:
+            Drafts by number of sequence; a sequence without one goes on by one token.
+        """
+        ...
+
+    def ran(self, batch: Batch, seconds: float) -> None:
+        """Learns what a batch took.
+
+        Args:
+            batch: batch, with drafts or without.
+            seconds: time from its submission, or from the end of the batch before it, to its last
+                token.
+        """
+        ...
+
+    def verified(self, sequence: int, draft: Draft, path: Sequence[int], tokens: int) -> None:
+        """Learns what became of a draft.
+
+        Args:
+            sequence: number of the sequence.
+            draft: draft that was verified.
+            path: indices in `draft.tokens` that were accepted, from the root on.
+            tokens: number of tokens that the round gave, `len(path) + 1` unless the text ended.
+        """
+        ...
+
+    def dropped(self, sequence: int) -> None:
+        """Learns that a sequence has ended: what is kept of it can go."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of memory."""
+        ...
+
+
+def children(draft: Draft) -> dict[tuple[int, int], int]:
+    """Index of a child by its parent and token, the first of equal ones."""
+    parents = draft.parents if draft.parents is not None else range(-1, len(draft.tokens) - 1)
+    found: dict[tuple[int, int], int] = {}
+    for index, (parent, token) in enumerate(zip(parents, draft.tokens, strict=True)):
+        found.setdefault((parent, token), index)
+    return found
+
+
+def walk(draft: Draft | None, drawn: Callable[[int, int], int]) -> tuple[list[int], list[int]]:
+    """Walks down a draft with the tokens that the model draws.
+
+    Args:
+        draft: draft; None where nothing was drafted.
+        drawn: given a row of the span's logits (0 is the last token before the draft, `i + 1` the
+            draft's token i) and the depth, returns the token that follows it.
+
+    Returns:
+        The tokens, one more than drafted ones were accepted, and the accepted indices.
+    """
+    tokens, path = [drawn(0, 0)], []
+    known = children(draft) if draft else {}
+    node = -1
+    while (node, tokens[-1]) in known:
+        node = known[node, tokens[-1]]
+        path.append(node)
+        tokens.append(drawn(node + 1, len(path)))
+    return tokens, path

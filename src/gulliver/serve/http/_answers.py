@@ -1,0 +1,244 @@
+"""Events as the JSON of OpenAI's interface: whole answers, pieces of a stream, probabilities.
+
+A `Form` is what completions and chats differ in. A token's text is what it decodes to alone. Where
+that is no whole character the token is written ``token_id:17``, as its number is all that can be
+said of it without loss.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gulliver.serve import Token
+from gulliver.serve.http._requests import Asked
+
+Names = Callable[[int], str]
+"""Text of a token."""
+
+
+def names_of(tokenizer: Any) -> Names:
+    """Returns the function that writes a token."""
+
+    def name(token: int) -> str:
+        text = tokenizer.decode(
+            [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return f"token_id:{token}" if "\ufffd" in text else text
+
+    return name
+
+
+@dataclass
+class Choice:
+    """One answer so far.
+
+    Attributes:
+        index: number of the answer in the request.
+        text: characters so far.
+        tokens: list of its tokens.
+        finish: why it ended.
+    """
+
+    index: int
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    finish: str | None = None
+
+
+@dataclass
+class Usage:
+    """Numbers of tokens of a request.
+
+    Attributes:
+        prompt: tokens of the prompts.
+        found: those of them that were found in the cache.
+        answer: tokens of the answers, the ones that ended them included.
+    """
+
+    prompt: int = 0
+    found: int = 0
+    answer: int = 0
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The usage of a request, as JSON."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.answer,
+            "total_tokens": self.prompt + self.answer,
+            "prompt_tokens_details": {"cached_tokens": self.found},
+        }
+
+
+class Form:
+    """How the answers of a request are written.
+
+    Attributes:
+        asked: the request.
+        id: name of the answer.
+    """
+
+    prefix = ""
+    whole_object = ""
+    piece_object = ""
+
+    def __init__(self, asked: Asked, model: str, names: Names) -> None:
+        self.asked, self._model, self._names = asked, model, names
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        made = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+        return {**made, "system_fingerprint": None}
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """Answers at their end."""
+        told = [self._told(choice) for choice in choices]
+        return {**self._head(self.whole_object), "choices": told, "usage": usage.json}
+
+    def piece(self, choice: dict[str, Any]) -> bytes:
+        """A piece of a stream."""
+        made = {**self._head(self.piece_object), "choices": [choice]}
+        if self.asked.tells_usage:
+            made["usage"] = None
+        return event(made)
+
+    def usage(self, usage: Usage) -> bytes:
+        """Last piece of a stream, the numbers of tokens."""
+        return event({**self._head(self.piece_object), "choices": [], "usage": usage.json})
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """What a stream says before the first token of an answer, if anything."""
+        raise NotImplementedError
+
+    def next(
+        self, index: int, text: str, tokens: Sequence[Token], offset: int, finish: str | None
+    ) -> dict[str, Any]:
+        """What a stream says of new tokens.
+
+        Args:
+            index: number of the answer.
+            text: new text.
+            tokens: new tokens.
+            offset: characters of the answer before them.
+            finish: why the answer has ended; None while it goes on.
+        """
+        raise NotImplementedError
+
+    def _told(self, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        return {"token_ids": [t.id for t in tokens]} if self.asked.return_token_ids else {}
+
+
+class CompletionForm(Form):
+    """Answers of /v1/completions."""
+
+    prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, asked: Asked, model: str, names: Names, echo: Sequence[str] = ()) -> None:
+        """Makes the form.
+
+        Args:
+            asked: request.
+            model: name of the model.
+            names: texts of tokens.
+            echo: text in front of each answer; none where they stand alone.
+        """
+        super().__init__(asked, model, names)
+        self._echo = echo
+
+    def _front(self, index: int) -> str:
+        return self._echo[index] if self._echo else ""
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """The prompt, where it is part of the answer."""
+        return self.next(index, self._front(index), (), 0, None) if self._echo else None
+
+    def next(
+        self, index: int, text: str, tokens: Sequence[Token], offset: int, finish: str | None
+    ) -> dict[str, Any]:
+        """New text of an answer."""
+        made = {"index": index, "text": text, "finish_reason": finish}
+        return {**made, "logprobs": self._logprobs(tokens, offset), **self._ids(tokens)}
+
+    def _told(self, choice: Choice) -> dict[str, Any]:
+        text = self._front(choice.index) + choice.text
+        return self.next(choice.index, text, choice.tokens, 0, choice.finish)
+
+    def _logprobs(self, tokens: Sequence[Token], offset: int) -> dict[str, Any] | None:
+        if self.asked.likeliest is None:
+            return None
+        texts = [self._names(token.id) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        likely = [{self._names(o.token): _finite(o.logprob) for o in t.likely} for t in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": likely if self.asked.likeliest else None,
+            "text_offset": offsets,
+        }
+
+
+class ChatForm(Form):
+    """Answers of /v1/chat/completions."""
+
+    prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """The role."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def next(
+        self, index: int, text: str, tokens: Sequence[Token], offset: int, finish: str | None
+    ) -> dict[str, Any]:
+        """New text of an answer."""
+        made = {"index": index, "delta": {"content": text} if text else {}, "finish_reason": finish}
+        return {**made, "logprobs": self._logprobs(tokens), **self._ids(tokens)}
+
+    def _told(self, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        made = {"index": choice.index, "message": message, "finish_reason": choice.finish}
+        return {**made, "logprobs": self._logprobs(choice.tokens), **self._ids(choice.tokens)}
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if self.asked.likeliest is None:
+            return None
+        told = [
+            {
+                **self._likely(token.id, token.logprob),
+                "top_logprobs": [self._likely(one.token, one.logprob) for one in token.likely],
+            }
+            for token in tokens
+        ]
+        return {"content": told, "refusal": None}
+
+    def _likely(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self._names(token)
+        known = None if text == f"token_id:{token}" else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": known}
+
+
+def _finite(logprob: float | None) -> float | None:
+    """A log-probability that JSON can hold: -9999 for none at all, as OpenAI's interface has it."""
+    return None if logprob is None else max(logprob, -9999.0)
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """An event of a stream (server-sent events)."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+ALIVE = b": waiting\n\n"
+"""A comment, which clients pass over; one that has gone shows by it."""

@@ -1,0 +1,255 @@
+"""The routes: what each of them checks, in which order, before a `Reply` begins."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hmac
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gulliver.errors import GulliverError
+from gulliver.serve import chat_tokens
+from gulliver.serve.http._answers import ChatForm, CompletionForm, Form, Names
+from gulliver.serve.http._errors import ApiError, wrong
+from gulliver.serve.http._limits import ServerOptions
+from gulliver.serve.http._reply import House, Job, Reply
+from gulliver.serve.http._requests import (
+    Asked,
+    ChatAsked,
+    CompletionAsked,
+    Kind,
+    Limits,
+    messages_of,
+    prompts_of,
+    read,
+    sampling_of,
+)
+
+Answer = TypeVar("Answer")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+
+
+class Door:
+    """What the routes share: limits, the key, and the tokenizer's thread."""
+
+    def __init__(
+        self, house: House, options: ServerOptions, limits: Limits, tokenizer: Any, names: Names
+    ) -> None:
+        """Makes the door.
+
+        Args:
+            house: engine, gate and metrics.
+            options: limits of the server.
+            limits: limits of requests.
+            tokenizer: the model's tokenizer.
+            names: texts of tokens.
+        """
+        self.house, self.limits, self.names = house, limits, names
+        self._options = options
+        self.body_bytes = options.body_limit(limits.longest)
+        # A tokenizer that encodes may not be asked to decode by the engine meanwhile.
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._thread = ThreadPoolExecutor(1, "gulliver-tokenizer")
+        self.began = int(time.time())
+
+    def close(self) -> None:
+        """Ends the tokenizer's thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def authorise(self, request: Request) -> None:
+        """Refuses a client without the key.
+
+        Raises:
+            ApiError: there is a key, and this is not it.
+        """
+        key = self._options.key
+        if key is None:
+            return
+        given = request.headers.get("authorization", "").encode("utf-8", "replace")
+        if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+            message = "no or a wrong API key: send the header Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key")
+
+    async def completion(self, request: Request) -> Response:
+        """Answers /v1/completions."""
+
+        async def jobs(asked: CompletionAsked) -> tuple[Form, list[Job]]:
+            prompts = prompts_of(asked)
+            encoded = [
+                await self._in_thread(self._encoded, one) if isinstance(one, str) else one
+                for one in prompts
+            ]
+            many = len(encoded)
+            made = [self._job(asked, tokens, many) for tokens in encoded]
+            echo: list[str] = []
+            if asked.echo:
+                texts = [
+                    one if isinstance(one, str) else await self._in_thread(self._decoded, one)
+                    for one in prompts
+                ]
+                echo = [text for text in texts for _ in range(asked.n or 1)]
+            return CompletionForm(asked, self.limits.name, self.names, echo), made
+
+        return await self._reply(request, CompletionAsked, jobs)
+
+    async def chat(self, request: Request) -> Response:
+        """Answers /v1/chat/completions."""
+
+        async def jobs(asked: ChatAsked) -> tuple[Form, list[Job]]:
+            messages = messages_of(asked)
+            try:
+                tokens = await self._in_thread(chat_tokens, self._tokenizer, messages)
+            except GulliverError as error:
+                raise wrong(str(error), "messages") from None
+            form = ChatForm(asked, self.limits.name, self.names)
+            return form, [self._job(asked, tokens)]
+
+        return await self._reply(request, ChatAsked, jobs)
+
+    async def _reply(self, request: Request, kind: type[Kind], jobs: Callable[..., Any]) -> Reply:
+        began, gate = time.monotonic(), self.house.gate
+        self.authorise(request)
+        gate.check()
+        self._check_head(request)
+        held = bytearray()
+        try:
+            await self._read(request, held)
+            form, made = await jobs(read(kind, bytes(held), self.limits))
+        finally:
+            gate.release(len(held))
+        return Reply(self.house, form, made, began)
+
+    def _check_head(self, request: Request) -> None:
+        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if kind != "application/json":
+            # A page of another site may send what no browser asks about first: that is not JSON.
+            message = "send the header Content-Type: application/json"
+            raise ApiError(415, message, code="not_json")
+        size = request.headers.get("content-length", "0")
+        if not size.isdigit() or int(size[:20]) > self.body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        message = f"the body exceeds {self.body_bytes:,} bytes, the most that this server reads"
+        return ApiError(413, message, code="body_too_large")
+
+    async def _read(self, request: Request, held: bytearray) -> None:
+        """Reads the body into `held`, whose bytes the gate counts."""
+        seconds = self._options.body_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    if len(held) + len(part) > self.body_bytes:
+                        raise self._too_large()
+                    self.house.gate.hold(len(part))
+                    held += part
+        except TimeoutError:
+            message = f"the body did not come within {seconds:g} seconds"
+            raise ApiError(408, message, code="too_slow") from None
+        except ClientDisconnect:
+            # Nobody reads it.
+            raise ApiError(499, "the client left") from None
+
+    async def _in_thread(self, function: Callable[..., Answer], *args: Any) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer(text)["input_ids"])
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def _job(self, asked: Asked, tokens: list[int], many: int = 1) -> Job:
+        return Job(tokens, sampling_of(asked, tokens, self.limits, many))
+
+    async def models(self, request: Request) -> Response:
+        """Answers /v1/models."""
+        self.authorise(request)
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """Answers /v1/models/NAME."""
+        self.authorise(request)
+        name = request.path_params["name"]
+        if name != self.limits.name:
+            message = f"model {name!r} is not served here: there is {self.limits.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        made = {"id": self.limits.name, "object": "model", "created": self.began}
+        return {**made, "owned_by": "gulliver", "max_model_len": self.limits.longest}
+
+    async def health(self, request: Request) -> Response:
+        """Answers /health: 200 while requests are taken."""
+        del request
+        worker, gate = self.house.worker, self.house.gate
+        state = "dead" if worker.dead else "draining" if gate.draining else "ok"
+        told = {"status": state, "running": worker.counts["running"], "answers": gate.inside}
+        return JSONResponse(told, 200 if state == "ok" else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Answers /metrics."""
+        self.authorise(request)
+        self.house.metrics.inside.set(self.house.gate.inside)
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(self.house.metrics.text(), media_type=kind)
+
+
+def make_app(door: Door) -> ASGIApp:
+    """Makes the application: routes, errors as clients expect them, and a count of requests."""
+    # Without pages of documentation, which load scripts from elsewhere.
+    app = FastAPI(title="gulliver serve", docs_url=None, redoc_url=None)
+    app.add_api_route("/v1/completions", door.completion, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
+    app.add_api_route("/v1/models", door.models)
+    app.add_api_route("/v1/models/{name:path}", door.model)
+    app.add_api_route("/health", door.health)
+    app.add_api_route("/metrics", door.metrics)
+
+    async def known(request: Request, error: Exception) -> Response:
+        del request
+        assert isinstance(error, ApiError)
+        return JSONResponse(error.body, error.status, error.headers)
+
+    async def unrouted(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}; there are "
+        told = ApiError(error.status_code, message + ", ".join(PATHS), code="unknown_path")
+        return JSONResponse(told.body, error.status_code, error.headers)
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        del request
+        message = f"this should not happen: {type(error).__name__}, see the server's log"
+        return JSONResponse(ApiError(500, message, code="internal").body, 500)
+
+    app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(HTTPException, unrouted)
+    app.add_exception_handler(Exception, unknown)
+    return _counted(app, door)
+
+
+def _counted(app: ASGIApp, door: Door) -> ASGIApp:
+    """Counts requests by path and status."""
+
+    async def counting(scope: Scope, receive: Receive, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in PATHS else "other"
+                door.house.metrics.requests.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await app(scope, receive, sending)
+
+    return counting

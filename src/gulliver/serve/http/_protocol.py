@@ -1,0 +1,134 @@
+"""`Protocol`: connections, how many there may be and how long each may keep us waiting.
+
+uvicorn times out idle connections after an answer. What it leaves open, a client that connects and
+says nothing, that never ends its head, or that does not read what is sent to it, is ended here.
+
+[Note: half-open] A client whose machine is gone sends nothing, not even its leave. The kernel finds
+out by probes (`SO_KEEPALIVE`) where we send nothing either, and by `TCP_USER_TIMEOUT` where what we
+sent is not acknowledged; both end the connection as a leave would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from gulliver.serve.http._errors import ApiError
+from gulliver.serve.http._limits import ServerOptions
+from gulliver.serve.http._metrics import Metrics
+
+PROBE_S = 15
+"""Seconds without a byte after which the kernel asks whether a client is there."""
+
+UNREAD_BYTES = 128 * 1024
+"""Bytes that the kernel keeps for a client that has not read them."""
+
+
+def protocol_of(options: ServerOptions, metrics: Metrics) -> type[asyncio.Protocol]:
+    """Makes the protocol of a server, for uvicorn."""
+    return type("LimitedProtocol", (Protocol,), {"options": options, "metrics": metrics})
+
+
+class Protocol(H11Protocol):
+    """HTTP/1.1 with limits."""
+
+    options: ServerOptions
+    metrics: Metrics
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes a connection, or refuses it."""
+        super().connection_made(transport)
+        if len(self.connections) > self.options.connections:
+            self.connections.discard(self)
+            transport.write(_refusal(len(self.connections)))
+            transport.close()
+            self._stall = self.loop.call_later(1, transport.abort)
+            return
+        self.metrics.connections.set(len(self.connections))
+        _probe(transport.get_extra_info("socket"), self.options.stall_seconds)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets a connection."""
+        self._head = _stop(self._head)
+        self._stall = _stop(self._stall)
+        super().connection_lost(exc)
+        self.metrics.connections.set(len(self.connections))
+
+    def data_received(self, data: bytes) -> None:
+        """Takes bytes."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            # A head that has begun must end.
+            if self.timeout_keep_alive_task is None:
+                self._wait_for_head()
+        else:
+            self._head = _stop(self._head)
+
+    def on_response_complete(self) -> None:
+        """Goes on to the next request; from here on the time between two of them runs."""
+        self._head = _stop(self._head)
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Begins to wait for a client that does not read."""
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(self.options.stall_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Ends the wait."""
+        self._stall = _stop(self._stall)
+        super().resume_writing()
+
+    def _wait_for_head(self) -> None:
+        if self._head is None:
+            self._head = self.loop.call_later(self.options.header_seconds, self._too_late)
+
+    def _too_late(self) -> None:
+        self._head = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def _refusal(count: int) -> bytes:
+    message = f"{count} connections are open, the most that this server takes: try again later"
+    body = json.dumps(ApiError(503, message, code="too_many_connections").body).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+        f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def _probe(found: socket.socket, seconds: float) -> None:
+    """Lets the kernel find out that a client is gone."""
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # The kernel would keep megabytes for a client that does not read, and for a thousand of them.
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
+    wanted: list[tuple[str, int]] = [
+        ("TCP_KEEPIDLE", PROBE_S),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", int(seconds * 1000)),
+    ]
+    for name, value in wanted:
+        # Linux has all of them, other systems some.
+        if hasattr(socket, name):
+            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,381 @@
+"""What a client may ask: bodies of completions and chats, checked field by field.
+
+A field is honoured, or has no influence on the answer (`user`), or is refused by its name. One that
+is unknown is refused too: mostly it is a slip, and an answer drawn otherwise than was meant looks
+like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.serve import SamplingParameters
+from gulliver.serve.http._errors import ApiError, wrong
+
+STOPS, STOP_LENGTH = 16, 1024
+"""Most stop texts of a request, and most characters of one."""
+COMPLETION_TOKENS = 16
+"""Tokens of a completion that names no number, as OpenAI's interface has it."""
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    include_usage: bool = False
+
+
+class Asked(BaseModel):
+    """Fields that completions and chats have in common."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """Tell the numbers of tokens beside texts."""
+
+    # Without influence on an answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    # Honoured in the one way that is said here, refused in any other.
+    logit_bias: Any = None
+    store: Any = None
+    service_tier: Any = None
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "logit_bias": ({},),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+    }
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the answer comes in pieces."""
+        return bool(self.stream)
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def most(self, room: int, limit: int | None) -> int:
+        """Most tokens of an answer that names no number."""
+        return max(1, min(room, limit or room))
+
+    @property
+    def likeliest(self) -> int | None:
+        """Number of alternatives of which log-probabilities are asked for; None for no telling."""
+        raise NotImplementedError
+
+
+class CompletionAsked(Asked):
+    """Body of /v1/completions."""
+
+    prompt: Any = None
+    echo: bool = False
+    logprobs: int | None = None
+    suffix: Any = None
+    best_of: int | None = None
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {**Asked.NEUTRAL, "suffix": ("",)}
+
+    @property
+    def likeliest(self) -> int | None:
+        """Number of alternatives; 0 tells the tokens taken."""
+        return self.logprobs
+
+    def most(self, room: int, limit: int | None) -> int:
+        """Most tokens of an answer that names no number."""
+        return min(COMPLETION_TOKENS, super().most(room, limit))
+
+
+class ChatAsked(Asked):
+    """Body of /v1/chat/completions."""
+
+    messages: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    reasoning_effort: Any = None
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **Asked.NEUTRAL,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "reasoning_effort": (),
+    }
+
+    @property
+    def likeliest(self) -> int | None:
+        """Number of alternatives; 0 tells the tokens taken."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+Kind = TypeVar("Kind", CompletionAsked, ChatAsked)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may not exceed.
+
+    Attributes:
+        name: name of the model.
+        longest: most tokens of prompt and answer.
+        n: most answers to a prompt.
+        answers: most answers of a request, prompts times `n`.
+        max_tokens: most tokens of an answer; None for no limit of its own.
+        vocabulary: number of tokens that there are.
+        what: whether `longest` is the ``"context"`` or the ``"cache"``.
+    """
+
+    name: str
+    longest: int
+    n: int
+    answers: int
+    max_tokens: int | None
+    vocabulary: int
+    what: Literal["context", "cache"]
+
+
+def read(kind: type[Kind], body: bytes, limits: Limits) -> Kind:
+    """Reads a body.
+
+    Raises:
+        ApiError: it is not JSON, or a field is wrong, unknown or not supported.
+    """
+    try:
+        asked = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _first(error, kind) from None
+    for name, neutral in kind.NEUTRAL.items():
+        value = getattr(asked, name)
+        if value is not None and not any(
+            value == one and type(value) is type(one) for one in neutral
+        ):
+            raise wrong(f"{name} is not supported: leave it out", name, "unsupported_parameter")
+    if asked.model is not None and asked.model != limits.name:
+        message = f"model {asked.model!r} is not served here: {nearest(asked.model, [limits.name])}"
+        raise ApiError(404, message, "model", "model_not_found")
+    if asked.stream_options is not None and not asked.streamed:
+        raise wrong("stream_options are for stream=true", "stream_options")
+    if isinstance(asked, ChatAsked):
+        _check_chat(asked)
+    else:
+        _check_completion(asked)
+    return asked
+
+
+def _check_chat(asked: ChatAsked) -> None:
+    if asked.max_completion_tokens is not None and asked.max_tokens is not None:
+        raise wrong("give max_completion_tokens or max_tokens, not both", "max_tokens")
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise wrong("top_logprobs is for logprobs=true", "top_logprobs")
+
+
+def _check_completion(asked: CompletionAsked) -> None:
+    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+        raise wrong("best_of is not supported: leave it out", "best_of", "unsupported_parameter")
+    if asked.echo and asked.logprobs is not None:
+        message = "echo with logprobs is not supported: prompts have no probabilities here"
+        raise wrong(message, "echo", "unsupported_parameter")
+
+
+def prompts_of(asked: CompletionAsked) -> list[str | list[int]]:
+    """Prompts of a completion: texts, or lists of tokens.
+
+    Raises:
+        ApiError: there is none, or it is something else.
+    """
+    prompt = asked.prompt
+    several: list[Any] = prompt if isinstance(prompt, list) else [prompt]
+    if several and all(_is_token(one) for one in several):
+        several = [several]
+    if not several or not all(isinstance(one, str) or _are_tokens(one) for one in several):
+        raise wrong("prompt must be a text, a list of texts, tokens, or lists of tokens", "prompt")
+    return several
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_token, value))
+
+
+def messages_of(asked: ChatAsked) -> list[dict[str, Any]]:
+    """Messages of a chat, their contents joined to one text each.
+
+    Raises:
+        ApiError: there are none, or one has something other than text.
+    """
+    if not isinstance(asked.messages, list) or not asked.messages:
+        raise wrong("messages must be a list of at least one message", "messages")
+    return [_message(one, f"messages[{place}]") for place, one in enumerate(asked.messages)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise wrong(f"{where} must have a role and a content", where)
+    for name, value in message.items():
+        if name not in ("role", "content", "name") and value not in (None, [], {}):
+            raise wrong(f"{where}.{name} is not supported: leave it out", f"{where}.{name}")
+    made = {"role": message["role"], "content": _content(message.get("content"), where)}
+    return {**made, "name": message["name"]} if message.get("name") is not None else made
+
+
+def _content(content: Any, where: str) -> str:
+    where = f"{where}.content"
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(f"{where} must be a text or a list of parts", where)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise wrong(f"{where} has a part of type {kind!r}: text alone is supported", where)
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def sampling_of(
+    asked: Asked, tokens: Sequence[int], limits: Limits, many: int = 1
+) -> SamplingParameters:
+    """How the answers to a prompt are drawn.
+
+    Args:
+        asked: request.
+        tokens: tokens of the prompt.
+        limits: what it may not exceed.
+        many: prompts of the request.
+
+    Raises:
+        ApiError: a number is out of its range, or prompt and answer are too long.
+    """
+    field = "prompt" if isinstance(asked, CompletionAsked) else "messages"
+    count = len(tokens)
+    if count == 0:
+        raise wrong("the prompt is empty: give at least one token", field)
+    unknown = next((token for token in tokens if not 0 <= token < limits.vocabulary), None)
+    if unknown is not None:
+        raise wrong(f"token {unknown} is not in the vocabulary of {limits.vocabulary}", field)
+    room = limits.longest - count
+    if room < 1:
+        raise wrong(
+            f"the prompt has {count} tokens and the {limits.what} {limits.longest}: give at most "
+            f"{limits.longest - 1}, so that there is room for an answer",
+            *(field, "context_length_exceeded"),
+        )
+    sampling, name = _sampling(asked, room, limits)
+    wanted = sampling.max_tokens or 0
+    if limits.max_tokens is not None and wanted > limits.max_tokens:
+        raise wrong(f"{name}={wanted}: this server gives at most {limits.max_tokens}", name)
+    if wanted > room:
+        raise wrong(
+            f"{name}={wanted} after a prompt of {count} tokens exceeds the {limits.what} of "
+            f"{limits.longest}: give at most {room}",
+            *(name, "context_length_exceeded"),
+        )
+    if sampling.n > limits.n:
+        raise wrong(f"n={sampling.n}: this server gives at most {limits.n}", "n")
+    if sampling.n * many > limits.answers:
+        raise wrong(
+            f"{many} prompts with n={sampling.n} are {sampling.n * many} answers, and this server "
+            f"takes {limits.answers} at a time",
+            field,
+        )
+    return sampling
+
+
+def _sampling(asked: Asked, room: int, limits: Limits) -> tuple[SamplingParameters, str]:
+    """Sampling parameters, and the name by which the client knows their most tokens."""
+    name, wanted = "max_tokens", asked.max_tokens
+    if isinstance(asked, ChatAsked) and asked.max_completion_tokens is not None:
+        name, wanted = "max_completion_tokens", asked.max_completion_tokens
+    if asked.seed is not None and not -(2**63) <= asked.seed < 2**64:
+        raise wrong("seed: give a whole number of 64 bits", "seed")
+    stop = _stops(asked.stop)
+    given = {key: value for key in _DRAWN if (value := getattr(asked, key)) is not None}
+    try:
+        made = SamplingParameters(
+            max_tokens=asked.most(room, limits.max_tokens) if wanted is None else wanted,
+            logprobs=asked.likeliest,
+            stop=stop,
+            stop_token_ids=tuple(asked.stop_token_ids or ()),
+            ignore_eos=asked.ignore_eos,
+            **given,
+        )
+    except GulliverError as error:
+        field, rest = str(error).split("=", 1)
+        field = {"max_tokens": name}.get(field, field)
+        if field == "logprobs" and isinstance(asked, ChatAsked):
+            field = "top_logprobs"
+        raise wrong(f"{field}={rest}", field) from None
+    return made, name
+
+
+_DRAWN = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "n"),
+)
+
+
+def _stops(given: str | list[str] | None) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(stops) > STOPS:
+        raise wrong(f"stop has {len(stops)} texts: give at most {STOPS}", "stop")
+    if not all(0 < len(stop) <= STOP_LENGTH for stop in stops):
+        raise wrong(f"stop: give texts of 1 to {STOP_LENGTH} characters", "stop")
+    return stops
+
+
+def _first(error: ValidationError, kind: type[BaseModel]) -> Exception:
+    """The first thing that is wrong with a body, as a client reads it."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    if found["type"] in ("json_invalid", "json_type") or not found["loc"]:
+        return wrong(f"the body is not a JSON object: {found['msg']}", code="invalid_json")
+    places = [str(part) for part in found["loc"]]
+    if found["type"] == "extra_forbidden":
+        known = StreamOptions if len(places) > 1 else kind
+        name = ".".join(places)[:100]
+        message = f"unknown field {name!r}: {nearest(places[-1][:100], known.model_fields)}"
+        return wrong(message, name, "unknown_parameter")
+    # Further places are branches of a union, which clients know nothing of.
+    message = found["msg"][0].lower() + found["msg"][1:]
+    return wrong(f"{places[0]}: {message}", places[0])

@@ -1,0 +1,207 @@
+"""`Server`: a socket, an event loop and an engine, from the first request to the last.
+
+[Note: drain] At SIGTERM or SIGINT (or `drain`) new requests are refused with 503 and `/health` says
+so, while the socket still listens: a balancer in front sees it before clients do. What runs gets
+`drain_seconds`; what is left then ends with an error that says so. A second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from gulliver.errors import GulliverError
+from gulliver.serve import LLM
+from gulliver.serve.http._answers import names_of
+from gulliver.serve.http._app import Door, make_app
+from gulliver.serve.http._errors import ApiError
+from gulliver.serve.http._gate import Gate
+from gulliver.serve.http._limits import BODIES, ServerOptions
+from gulliver.serve.http._metrics import Metrics
+from gulliver.serve.http._protocol import protocol_of
+from gulliver.serve.http._reply import House
+from gulliver.serve.http._requests import Limits
+from gulliver.serve.http._worker import EngineThread
+
+SPARE_FILES = 64
+"""Files that a process has open beside its connections."""
+HEAD_BYTES = 32 * 1024
+"""Most bytes of the head of a request."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, whose signals begin the drain."""
+
+    def __init__(self, config: uvicorn.Config, signalled: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._signalled = signalled
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handles a signal."""
+        del sig, frame
+        self._signalled()
+
+
+class Server:
+    """Serves one model.
+
+    Attributes:
+        options: limits of connections and requests.
+        url: address that clients are given, with ``/v1``.
+        limits: limits of requests.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        options: ServerOptions | None = None,
+        name: str | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
+        """Makes a server; `run` serves until a signal, ``with`` in the background.
+
+        Args:
+            llm: model; nobody else may use it while it is served.
+            options: limits.
+            name: name of the model, where the options give none.
+            listener: socket of `ServerOptions.listen`; None takes one by the options.
+
+        Raises:
+            GulliverError: the model has no tokenizer, the port is taken, or there cannot be so many
+                connections.
+        """
+        if llm.tokenizer is None:
+            raise GulliverError("a server needs a tokenizer: give the model's own")
+        self.options = options = options or ServerOptions()
+        _allow_files(options.connections)
+        engine = llm.engine
+        facts, sequences = engine.runner.facts, engine.options.sequences
+        most = sequences + options.queue
+        self.limits = Limits(
+            name=options.name or name or "model",
+            longest=facts.longest,
+            n=min(options.most_n, sequences),
+            answers=most,
+            max_tokens=options.max_tokens,
+            vocabulary=facts.vocabulary,
+            what="context" if facts.longest == facts.context else "cache",
+        )
+        self._worker = EngineThread(engine, self.drain)
+        body_bytes = options.body_limit(facts.longest)
+        self._gate = Gate(most, body_bytes * BODIES)
+        self._metrics = Metrics(self.counts)
+        house = House(self._worker, self._gate, self._metrics)
+        self._door = Door(house, options, self.limits, llm.tokenizer, names_of(llm.tokenizer))
+        self._socket = listener or options.listen()
+        host, port = self._socket.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        config = uvicorn.Config(
+            make_app(self._door),
+            http=protocol_of(options, self._metrics),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=max(1, round(options.idle_seconds)),
+            timeout_graceful_shutdown=5,
+            h11_max_incomplete_event_size=HEAD_BYTES,
+        )
+        self._uvicorn = _Uvicorn(config, self.drain)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+
+    def counts(self) -> dict[str, int]:
+        """The engine's numbers after its last step, and those of the server."""
+        own = {"answers": self._gate.inside, "failures": self._worker.failures}
+        return {**self._worker.counts, **own}
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine could not go on; None where it could."""
+        return self._worker.dead
+
+    def run(self) -> int:
+        """Serves until a signal, and drains.
+
+        Returns:
+            Exit code: 1 where the engine could not go on.
+        """
+        asyncio.run(self._serve())
+        return 1 if self._worker.dead else 0
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._worker.start(self._loop)
+        try:
+            await self._uvicorn.serve(sockets=[self._socket])
+        finally:
+            # The engine's thread may be telling the loop something.
+            await self._loop.run_in_executor(None, self._worker.close)
+            self._door.close()
+
+    def drain(self) -> None:
+        """Begins to end, from any thread; asked again it ends at once."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        if self._draining is None:
+            self._gate.draining = True
+            self._draining = asyncio.ensure_future(self._ended())
+        else:
+            self._worker.end_all(_ENDING)
+            self._uvicorn.should_exit = self._uvicorn.force_exit = True
+
+    async def _ended(self) -> None:
+        """Waits for what runs, and ends what does not end."""
+        await self._emptied(self.options.drain_seconds)
+        if self._gate.inside:
+            self._worker.end_all(_ENDING)
+            await self._emptied(2.0)
+        self._uvicorn.should_exit = True
+
+    async def _emptied(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self._gate.inside and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+
+    def __enter__(self) -> Server:
+        self._thread = threading.Thread(target=self.run, name="gulliver-server", daemon=True)
+        self._thread.start()
+        while not self._uvicorn.started and self._thread.is_alive():
+            time.sleep(0.005)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._thread is not None
+        self.drain()
+        self._thread.join()
+
+
+_ENDING = ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+
+
+def _allow_files(connections: int) -> None:
+    """Lets the process have as many files open as there may be connections."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise GulliverError(
+                f"connections={connections}: this process may have {hard} files open "
+                f"(ulimit -Hn), {SPARE_FILES} of them for itself: give at most {hard - SPARE_FILES}"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

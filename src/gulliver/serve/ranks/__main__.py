@@ -1,0 +1,11 @@
+"""A rank, as `_processes.py` starts it: what it must know comes through standard input."""
+
+import pickle
+import sys
+
+if __name__ == "__main__":
+    # Modules may lie where only the controller's program looks for them.
+    sys.path[:] = [*sys.path, *(p for p in pickle.load(sys.stdin.buffer) if p not in sys.path)]
+    from gulliver.serve.ranks._processes import serve_rank
+
+    serve_rank(pickle.load(sys.stdin.buffer))

@@ -1,0 +1,250 @@
+"""Starting the ranks of a model on this machine, and ending them.
+
+Each rank is a Python of its own, ``python -m gulliver.serve.ranks``: a script needs no guard around
+its main part, as it would for processes that import it. What a rank must know comes through its
+standard input. It connects to the controller by a socket of this machine with a secret, and to the
+other ranks by gloo on the loopback interface. A rank ends when its connection to the controller
+does, however the controller ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from gulliver.comm import listen_on_localhost
+from gulliver.errors import GulliverError
+from gulliver.serve._load import check_memory, check_options
+from gulliver.serve._runner import Ways
+from gulliver.serve.ranks._layout import Layout, plan_ranks
+from gulliver.serve.ranks._runner import RanksRunner
+
+BLOCK = 16
+ENDING_S = 5.0
+"""Longest wait for a rank to end by itself."""
+START_S = 600.0
+"""Longest time for the ranks to start and load."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a rank is told as it starts.
+
+    Attributes:
+        address: the controller's.
+        secret: key of the connection.
+        store: file through which the ranks meet.
+        rank: number of the rank.
+        folder: folder of the model.
+        ways: how it is run.
+        layout: ranks of the model, and what each has.
+        sequences: sequences that run at a time.
+        threads: threads that it computes with.
+        paths: where Python looks for modules.
+    """
+
+    address: str
+    secret: bytes
+    store: str
+    rank: int
+    folder: Path
+    ways: Ways
+    layout: Layout
+    sequences: int
+    threads: int
+    paths: list[str]
+
+
+def start_ranks(
+    folder: Path, ways: Ways, sequences: int, step_tokens: int, depth: int | None = None
+) -> RanksRunner:
+    """Starts the ranks of a folder's model.
+
+    Args:
+        folder: folder of the model.
+        ways: how it is run.
+        sequences: sequences that run at a time.
+        step_tokens: most tokens of a batch.
+        depth: batches in flight; None for as many as cover the slowest server.
+
+    Returns:
+        The runner; `close` ends the ranks.
+
+    Raises:
+        GulliverError: the model cannot be cut so, or a rank could not load; it is named.
+    """
+    del step_tokens
+    check_options(folder, ways.dtype, ways.quantize)
+    if ways.limit is None:
+        check_memory(folder, ways.dtype, ways.quantize)
+    layout = plan_ranks(folder, ways.dtype, ways.tensor, ways.pipeline, ways.speeds)
+    return Processes(folder, ways, layout, sequences, depth).runner()
+
+
+class Processes:
+    """The ranks as processes of this machine.
+
+    Args:
+        folder: folder of the model.
+        ways: how it is run.
+        layout: ranks of the model, and what each has.
+        sequences: sequences that run at a time.
+        depth: batches in flight; None to choose.
+    """
+
+    def __init__(
+        self, folder: Path, ways: Ways, layout: Layout, sequences: int, depth: int | None
+    ) -> None:
+        self._given = folder, ways, layout, sequences, depth
+        self._layout, self._ways, self._depth = layout, ways, depth
+        self._meeting = tempfile.TemporaryDirectory(prefix="gulliver-ranks-")
+        self._secret = secrets.token_bytes(32)
+        self.links: Sequence[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._closed = False
+        listener = Listener(str(Path(self._meeting.name) / "controller"), authkey=self._secret)
+        try:
+            self._start(listener, folder, sequences)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            listener.close()
+
+    def runner(self) -> RanksRunner:
+        """Waits for the ranks to load."""
+        return RanksRunner(
+            *(self, self._layout, self._ways.patience_s, START_S, BLOCK, self._depth)
+        )
+
+    def _start(self, listener: Listener, folder: Path, sequences: int) -> None:
+        count = self._layout.ranks
+        threads = max(1, (os.cpu_count() or 1) // count)
+        listen_on_localhost()
+        for rank in range(count):
+            environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "gulliver.serve.ranks"],
+                    stdin=subprocess.PIPE,
+                    env=environment,
+                    # Ctrl-C is the controller's: it ends them.
+                    start_new_session=True,
+                )
+            )
+            order = Order(
+                *(str(listener.address), self._secret, str(Path(self._meeting.name) / "store")),
+                *(rank, folder.resolve(), self._ways, self._layout, sequences, threads),
+                [path for path in sys.path if path],
+            )
+            entry = self._processes[-1].stdin
+            assert entry is not None
+            with contextlib.suppress(BrokenPipeError):
+                pickle.dump(order.paths, entry)
+                pickle.dump(order, entry)
+                entry.close()
+        found: dict[int, Connection] = {}
+        while len(found) < count:
+            link = self._accepted(listener, [r for r in range(count) if r not in found])
+            found[link.recv()] = link
+        self.links = [found[rank] for rank in range(count)]
+
+    def _accepted(self, listener: Listener, missing: Sequence[int]) -> Connection:
+        """Waits for one rank to connect.
+
+        Raises:
+            GulliverError: a rank has ended before.
+        """
+        found: list[Connection] = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError, EOFError):
+                found.append(listener.accept())
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.1)
+            dead = next((r for r in missing if self._processes[r].poll() is not None), None)
+            if dead is not None and not found:
+                raise GulliverError(
+                    f"{self._layout.named(dead)} {self.fate(dead)} as it started: its error stands "
+                    "above"
+                )
+        if not found:
+            raise GulliverError("a rank could not connect to the controller")
+        return found[0]
+
+    def fate(self, rank: int) -> str:
+        """Says how a rank ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._processes[rank].wait(ENDING_S)
+        code = self._processes[rank].returncode
+        if code is None:
+            return "has closed its connection"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """Ends the ranks: they are asked to, and killed where they do not."""
+        if self._closed:
+            return
+        self._closed = True
+        for link in self.links:
+            with contextlib.suppress(OSError):
+                link.close()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S if self.links else 0.1)
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        self._meeting.cleanup()
+
+    def restarted(self) -> RanksRunner:
+        """Starts other ranks in the place of these."""
+        self.close()
+        return Processes(*self._given).runner()
+
+
+def serve_rank(order: Any) -> None:
+    """Is a rank: loads its part and works until the controller ends it."""
+    import torch
+    import torch.distributed as dist
+
+    from gulliver.comm import World, adopt_world
+    from gulliver.serve.ranks._serving import serve
+
+    link = Client(order.address, authkey=order.secret)
+    link.send(order.rank)
+    torch.set_num_threads(order.threads)
+    count = order.layout.ranks
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(order.store, count),
+        rank=order.rank,
+        world_size=count,
+        # The controller decides who is late: this is for ranks that it could not end.
+        timeout=timedelta(seconds=START_S),
+    )
+    adopt_world(World(order.rank, count, order.rank, torch.device("cpu")))
+    serve(link, order.folder, order.ways, order.layout, order.rank, order.sequences, BLOCK)
+    os._exit(0)

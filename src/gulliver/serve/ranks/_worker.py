@@ -1,0 +1,185 @@
+"""`work`: what a rank does: commands in, carries from stage to stage, logits out.
+
+[Note: non-blocking] The controller sends each batch to all ranks at once, several ahead of the one
+that runs. A rank keeps the order of tickets itself. Of every batch that it knows it has posted the
+receive already, for the batch says how many tokens come, so that a stage's send never waits for
+who takes it, and a link carries one batch while the stages compute others. Source: EnergonAI
+(arXiv 2209.02341), of which the ticket order is kept, and its endless wait for a lost command is
+not: a gap in the tickets is an error.
+
+It does not know: processes, files, who else is there but the ranks before and after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gulliver.comm import Messages, RankGroup, post
+from gulliver.errors import GulliverError
+from gulliver.serve._batch import Batch
+from gulliver.serve.ranks._layout import Layout
+
+CARRY_TAG = 310
+"""Tag of carries; they are taken in the order in which they were sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a rank tells the controller.
+
+    Attributes:
+        what: ``sizes``, ``ready``, ``done``, ``logits`` or ``failed``.
+        ticket: the batch that it is about, or -1.
+        value: sizes, logits as ``(shape, bytes)``, or the text of an error; of ``done`` the
+            seconds, on a clock that all ranks of the machine share, at which the rank began to
+            wait for the batch, had it, and had computed it.
+    """
+
+    what: str
+    ticket: int = -1
+    value: Any = None
+
+
+class Link(Protocol):
+    """The connection to the controller, as `multiprocessing.connection.Connection` is one."""
+
+    def send(self, obj: Any, /) -> None:
+        """Sends an object."""
+        ...
+
+    def recv(self) -> Any:
+        """Waits for an object."""
+        ...
+
+    def poll(self, timeout: float | None = 0.0, /) -> bool:
+        """Whether there is one, after so many seconds at most; None waits."""
+        ...
+
+
+class Runs(Protocol):
+    """A stage as the worker sees it: `StageModel`, or a stand-in."""
+
+    width: int
+    dtype: torch.dtype
+
+    def run(self, batch: Batch, carry: Tensor | None) -> Tensor:
+        """Runs a batch; see `StageModel.run`."""
+        ...
+
+
+@dataclass
+class _Waiting:
+    """A batch that this rank knows and has not run."""
+
+    batch: Batch
+    carry: Tensor | None
+    arriving: Messages | None
+
+
+def work(
+    link: Link,
+    model: Runs,
+    layout: Layout,
+    rank: int,
+    world: RankGroup | None = None,
+    before: Callable[[Batch], None] | None = None,
+) -> None:
+    """Runs batches in the order of their tickets until the controller ends it.
+
+    Args:
+        link: connection to the controller.
+        model: this rank's part of the model.
+        layout: ranks of the model, and what each has.
+        rank: this rank.
+        world: all ranks of the layout; needed with several stages.
+        before: called before each batch, for tests that are slow or fail on purpose.
+
+    Raises:
+        GulliverError: a command was lost.
+    """
+    _Worker(link, model, layout, rank, world, before).run()
+
+
+class _Worker:
+    def __init__(
+        self,
+        link: Link,
+        model: Runs,
+        layout: Layout,
+        rank: int,
+        world: RankGroup | None,
+        before: Callable[[Batch], None] | None,
+    ) -> None:
+        self._link, self._model, self._before = link, model, before
+        place = layout.place(rank)
+        ranks = world.ranks if world is not None else tuple(range(layout.ranks))
+        self._group = None if world is None else world.process_group
+        self._first = place.stage == 0
+        self._last = place.stage == layout.stages - 1
+        self._previous = None if self._first else ranks[rank - layout.tensor]
+        self._next = None if self._last else ranks[rank + layout.tensor]
+        self._speaks = self._last and place.tensor == 0
+        self._waiting: deque[_Waiting] = deque()
+        self._sent: deque[Messages] = deque()
+        self._depth, self._ticket = 0, None
+
+    def run(self) -> None:
+        """See `work`."""
+        while self._listen():
+            self._run(self._waiting.popleft())
+
+    def _listen(self) -> bool:
+        """Takes all commands that have come; waits for one where there is nothing to do."""
+        while self._link.poll(None if not self._waiting else 0.0):
+            try:
+                batch = self._link.recv()
+            except EOFError:
+                return False
+            if batch is None:
+                return False
+            self._take(batch)
+        return True
+
+    def _take(self, batch: Batch) -> None:
+        if self._ticket is not None and batch.ticket != self._ticket:
+            raise GulliverError(
+                f"batch {batch.ticket} came where batch {self._ticket} was expected: a command was "
+                "lost"
+            )
+        self._ticket = batch.ticket + 1
+        if self._previous is None:
+            self._waiting.append(_Waiting(batch, None, None))
+            return
+        carry = torch.empty(1, batch.tokens, self._model.width, dtype=self._model.dtype)
+        arriving = post([(self._previous, carry)], [], self._group, CARRY_TAG)
+        self._waiting.append(_Waiting(batch, carry, arriving))
+
+    def _run(self, one: _Waiting) -> None:
+        began = time.monotonic()
+        if one.arriving is not None:
+            one.arriving.wait()
+        got = time.monotonic()
+        if self._before is not None:
+            self._before(one.batch)
+        out = self._model.run(one.batch, one.carry)
+        done = time.monotonic()
+        if self._speaks:
+            content = out.contiguous().numpy().tobytes()
+            self._link.send(Told("logits", one.batch.ticket, (tuple(out.shape), content)))
+        elif self._next is not None:
+            self._sent.append(post([], [(self._next, out)], self._group, CARRY_TAG))
+            # What was sent before the pipeline has come round has arrived.
+            while len(self._sent) > KEPT:
+                self._sent.popleft().wait()
+        self._link.send(Told("done", one.batch.ticket, (began, got, done)))
+
+
+KEPT = 64
+"""Sends that may be under way: more than there are batches in flight."""

@@ -1,0 +1,65 @@
+"""A draft's folder: ``config.json`` and ``model.safetensors``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gulliver.checkpoint import read_json, write_json, write_tensors
+from gulliver.errors import GulliverError
+from gulliver.serve.speculative._glide import Glide, GlideConfig
+
+KIND = "gulliver_glide"
+"""``model_type`` of a draft's configuration."""
+
+
+def is_draft(folder: Path) -> bool:
+    """Whether a folder has a draft that `save_draft` wrote."""
+    file = folder / "config.json"
+    return file.is_file() and read_json(file).get("model_type") == KIND
+
+
+def save_draft(
+    folder: Path, config: GlideConfig, weights: dict[str, Tensor], facts: dict[str, Any]
+) -> None:
+    """Writes a draft.
+
+    Args:
+        folder: folder, which is made.
+        config: sizes.
+        weights: parameters and buffers.
+        facts: what there is to say of its training.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / "model.safetensors", weights)
+    # Last: a folder with a configuration is whole.
+    write_json(folder / "config.json", {"model_type": KIND, **asdict(config), "training": facts})
+
+
+def load_draft(folder: Path) -> Glide:
+    """Reads a draft.
+
+    Raises:
+        GulliverError: the folder has none, or it is of another version.
+    """
+    if not is_draft(folder):
+        raise GulliverError(f"{folder} has no draft: gulliver speculate train makes one")
+    values = read_json(folder / "config.json")
+    names = [field.name for field in fields(GlideConfig)]
+    lacking = [name for name in names if name not in values]
+    if lacking:
+        raise GulliverError(f"{folder}/config.json lacks {lacking[0]}: train the draft anew")
+    known = {name: values[name] for name in names}
+    known["glimpses"] = tuple(known["glimpses"])
+    weights = load_file(folder / "model.safetensors")
+    frequencies = weights.get("target_frequencies")
+    model = Glide(GlideConfig(**known), [] if frequencies is None else frequencies.tolist())
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise GulliverError(f"{folder}: {' '.join(str(error).split())[:200]}") from None
+    return model.eval()

@@ -1,0 +1,190 @@
+"""`ModelDraft`: what draft models have in common: they guess token by token, for all sequences.
+
+A subclass runs the model: `_run` is given new tokens of sequences and returns the logits of each
+one's last. Read `propose`: the text that the model has not seen, then one token at a time.
+
+[Note: sampled requests] A draft is drawn from the draft model's own distribution as the model's
+token will be, with the same parameters and the same noise of each token, so that the two meet as
+often as their distributions allow without changing a draw: see `serve/_draw.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from torch import Tensor
+
+from gulliver.serve._batch import Runner
+from gulliver.serve._draw import Row, draw
+from gulliver.serve._speculation import Wanted
+from gulliver.serve.speculative._cache import DraftCache
+from gulliver.serve.speculative._proposal import Proposal, Proposer
+
+CHUNK = 512
+"""Most tokens of prompts in a forward of a draft model."""
+
+CAPE = (7, 7, 7, 5, 5, 5, 3, 3, 1, 1, 1)
+"""Guesses beside one on the path, by tenths of how sure the draft is of it: those of the official
+code of GliDe with a CaPE, whose numbers count the one on the path."""
+Beside = int | tuple[int, ...]
+
+
+@dataclass
+class _Path:
+    """Guesses of a sequence on the way: its first path, and the tokens beside each of it."""
+
+    one: Wanted
+    tokens: list[int] = field(default_factory=list)
+    sure: list[float] = field(default_factory=list)
+    beside: list[tuple[list[int], list[float]]] = field(default_factory=list)
+
+    def proposal(self) -> Proposal:
+        """The first path, and behind it the other children of its nodes."""
+        parents = list(range(-1, len(self.tokens) - 1))
+        tokens, sure = list(self.tokens), list(self.sure)
+        for parent, (others, chances) in enumerate(self.beside, -1):
+            tokens += others
+            sure += chances
+            parents += [parent] * len(others)
+        return Proposal(tokens, parents, sure)
+
+
+@dataclass(frozen=True, slots=True)
+class New:
+    """Tokens of a sequence that a draft model runs.
+
+    Attributes:
+        one: the sequence.
+        start: tokens before them in the draft's cache.
+        tokens: new tokens.
+        ahead: guesses among them: 0 where the last of them is the text's last token.
+    """
+
+    one: Wanted
+    start: int
+    tokens: Sequence[int]
+    ahead: int
+
+
+class ModelDraft(Proposer):
+    """Guesses by a model that has its own cache.
+
+    Attributes:
+        beside: guesses beside each one of the first path, of which the speculator takes what pays:
+            a number, or eleven numbers by tenths of how sure the draft is of the one on the path.
+    """
+
+    free = False
+    name = "model"
+
+    def __init__(self, cache: DraftCache, context: int | None, beside: Beside = 0) -> None:
+        """Keeps the cache.
+
+        Args:
+            cache: tokens that the model has computed, and their blocks.
+            context: most tokens of a sequence; None where there is no limit.
+            beside: see above.
+        """
+        self._cache, self._context, self.beside = cache, context, beside
+        self._known: dict[int, int] = {}
+        self.apart = 0.0
+
+    def begin(self, runner: Runner) -> None:
+        """Needs nothing of the runner."""
+
+    def _run(self, news: Sequence[New], rows: bool) -> Tensor:
+        """Runs new tokens.
+
+        Args:
+            news: new tokens of sequences; room for them has been made.
+            rows: whether logits are wanted.
+
+        Returns:
+            Logits [len(news), V] in float32 of each sequence's last token.
+        """
+        raise NotImplementedError
+
+    def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
+        """Proposes the first path of each sequence, and what stands beside it."""
+        self.apart = 0.0
+        numbers = {one.sequence for one in wanted}
+        news = []
+        for one in wanted:
+            if self._context is not None and len(one.tokens) + depth > self._context:
+                continue
+            known = self._known.get(one.sequence, 0)
+            start = self._cache.valid(one.sequence, one.tokens, known)
+            tokens = one.tokens[start:]
+            if self._cache.extend(one.sequence, tokens, numbers):
+                self._known[one.sequence] = len(one.tokens)
+                news.append(New(one, start, tokens, 0))
+        paths = {new.one.sequence: _Path(new.one) for new in news}
+        news = self._caught_up(news)
+        for number in range(depth):
+            if not news:
+                break
+            logits = self._run(news, True)
+            more = []
+            for new, token in zip(news, self._drawn(logits, news, paths, number), strict=True):
+                one, deeper = new.one, number + 1 < min(depth, new.one.most)
+                if deeper and self._cache.extend(one.sequence, [token], numbers):
+                    more.append(New(one, len(one.tokens) + number, [token], number + 1))
+            news = more
+        return {number: path.proposal() for number, path in paths.items() if path.tokens}
+
+    def _caught_up(self, news: Sequence[New]) -> list[New]:
+        """Runs what the model has not seen of long texts in chunks; what is left is short."""
+        begun, left, chunk, size = perf_counter(), [], [], 0
+        for new in news:
+            start, tokens = new.start, new.tokens
+            while len(tokens) > SHORT:
+                part = tokens[: min(CHUNK - size, len(tokens) - 1)]
+                chunk.append(New(new.one, start, part, 0))
+                start, tokens, size = start + len(part), tokens[len(part) :], size + len(part)
+                if size >= CHUNK:
+                    self._run(chunk, False)
+                    chunk, size = [], 0
+            left.append(New(new.one, start, tokens, 0))
+        if chunk:
+            self._run(chunk, False)
+        self.apart = perf_counter() - begun
+        return left
+
+    def _drawn(
+        self, logits: Tensor, news: Sequence[New], paths: Mapping[int, _Path], number: int
+    ) -> list[int]:
+        """Draws the next token of each path, and notes it with those beside it."""
+        drawn = draw(logits, [self._row(new.one, paths, number) for new in news])
+        tokens = [token.id if token is not None else 0 for token in drawn]
+        chances = logits.softmax(-1)
+        most = self.beside if isinstance(self.beside, int) else max(self.beside)
+        best = chances.topk(min(most + 1, logits.shape[-1]), -1)
+        own = chances[range(len(tokens)), tokens].tolist()
+        for new, token, sure, others, values in zip(
+            *(news, tokens, own, best.indices.tolist(), best.values.tolist()), strict=True
+        ):
+            path = paths[new.one.sequence]
+            path.tokens.append(token)
+            path.sure.append(sure)
+            kept = [(o, v) for o, v in zip(others, values, strict=True) if o != token]
+            kept = kept[: most if isinstance(self.beside, int) else self.beside[int(sure * 10)]]
+            path.beside.append(([other for other, _ in kept], [value for _, value in kept]))
+        return tokens
+
+    def _row(self, one: Wanted, paths: Mapping[int, _Path], number: int) -> Row:
+        place = len(one.tokens) - one.prompt + number
+        history: tuple[int, ...] = ()
+        if one.sampling.penalised:
+            history = (*one.tokens, *paths[one.sequence].tokens)
+        return Row(one.sampling, one.seed, one.sample, place, history, one.prompt)
+
+    def dropped(self, sequence: int) -> None:
+        """Forgets a sequence."""
+        self._known.pop(sequence, None)
+        self._cache.drop(sequence)
+
+
+SHORT = 16
+"""Tokens that are run with the last one of a text, not before it."""

@@ -1,0 +1,310 @@
+"""Decides which rows of a large table a cache holds, a batch of rows at a time.
+
+A batch is *announced* as soon as it is known, *decided* (`decide` says which rows come, into which
+slots, and which leave; nothing changes by it) and *committed*. Between announcing and committing
+it lies in the window. All rows of a batch are in the cache at once.
+
+[Note: look-ahead] Inside the window the future is known. What is used there leaves after all that
+is not, the farthest use first: Belady's rule (1966), which has the fewest misses there can be where
+the window reaches to the end. What is not used inside the window leaves by its decayed count, the
+smallest first. Rows with equal claims leave in the order of their numbers, so that decisions depend
+on the batches alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.solve._row_index import HashIndex, make_index
+from gulliver.solve._sketch import DecayedCounts
+
+RowPolicy = Literal["lookahead", "lfu", "lru", "dataset"]
+NEVER = 2**50
+_SOON = 1e15
+"""Key of what is used at once; what is used later has smaller ones. Counts are far smaller."""
+Slots = NDArray[np.int64]
+
+
+class TooSmall(GulliverError):
+    """A batch does not fit a cache.
+
+    Attributes:
+        least: smallest number of slots that it would fit.
+    """
+
+    def __init__(self, rows: int, held: int, slots: int) -> None:
+        self.least = rows + held
+        beside = f" beside {held} rows that wait for an optimizer's step" if held else ""
+        super().__init__(
+            f"a batch of {rows} different rows{beside} does not fit a cache of {slots} slots: "
+            f"the smallest legal cache has {self.least}"
+        )
+
+
+@dataclass
+class RowRequest:
+    """A batch of rows.
+
+    Attributes:
+        rows: distinct rows, ascending.
+        counts: uses of each in the batch.
+        number: number of the batch among those that were announced; -1 for none of these.
+        next_use: number of the next batch that is known to use each, else `NEVER`.
+    """
+
+    rows: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    number: int
+    next_use: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What a batch does to a cache.
+
+    Attributes:
+        request: batch.
+        slots: slot of each of its rows.
+        missing: places, among the rows, of those that have to be loaded.
+        victims: slots whose rows leave; the last of those that `missing` are loaded into.
+    """
+
+    request: RowRequest
+    slots: Slots
+    missing: NDArray[np.int64]
+    victims: Slots
+
+
+@dataclass
+class RowCounts:
+    """Uses of rows so far.
+
+    Attributes:
+        batches: number of batches.
+        rows: number of distinct rows, batch by batch.
+        misses: number of them that were loaded.
+        uses: uses of rows.
+        missed_uses: uses of rows that were loaded.
+    """
+
+    batches: int = 0
+    rows: int = 0
+    misses: int = 0
+    uses: int = 0
+    missed_uses: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the uses that found their row in the cache."""
+        return 1.0 - self.missed_uses / max(self.uses, 1)
+
+
+def one_row_each(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns distinct rows, ascending, with one use each."""
+    return rows, np.ones(len(rows), np.int64)
+
+
+class RowReplacement:
+    """Decides which rows are in a cache.
+
+    Args:
+        slots: number of rows that it holds.
+        rows: number of rows there are.
+        policy: ``lookahead``; to compare with it ``lru``, ``lfu`` (counts of rows while they are
+            in the cache) or ``dataset`` (`frequencies` counted beforehand).
+        frequencies: uses of each row, (rows,), for ``dataset``.
+        half_life: batches after which a use counts half, for ``lookahead``.
+        counters: counters of each table of its sketch; None for 4 a slot.
+
+    Attributes:
+        slot_rows: row in each slot, -1 for none.
+        counts: what has happened so far.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        rows: int,
+        policy: RowPolicy = "lookahead",
+        frequencies: NDArray[np.int64] | None = None,
+        half_life: float = 8.0,
+        counters: int | None = None,
+    ) -> None:
+        if policy not in get_args(RowPolicy):
+            raise GulliverError(
+                f"unknown policy {policy!r}: {nearest(policy, get_args(RowPolicy))}"
+            )
+        if (policy == "dataset") != (frequencies is not None):
+            raise GulliverError("policy 'dataset' and frequencies belong together: give both")
+        self.policy, self.slots = policy, slots
+        self.slot_rows = np.full(slots, -1, np.int64)
+        self.counts = RowCounts()
+        self.index = make_index(rows, slots)
+        self._frequencies = frequencies
+        # What an empty slot has is never the smallest key.
+        self._keys = np.full(slots, np.inf)
+        self._scores = np.zeros(slots)
+        self._free = slots
+        self._window: deque[RowRequest] = deque()
+        self._latest = HashIndex(1024, wide_keys=True, wide_values=True)
+        self._announced = 0
+        self._next_use = np.full(slots, NEVER, np.int64)
+        self._sketch: DecayedCounts | None = None
+        if policy == "lookahead":
+            self._sketch = DecayedCounts(counters or 4 * slots, half_life)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the decisions' own state, beside the index."""
+        arrays = (self.slot_rows, self._keys, self._scores, self._next_use)
+        sketch = self._sketch.nbytes if self._sketch else 0
+        return sum(array.nbytes for array in arrays) + sketch
+
+    def announce(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
+        """Takes the next batch that is known; they are decided in this order.
+
+        Args:
+            rows: distinct rows, ascending.
+            counts: uses of each.
+        """
+        number, self._announced = self._announced, self._announced + 1
+        request = RowRequest(rows, counts, number, np.full(len(rows), NEVER, np.int64))
+        self._window.append(request)
+        if self._sketch is None:
+            return request
+        places = self._latest.lookup(rows)
+        again = places >= 0
+        first = self._window[0].number
+        batches, inside = places[again] >> 32, places[again] & 0xFFFFFFFF
+        for batch in np.unique(batches):
+            self._window[batch - first].next_use[inside[batches == batch]] = number
+        self._latest.remove(rows[again])
+        self._latest.insert(rows, (np.int64(number) << 32) + np.arange(len(rows)))
+        slots = self.index.lookup(rows)
+        slots = slots[slots >= 0]
+        slots = slots[self._next_use[slots] == NEVER]
+        self._next_use[slots] = number
+        self._keys[slots] = _SOON - number
+        return request
+
+    def sudden(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
+        """Makes a request of a batch that was not announced and is decided at once."""
+        next_use = np.full(len(rows), NEVER, np.int64)
+        for request in reversed(self._window if self._sketch else ()):
+            places = np.searchsorted(request.rows, rows)
+            places[places == len(request.rows)] = 0
+            next_use[request.rows[places] == rows] = request.number
+        return RowRequest(rows, counts, -1, next_use)
+
+    def decide(self, request: RowRequest, pinned: Slots | None = None) -> RowPlan:
+        """Says what a batch loads, and what leaves for it.
+
+        Args:
+            request: batch; of announced ones the first of the window.
+            pinned: slots that must stay besides the batch's own.
+
+        Raises:
+            TooSmall: the batch does not fit.
+        """
+        slots = self.index.lookup(request.rows)
+        missing = np.flatnonzero(slots < 0)
+        kept = slots[slots >= 0]
+        if pinned is not None and len(pinned):
+            kept = np.union1d(kept, pinned)
+        if len(missing) + len(kept) > self.slots:
+            raise TooSmall(
+                len(request.rows), len(missing) + len(kept) - len(request.rows), self.slots
+            )
+        taken = min(len(missing), self._free)
+        free = np.arange(self.slots - self._free, self.slots - self._free + taken)
+        victims = self._smallest(len(missing) - taken, kept)
+        slots[missing] = np.concatenate([free, victims])
+        return RowPlan(request, slots, missing, victims)
+
+    def commit(self, plan: RowPlan) -> None:
+        """Makes what was decided so."""
+        request, slots, missing = plan.request, plan.slots, plan.missing
+        if request.number >= 0:
+            assert self._window[0] is request, "batches are committed in the order of announcing"
+            self._window.popleft()
+            if self._sketch is not None:
+                self._latest.remove(request.rows[request.next_use == NEVER])
+        self._free -= len(missing) - len(plan.victims)
+        self.index.remove(self.slot_rows[plan.victims])
+        self.index.insert(request.rows[missing], slots[missing])
+        self.slot_rows[slots[missing]] = request.rows[missing]
+        self._touch(request, slots, missing)
+        counts = self.counts
+        counts.batches += 1
+        counts.rows += len(slots)
+        counts.misses += len(missing)
+        counts.uses += int(request.counts.sum())
+        counts.missed_uses += int(request.counts[missing].sum())
+
+    def skip(self, request: RowRequest) -> None:
+        """Drops the first batch of the window, which does not come after all."""
+        assert self._window[0] is request, "batches are skipped in the order of announcing"
+        self._window.popleft()
+        if self._sketch is None:
+            return
+        self._latest.remove(request.rows[request.next_use == NEVER])
+        slots = self.index.lookup(request.rows)
+        here = slots >= 0
+        self._expect(slots[here], request.next_use[here])
+
+    def grow(self, rows: int) -> None:
+        """Knows of more rows from now on."""
+        self.index.grow(rows)
+        if self._frequencies is not None:
+            more = np.zeros(rows - len(self._frequencies), self._frequencies.dtype)
+            self._frequencies = np.concatenate([self._frequencies, more])
+
+    def forget(self) -> None:
+        """Empties the cache; what is known of the future and of the past stays."""
+        used = self.slot_rows[: self.slots - self._free]
+        self.index.remove(used)
+        self.slot_rows[:], self._keys[:], self._free = -1, np.inf, self.slots
+        self._next_use[:] = NEVER
+
+    def _touch(self, request: RowRequest, slots: Slots, missing: NDArray[np.int64]) -> None:
+        if self.policy == "lru":
+            self._keys[slots] = self.counts.batches
+        elif self.policy == "lfu":
+            self._scores[slots[missing]] = 0
+            self._scores[slots] += request.counts
+            self._keys[slots] = self._scores[slots]
+        elif self._frequencies is not None:
+            self._keys[slots] = self._frequencies[request.rows]
+        elif self._sketch is not None:
+            factor = self._sketch.tick()
+            if factor != 1.0:
+                self._scores *= factor
+                idle = (self._next_use == NEVER) & (self.slot_rows >= 0)
+                self._keys[idle] = self._scores[idle]
+            self._scores[slots] = self._sketch.add(request.rows, request.counts)
+            self._expect(slots, request.next_use)
+
+    def _expect(self, slots: Slots, next_use: NDArray[np.int64]) -> None:
+        self._next_use[slots] = next_use
+        self._keys[slots] = np.where(next_use != NEVER, _SOON - next_use, self._scores[slots])
+
+    def _smallest(self, count: int, kept: Slots) -> Slots:
+        """Returns the slots with the smallest keys, by rows where keys are equal."""
+        if count == 0:
+            return np.empty(0, np.int64)
+        before = self._keys[kept]
+        self._keys[kept] = np.inf
+        last = np.partition(self._keys, count - 1)[count - 1]
+        sure = np.flatnonzero(self._keys < last)
+        equal = np.flatnonzero(self._keys == last)
+        self._keys[kept] = before
+        short = count - len(sure)
+        if short < len(equal):
+            equal = equal[np.argpartition(self.slot_rows[equal], short - 1)[:short]]
+        return np.concatenate([sure, equal])

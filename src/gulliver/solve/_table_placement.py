@@ -1,0 +1,127 @@
+"""How ranks share tables: one option for each table, so that the slowest rank is done soonest.
+
+Longest first (Graham 1969), once with all options and once with the cheapest, then moved while that
+helps: one table to another option, or two that exchange theirs. The bound is that
+of shares that could be cut anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from gulliver.errors import GulliverError
+
+
+@dataclass(frozen=True)
+class TableOption:
+    """A way to place a table.
+
+    Attributes:
+        name: name of the placement.
+        seconds: what it costs each rank.
+        nbytes: what it takes of each rank's memory.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TablesPlaced:
+    """An option for each table.
+
+    Attributes:
+        options: chosen options, in the order of the tables.
+        seconds: seconds of each rank.
+        bound: seconds that no choice can be below.
+    """
+
+    options: tuple[TableOption, ...]
+    seconds: tuple[float, ...]
+    bound: float
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of the slowest rank."""
+        return max(self.seconds)
+
+
+def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TablesPlaced:
+    """Chooses an option for each table.
+
+    Args:
+        tables: options of each table, at least one; all of as many ranks.
+        room: bytes of each rank's memory.
+
+    Raises:
+        GulliverError: no choice that was found fits the memory.
+    """
+    starts = [
+        _improved(tables, _longest_first(tables, room, least), room) for least in (True, False)
+    ]
+    chosen = min(starts, key=lambda start: _score(tables, dict(enumerate(start)), room))
+    options = tuple(tables[t][n] for t, n in enumerate(chosen))
+    most = max(map(sum, zip(*(o.nbytes for o in options), strict=True)))
+    if most > room:
+        raise GulliverError(
+            f"the tables need {most} bytes on one rank, which has {room}: take more ranks or a disk"
+        )
+    ranks = len(options[0].seconds)
+    seconds = tuple(map(sum, zip(*(o.seconds for o in options), strict=True)))
+    total = sum(min(sum(o.seconds) for o in table) for table in tables)
+    bound = max(total / ranks, max(min(max(o.seconds) for o in table) for table in tables))
+    return TablesPlaced(options, seconds, bound)
+
+
+def _longest_first(tables: Sequence[Sequence[TableOption]], room: int, least: bool) -> list[int]:
+    """Places the largest tables first; with `least`, each only where it takes least in all."""
+    order = sorted(range(len(tables)), key=lambda t: -min(sum(o.seconds) for o in tables[t]))
+    chosen: dict[int, int] = {}
+    for table in order:
+        totals = [sum(option.seconds) for option in tables[table]]
+        allowed = [n for n, total in enumerate(totals) if not least or total <= min(totals)]
+        chosen[table] = min(allowed, key=lambda n: _score(tables, {**chosen, table: n}, room))
+    return [chosen[table] for table in range(len(tables))]
+
+
+def _score(
+    tables: Sequence[Sequence[TableOption]], chosen: dict[int, int], room: int
+) -> tuple[int, float, float]:
+    """Ranks a choice: bytes too many, seconds of the slowest rank, seconds of all."""
+    options = [tables[t][n] for t, n in chosen.items()]
+    taken = map(sum, zip(*(o.nbytes for o in options), strict=True))
+    seconds = list(map(sum, zip(*(o.seconds for o in options), strict=True)))
+    return sum(max(count - room, 0) for count in taken), max(seconds), sum(seconds)
+
+
+def _improved(tables: Sequence[Sequence[TableOption]], chosen: list[int], room: int) -> list[int]:
+    best = _score(tables, dict(enumerate(chosen)), room)
+    while True:
+        found, better = best, chosen
+        for changed in _neighbours(tables, chosen):
+            score = _score(tables, dict(enumerate(changed)), room)
+            if score[:2] < found[:2]:
+                found, better = score, changed
+        if found is best:
+            return chosen
+        best, chosen = found, better
+
+
+def _neighbours(tables: Sequence[Sequence[TableOption]], chosen: list[int]) -> list[list[int]]:
+    """Lists choices that differ in one table, or in which two tables exchange options."""
+    made = [
+        [*chosen[:t], n, *chosen[t + 1 :]]
+        for t, options in enumerate(tables)
+        for n in range(len(options))
+        if n != chosen[t]
+    ]
+    for one, other in combinations(range(len(tables)), 2):
+        if chosen[one] != chosen[other]:
+            swapped = list(chosen)
+            swapped[one], swapped[other] = chosen[other], chosen[one]
+            if swapped[one] < len(tables[one]) and swapped[other] < len(tables[other]):
+                made.append(swapped)
+    return made

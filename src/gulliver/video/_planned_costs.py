@@ -1,0 +1,261 @@
+"""Costs of clips for data-centric steps: measured on this run's model when it begins, and kept.
+
+Few blocks of the model run, forward and backward, on the smallest and the largest of the run's
+shapes; `gulliver.hardware.fit_samples` draws the rest from that. All ranks measure at once, for
+they run at once in training; rank 0's medians count. The file says what it was measured on, and is
+measured anew where that has changed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from gulliver.comm import World, barrier, broadcast_object
+from gulliver.data import Bucket
+from gulliver.errors import GulliverError
+from gulliver.hardware import (
+    BlockKind,
+    SampleCosts,
+    SampleFit,
+    SampleModel,
+    SampleShape,
+    current_cluster,
+    fit_samples,
+    load_samples,
+    measure_samples,
+    memory_bytes,
+    save_samples,
+)
+from gulliver.models import Autoencoder
+from gulliver.options import size_text
+from gulliver.video._config import TrainConfig
+
+STATE_BYTES = 20
+"""Bytes of a parameter's weight, gradient, two moments and average, if nothing is sharded."""
+SHARES = {"cuda": (0.9, "its GPU's"), "cpu": (0.1, "the machine's, which ranks share")}
+"""Share of a memory that is planned with."""
+KINDS = ("spatial", "temporal")
+
+
+@dataclass(frozen=True)
+class ClipShapes:
+    """Shapes of a run's clips as costs know them.
+
+    Attributes:
+        of: shape of each bucket.
+        buckets: bucket of each shape.
+    """
+
+    of: dict[Bucket, SampleShape]
+    buckets: dict[SampleShape, Bucket]
+
+    @classmethod
+    def of_buckets(
+        cls, buckets: Iterable[Bucket], model: Any, autoencoder: Autoencoder, encode: bool
+    ) -> ClipShapes:
+        """Shapes of buckets: tokens of a model's patches, and pixels where they are encoded."""
+        found = {}
+        patch, text = model.patch_size, len(model.y_embedder.y_embedding)
+        for bucket in buckets:
+            sides = autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)[1:]
+            frames, rows, columns = (-(-n // p) for n, p in zip(sides, patch, strict=True))
+            pixels = bucket.frames * bucket.height * bucket.width if encode else 0
+            shape = SampleShape.clip(frames, rows, columns, text, pixels)
+            # Two buckets may have like latents, and cannot share a batch all the same.
+            found[bucket] = replace(shape, name=str(bucket))
+        return cls(found, {shape: bucket for bucket, shape in found.items()})
+
+
+def ready_costs(
+    config: TrainConfig,
+    folder: Path,
+    model: Any,
+    shapes: ClipShapes,
+    losses: Callable[[Bucket, int], Any],
+    world: World,
+) -> tuple[SampleCosts, list[str]]:
+    """Costs of a run's clips: those of the file that is named, those kept, or measured now.
+
+    Args:
+        config: configuration of the run.
+        folder: folder of the run.
+        model: whole model, before it is boosted.
+        shapes: shapes of the clips.
+        losses: computes the losses of some made-up clips of a bucket.
+        world: all ranks, each of which calls it.
+
+    Returns:
+        The costs, and lines that say where they come from.
+
+    Raises:
+        GulliverError: the file that is named is of another machine, model, dtype or torch.
+    """
+    kept, extra = _saved_bytes(model, shapes, losses)
+    known = _sizes(config, model, *broadcast_object((kept, extra)))
+    path = config.planner.costs or folder / "costs.json"
+    fit, told, problem = None, "", None
+    if world.is_main:
+        try:
+            fit, told = load_samples(path, known), f"costs of samples from {path}"
+        except GulliverError as error:
+            problem = str(error)
+        told = told or f"costs of samples measured now: {problem if path.exists() else 'the first'}"
+    fit, told, problem = broadcast_object((fit, told, problem))
+    if fit is None and config.planner.costs is not None:
+        raise GulliverError(f"--planner.costs: {problem}")
+    if fit is None:
+        fit = broadcast_object(_measured(model, known, shapes, losses, extra, world))
+        if world.is_main:
+            save_samples(path, known, fit)
+    told += f": error of points left out {fit.error:.1%}, {fit.worst:.1%} at most"
+    memory, why = _memory(config, world)
+    cluster = current_cluster(world.size) if world.size > 1 else None
+    costs = SampleCosts(known, fit, memory, cluster, encoded_alike=True)
+    return costs, [told, f"memory of a rank: {size_text(memory)}, {why}"]
+
+
+def _sizes(config: TrainConfig, model: Any, kept: dict[str, float], extra: float) -> SampleModel:
+    weights = sum(
+        p.numel()
+        for blocks in (model.spatial_blocks, model.temporal_blocks)
+        for p in blocks.parameters()
+        if p.ndim >= 2
+    )
+    name = f"{type(model).__name__} {config.model.size if config.model.weights is None else 'own'}"
+    kinds = tuple(BlockKind(kind, model.depth, kept[kind], 0.5) for kind in KINDS)
+    dtype = "bfloat16" if config.mixed_precision == "bf16" else "float32"
+    return SampleModel(name, weights // (2 * model.depth), model.hidden_size, kinds, dtype)
+
+
+def _measured(
+    model: Any,
+    known: SampleModel,
+    shapes: ClipShapes,
+    losses: Callable[[Bucket, int], Any],
+    extra: float,
+    world: World,
+) -> SampleFit:
+    """Fits points of this rank; every rank measures, so that all are as busy as in training."""
+    ordered = sorted(shapes.buckets, key=lambda shape: shape.tokens)
+    run = partial(_point, model, shapes, losses, extra, world)
+    states = float(STATE_BYTES * sum(p.numel() for p in model.parameters()))
+    points = measure_samples(run, dict.fromkeys((ordered[0], ordered[-1])), depths=(2, 4))
+    model.zero_grad(set_to_none=True)
+    return fit_samples(known, points, states)
+
+
+def _point(
+    model: Any,
+    shapes: ClipShapes,
+    losses: Callable[[Bucket, int], Any],
+    extra: float,
+    world: World,
+    shape: SampleShape,
+    batch: int,
+    depth: int,
+) -> tuple[float, int]:
+    """Seconds and bytes of one forward and backward of a few blocks, all computed again."""
+    barrier()
+    with _shallow(model, depth // 2), _recomputed(model, KINDS):
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        with _Saved() as saved:
+            loss = losses(shapes.buckets[shape], batch).mean()
+        loss.backward()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begun
+    # Blocks that are computed again keep what goes in; one is whole while its backward runs.
+    held = depth * _input_bytes(model) + extra
+    return seconds, saved.bytes + int(held * batch * shape.tokens)
+
+
+def _input_bytes(model: Any) -> int:
+    """Bytes of a token that goes into a block."""
+    return model.hidden_size * model.x_embedder.proj.weight.element_size()
+
+
+def _saved_bytes(
+    model: Any, shapes: ClipShapes, losses: Callable[[Bucket, int], Any]
+) -> tuple[dict[str, float], float]:
+    """Bytes of a token that a kept block holds more, by kind, and the most of them."""
+    shape = min(shapes.buckets, key=lambda shape: shape.tokens)
+
+    def saved(kinds: tuple[str, ...]) -> int:
+        with _shallow(model, 1), _recomputed(model, kinds), _Saved() as found:
+            losses(shapes.buckets[shape], 1)
+        return found.bytes
+
+    least = saved(KINDS)
+    more = {kind: saved(tuple(k for k in KINDS if k != kind)) - least for kind in KINDS}
+    found = {k: max(1.0, size / shape.tokens - _input_bytes(model)) for k, size in more.items()}
+    return found, max(found.values())
+
+
+class _Saved:
+    """Counts the bytes that forwards inside save for backward, once for each storage."""
+
+    def __init__(self) -> None:
+        self.bytes, self._seen = 0, set[int]()
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        base = tensor if tensor._base is None else tensor._base
+        if not isinstance(base, nn.Parameter) and storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+        return tensor
+
+    def __enter__(self) -> _Saved:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+
+@contextmanager
+def _shallow(model: Any, depth: int) -> Iterator[None]:
+    """Lets only the first pairs of blocks run."""
+    whole = model.spatial_blocks, model.temporal_blocks
+    model.spatial_blocks, model.temporal_blocks = (blocks[:depth] for blocks in whole)
+    try:
+        yield
+    finally:
+        model.spatial_blocks, model.temporal_blocks = whole
+
+
+@contextmanager
+def _recomputed(model: Any, kinds: tuple[str, ...]) -> Iterator[None]:
+    """Lets backward compute blocks of some kinds again."""
+    changed = [b for kind in kinds for b in getattr(model, f"{kind}_blocks")]
+    for block in changed:
+        vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block in changed:
+            del vars(block)["forward"]
+
+
+def _memory(config: TrainConfig, world: World) -> tuple[float, str]:
+    if config.planner.memory is not None:
+        return config.planner.memory * 2**30, "as --planner.memory says"
+    # Nothing here may depend on the number of ranks: which samples a step has would, too.
+    kind = world.device.type
+    share, whose = SHARES[kind]
+    return float(math.floor(share * memory_bytes(kind))), f"{share:.0%} of {whose}"

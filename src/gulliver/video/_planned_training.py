@@ -1,0 +1,260 @@
+"""Training with data-centric steps: each step is planned from the clips that it has.
+
+`PlannedTrainer` is the `Trainer` whose batches are planned steps. Noise, levels, hidden captions
+and masks of a clip are functions of (seed, epoch, clip), whoever runs it; whether a step has masks
+at all, of (seed, step). What it does not know: how steps are planned (`gulliver.data`), run
+(`gulliver.booster`) and what they cost (`_planned_costs.py`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster import DataCentricLoader, LoadedBatch, Plugin, TrainingStep
+from gulliver.comm import all_reduce
+from gulliver.data import Bucket, Budget, Clip, DataCentricPlanner, Samples, Seconds, Tokens
+from gulliver.errors import GulliverError
+from gulliver.jobs import console, derive
+from gulliver.models import Autoencoder
+from gulliver.video._batches import Batch
+from gulliver.video._config import TrainConfig
+from gulliver.video._planned_costs import ClipShapes, ready_costs
+from gulliver.video._releases import told
+from gulliver.video._training import Trainer
+
+
+class PlannedTrainer(Trainer):
+    """A model, its optimizer and its data, and the loop over planned steps of them."""
+
+    sampler: PlannedOrder
+    loader: DataCentricLoader
+
+    @property
+    def alike(self) -> int:
+        """All ranks share the sequences of a validation."""
+        return self.world.size
+
+    def _place(self, plugin: Plugin) -> tuple[int, int]:
+        return 0, 1
+
+    def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> PlannedOrder:
+        """Plans what ranks run, with the costs of this model."""
+        config, order = self.config, [dataset.bucket_of(n) for n in range(len(dataset))]
+        autoencoder = autoencoder.to(self.world.device).eval()
+        self.shapes = ClipShapes.of_buckets(
+            dict.fromkeys(order), model, autoencoder, not dataset.encoded
+        )
+        made_up = partial(_made_up_losses, self, model, autoencoder)
+        costs, lines = ready_costs(config, self.run.folder, model, self.shapes, made_up, self.world)
+        planner = DataCentricPlanner(
+            costs,
+            [self.shapes.of[bucket] for bucket in order],
+            self.world.size,
+            budget_of(config),
+            window=config.planner.window,
+            intra=config.planner.intra,
+            inter=config.planner.inter,
+            pac=config.planner.pac,
+            degree=config.planner.degree,
+            unfit=config.planner.unfit,
+            seed=derive(config.seed, 6),
+        )
+        skipped = [f"{n:,} of {shape}" for shape, n in planner.left_out.items()]
+        if skipped:
+            lines.append(f"clips that fit at no degree are skipped: {', '.join(skipped)}")
+        if self.world.is_main:
+            console().print("\n".join([f"data-centric: {planner.describe()}", *lines]))
+        return PlannedOrder(planner, len(order) - planner.left_out.total())
+
+    def _prepare(self) -> None:
+        self.loader = DataCentricLoader(
+            self.sampler.planner,
+            _Clips(self.maker.dataset),
+            self.model,
+            self.optimizer,
+            collate=_collate,
+            refine=self.config.planner.refine,
+        )
+        self.ratios: list[float] = []
+
+    def _batches(self) -> Iterator[TrainingStep]:
+        while True:
+            yield from self.loader
+
+    def step(self, batch: TrainingStep, stop_wanted: bool = False) -> dict[str, float]:  # type: ignore[override]
+        """Runs one optimizer step: this rank's micro-batches of a plan.
+
+        Returns:
+            Loss and gradient norm of the whole step, its number of samples, and how many ranks
+            wish to stop.
+        """
+        torch.manual_seed(derive(self.config.seed, 3, self.step_number, 0))
+        plan = batch.plan
+        for loaded in batch:
+            clips = self._clips(loaded, plan.epoch, plan.step)
+            batch.backward(self._losses(clips, slice(None)).mean())
+        wishes = torch.tensor(float(stop_wanted), device=self.world.device)
+        all_reduce(wishes)
+        loss = batch.loss()
+        norm = self._update(loss)
+        self.sampler_state = self.loader.state_dict()
+        self.sampler.given(plan.samples)
+        predicted = sum(seconds for _, seconds, _ in batch.measured)
+        if predicted:
+            self.ratios.append(sum(seconds for *_, seconds in batch.measured) / predicted)
+        return {"loss": loss, "norm": norm, "samples": plan.samples, "stop": float(wishes)}
+
+    @torch.no_grad()
+    def _clips(self, loaded: LoadedBatch, epoch: int, step: int) -> Batch:
+        """The micro-batch with its noise, levels, hidden captions and masks."""
+        maker, data, bucket = self.maker, loaded.data, self.shapes.buckets[loaded.shape]
+        videos = data["videos"]
+        latents = videos if maker.encoded else maker.autoencoder.encode(videos)
+        shape = tuple(latents.shape[1:])
+        y, y_mask = maker.text.encode(data["captions"])[:2]
+        drawn = [self._draw(epoch, index, step, shape) for index in loaded.samples]
+        device, count = maker.device, len(latents)
+        masks = [mask for *_, mask in drawn]
+        whole = torch.ones(shape[1], dtype=torch.bool)
+        more = told(bucket, 0, torch.ones(count, device=device))
+        return Batch(
+            latents=latents,
+            noise=torch.stack([noise for noise, *_ in drawn]).to(device),
+            timesteps=torch.cat([level for _, level, *_ in drawn]).to(device),
+            captions=y.to(device),
+            caption_mask=y_mask.to(device),
+            drop_caption=torch.tensor([drop for _, _, drop, _ in drawn], device=device),
+            generate=None
+            if all(mask is None for mask in masks)
+            else torch.stack([whole if m is None else m for m in masks]).to(device),
+            fps=data["fps"],
+            height=torch.full((count,), float(bucket.height), device=device),
+            width=torch.full((count,), float(bucket.width), device=device),
+            total=count,
+            skipped=0,
+            epoch=epoch,
+            weight=1.0,
+            sampler_state={},
+            more={name: value for name, value in more.items() if name in maker.takes},
+        )
+
+    def _draw(
+        self, epoch: int, index: int, step: int, shape: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, bool, Tensor | None]:
+        """Noise [C, T, H, W], level [1], hidden caption and mask [T] of a clip."""
+        seed, bucket = self.config.seed, self.maker.dataset.bucket_of(index)
+        assert bucket is not None, "planned"
+        noise = torch.randn(shape, generator=_generator(seed, 1, epoch, index))
+        own = _generator(seed, 12, epoch, index)
+        level = self.flow.sample_timesteps(
+            1, generator=own, height=bucket.height, width=bucket.width, num_frames=shape[1]
+        )
+        drop = float(torch.rand((), generator=own)) < self.config.flow.drop_caption
+        mask = self.maker.masks.draw(1, shape[1], own, _generator(seed, 13, step))
+        return noise, level, drop, None if mask is None else mask[0]
+
+    def run_to_end(self, stop: Any) -> Any:
+        """Steps until the last, or until a signal, and tells how well times were predicted."""
+        outcome = super().run_to_end(stop)
+        if self.ratios and self.world.is_main:
+            error = statistics.median(abs(ratio - 1) for ratio in self.ratios)
+            console().print(
+                f"rank 0 took {statistics.median(self.ratios):.2f} x the predicted seconds of its "
+                f"share of a step, median of {len(self.ratios)}; error {100 * error:.0f} %"
+            )
+        return outcome
+
+
+class PlannedOrder:
+    """The position in planned steps, in the place of a sampler.
+
+    Args:
+        planner: planner of the steps.
+        samples: samples of an epoch.
+    """
+
+    def __init__(self, planner: DataCentricPlanner, samples: int) -> None:
+        self.planner, self.samples, self._given, self._steps = planner, samples, 0, 0
+
+    def given(self, samples: int) -> None:
+        """Counts a step of so many samples."""
+        self._given, self._steps = self._given + samples, self._steps + 1
+
+    def __len__(self) -> int:
+        """Steps of an epoch, as large as those so far."""
+        mean = self._given / self._steps if self._steps else self.samples
+        return max(1, round(self.samples / mean))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The planner's position."""
+        return self.planner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a state was taken, on any number of ranks."""
+        self.planner.load_state_dict(state)
+
+
+def budget_of(config: TrainConfig) -> Budget:
+    """What a step takes."""
+    if config.planner.tokens is not None:
+        return Tokens(config.planner.tokens)
+    if config.planner.seconds is not None:
+        return Seconds(config.planner.seconds)
+    return Samples(config.data.batch_size)
+
+
+class _Clips:
+    """Clips by index; one that cannot be read ends the run, for others count on it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Clip:
+        clip = self.dataset[index]
+        if not isinstance(clip, Clip):
+            raise GulliverError(f"clip {index} cannot be read: {clip}")
+        return clip
+
+
+def _collate(clips: list[Clip]) -> dict[str, Any]:
+    return {
+        "videos": torch.stack([clip.video for clip in clips]),
+        "captions": [clip.caption for clip in clips],
+        "fps": torch.tensor([clip.fps for clip in clips]),
+    }
+
+
+def _generator(*key: int) -> torch.Generator:
+    return torch.Generator().manual_seed(derive(*key))
+
+
+def _made_up_losses(
+    trainer: PlannedTrainer, model: Any, autoencoder: Autoencoder, bucket: Bucket, count: int
+) -> Tensor:
+    """Losses [count] of clips of nothing, as a step computes those of real ones."""
+    device, precision = trainer.world.device, trainer.config.mixed_precision
+    size = autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+    with torch.no_grad():
+        latents = torch.zeros(count, *size, device=device)
+        if any(shape.pixels for shape in trainer.shapes.buckets):
+            sides = (bucket.frames, bucket.height, bucket.width)
+            latents = autoencoder.encode(torch.zeros(count, 3, *sides, device=device))
+    ones = torch.ones(count, device=device)
+    null = model.y_embedder.y_embedding
+    inputs = {
+        **{n: ones * v for n, v in (("height", bucket.height), ("width", bucket.width))},
+        "fps": 8 * ones,
+        "y": null.expand(count, 1, *null.shape),
+        "mask": torch.ones(count, len(null), dtype=torch.bool, device=device),
+        "drop_caption": torch.zeros(count, dtype=torch.bool, device=device),
+        "x_mask": torch.ones(count, size[1], dtype=torch.bool, device=device),
+    }
+    noise, levels = torch.ones_like(latents), 500 * ones
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        return trainer.flow.loss(model, latents, inputs, noise=noise, timesteps=levels)

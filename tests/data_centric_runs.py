@@ -1,0 +1,277 @@
+"""Runs of data-centric steps, and one process that trains on the same samples.
+
+`RandomPlans` stands for a planner: which samples a step has hangs on seed and step only, who runs
+them is drawn anew for each number of ranks, so that groups change in every step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin
+from gulliver.comm import World
+from gulliver.data import (
+    DataCentricPlanner,
+    MicroBatch,
+    RankGroup,
+    Samples,
+    StepPlan,
+    pack_documents,
+)
+from gulliver.hardware import BlockKind, FunctionCosts
+from tests.hybrid_cells import exact_norms, make_optimizer, next_token_loss, relative
+from tests.hybrid_models import VOCABULARY, build
+from tests.references import computed_once
+
+LENGTHS = (9, 12, 17, 24)
+CLIPS = ((2, 4, 4), (4, 4, 6), (5, 6, 4))
+"""Frames, rows and columns of latent pixels."""
+KINDS = {
+    "llama": (BlockKind("layers", 2, 1.0),),
+    "documents": (BlockKind("layers", 2, 1.0),),
+    "stdit3": (BlockKind("spatial", 2, 1.0), BlockKind("temporal", 2, 1.0)),
+}
+SAMPLES, PLANNED = 64, 40
+"""Samples that random steps draw from; samples of a planned epoch, of eight steps."""
+
+
+def tokens_of(family: str, index: int) -> int:
+    """Tokens of a text: documents are up to four tokens shorter than planned."""
+    return shape_of(family, index) - (index % 5 if family == "documents" else 0)
+
+
+def shape_of(family: str, index: int) -> Any:
+    """The shape of a sample, such as a table has it."""
+    shapes: Any = CLIPS if family == "stdit3" else LENGTHS
+    return shapes[random.Random(f"{family} {index}").randrange(len(shapes))]
+
+
+class Uneven:
+    """A data set of samples of several shapes, the same in every process."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        shape = shape_of(self.family, index)
+        if self.family != "stdit3":
+            size = (tokens_of(self.family, index),)
+            ids = torch.randint(3, VOCABULARY, size, generator=generator)
+            return {"input_ids": ids, "labels": ids}
+        frames, rows, columns = shape
+        clip = torch.randn(4, frames, rows, columns, generator=generator, dtype=torch.float64)
+        text = torch.randn(1, 5, 16, generator=generator, dtype=torch.float64)
+        found = {"x": clip, "y": text, "timestep": 1000 * torch.rand((), generator=generator)}
+        sizes = {"fps": 24.0, "height": 8.0 * rows, "width": 8.0 * columns}
+        return found | {name: torch.tensor(size) for name, size in sizes.items()}
+
+
+def loss_of(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
+    """The mean over the samples, or over their tokens, of one shape."""
+    out = model(**data)
+    if not isinstance(out, Tensor):
+        return out.loss
+    return ((out - data["timestep"].view(-1, 1, 1, 1, 1) / 1000) ** 2).mean()
+
+
+@dataclass
+class RandomPlans:
+    """Steps whose samples hang on seed and step, and whose groups are drawn."""
+
+    family: str
+    ranks: int
+    steps: int
+    seed: int = 0
+    degrees: tuple[int, ...] = (1, 2, 3, 4)
+    signature: str = "random"
+    step: int = 0
+    skipped: tuple[int, ...] = ()
+    costs: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.costs = SimpleNamespace(kinds=KINDS[self.family])
+
+    def samples(self, step: int) -> list[int]:
+        """Indices of the samples of a step."""
+        draw = random.Random(f"{self.seed} {step}")
+        return draw.sample(range(SAMPLES), draw.randint(3, 6))
+
+    def __iter__(self) -> Iterator[StepPlan]:
+        while self.step < self.steps:
+            step, self.step = self.step, self.step + 1
+            groups, *later = self._phases(step)
+            yield StepPlan(step, 0, groups, 0.0, 0.0, (), tuple(later))
+
+    def _phases(self, step: int) -> list[tuple[RankGroup, ...]]:
+        """Every second step in two phases, whose groups differ."""
+        samples = self.samples(step)
+        cut = len(samples) // 2 if step % 2 else len(samples)
+        parts = [part for part in (samples[:cut], samples[cut:]) if part]
+        return [self._groups(step, number, part) for number, part in enumerate(parts)]
+
+    def _groups(self, step: int, phase: int, samples: list[int]) -> tuple[RankGroup, ...]:
+        draw = random.Random(f"{self.seed} {step} {self.ranks} {phase}")
+        cuts = sorted(draw.sample(range(1, self.ranks), draw.randint(0, self.ranks - 1)))
+        rows = [range(a, b) for a, b in zip([0, *cuts], [*cuts, self.ranks], strict=True)]
+        work = [list[MicroBatch]() for _ in rows]
+        by_shape = dict[Any, list[int]]()
+        for index in samples:
+            by_shape.setdefault(shape_of(self.family, index), []).append(index)
+        for shape, indices in by_shape.items():
+            while indices:
+                count = draw.randint(1, len(indices))
+                again = tuple(draw.randint(0, kind.count) for kind in KINDS[self.family])
+                batch = MicroBatch(shape, tuple(indices[:count]), sum(again), again)
+                work[draw.randrange(len(rows))].append(batch)
+                del indices[:count]
+        pairs = zip(rows, work, strict=True)
+        return tuple(RankGroup(tuple(row), tuple(batches)) for row, batches in pairs)
+
+
+def make_model(family: str, wired: bool) -> Any:
+    """A small model that computes in float64 throughout."""
+    model = build("llama" if family == "documents" else family)
+    exact_norms(model)
+    if family != "stdit3" and not wired:
+        model.loss_function = next_token_loss
+    return model
+
+
+def weights(family: str, by_tokens: bool) -> list[float] | None:
+    """What samples count: alike, or by their labels."""
+    if not by_tokens:
+        return None
+    return [float(tokens_of(family, index) - 1) for index in range(SAMPLES)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    family: str
+    stage: int = 1
+    clip: float = 0.0
+    by_tokens: bool = False
+    mode: str = "all_to_all"
+    steps: int = 20
+    seed: int = 0
+
+
+@computed_once
+def alone(
+    family: str, clip: float, by_tokens: bool, steps: int, seed: int
+) -> tuple[list[dict[str, Tensor]], list[float], dict[str, Tensor]]:
+    """Gradients and loss of every step, and the weights at the end, of plain torch."""
+    model, data = make_model(family, wired=False), Uneven(family)
+    optimizer, plans = make_optimizer(model), RandomPlans(family, 1, steps, seed)
+    counts = weights(family, by_tokens) or [1.0] * SAMPLES
+    gradients, losses = [], []
+    for step in range(steps):
+        indices = plans.samples(step)
+        whole, shown = sum(counts[index] for index in indices), 0.0
+        for index in indices:
+            batch = {name: value[None] for name, value in data[index].items()}
+            loss = loss_of(model, batch) * counts[index] / whole
+            loss.backward()
+            shown += float(loss.detach())
+        losses.append(shown)
+        named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        gradients.append({name: gradient.clone() for name, gradient in named.items()})
+        if clip:
+            norm = torch.stack([g.square().sum() for g in named.values()]).sum().sqrt()
+            for gradient in named.values():
+                gradient.mul_((clip / (norm + 1e-6)).clamp(max=1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, losses, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def errors(world: World, case: Case) -> dict[str, float]:
+    """Largest relative errors of gradients of any step, of losses, and of weights at the end."""
+    model = make_model(case.family, wired=world.size > 1)
+    plugin = DataCentricPlugin(case.stage, case.mode, chunk_mb=0.01, verbose=False)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(model, make_optimizer(model))
+    plans = RandomPlans(case.family, world.size, case.steps, case.seed)
+    counted = weights(case.family, case.by_tokens)
+    collate = pack_documents if case.family == "documents" else None
+    data = Uneven(case.family)
+    planner: Any = plans
+    loader = DataCentricLoader(planner, data, model, optimizer, collate=collate, weight=counted)
+    wanted = alone(case.family, case.clip, case.by_tokens, case.steps, case.seed)
+    found = {"gradients": 0.0, "losses": 0.0, "idle": 0.0}
+    for step in loader:
+        batches = 0
+        for batch in step:
+            step.backward(loss_of(model, batch.data))
+            batches += 1
+        number = step.plan.step
+        found["idle"] += batches == 0
+        shown, gradients = step.loss(), optimizer.full_gradients()
+        error = abs(shown / wanted[1][number] - 1)
+        found["losses"] = max(found["losses"], error)
+        assert gradients.keys() == wanted[0][number].keys()
+        # Against the largest of all gradients: some, such as those of biases of keys, are noise.
+        least = 1e-6 * max(float(g.abs().max()) for g in wanted[0][number].values())
+        for name, gradient in gradients.items():
+            error = relative(gradient, wanted[0][number][name], least)
+            found["gradients"] = max(found["gradients"], error)
+        if case.clip:
+            optimizer.clip_grad_by_norm(case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = dict(model.named_parameters())
+    found["weights"] = max(relative(whole[n].detach(), w) for n, w in wanted[2].items())
+    return found
+
+
+def planned(ranks: int, **changes: Any) -> DataCentricPlanner:
+    """A planner of the llama's samples, whose groups change with the step."""
+    costs = FunctionCosts(lambda n: n * n, lambda n: n, 2 * max(LENGTHS), 5.0, 0.02, (1, 2, 3, 4))
+    shapes = [shape_of("llama", index) for index in range(PLANNED)]
+    return DataCentricPlanner(costs, shapes, ranks, Samples(5), window=20, **changes)
+
+
+def trained(
+    world: World, folder: str, steps: int, seed: int = 0
+) -> tuple[list[tuple[list[int], float]], dict[str, Tensor], int]:
+    """Goes on from what a folder has, saves after so many steps.
+
+    Returns:
+        Samples and loss of each step, the weights, and the most ranks of a group.
+    """
+    model = make_model("llama", wired=world.size > 1)
+    booster = Booster(plugin=DataCentricPlugin(2, chunk_mb=0.01, verbose=False))
+    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    loader = DataCentricLoader(planned(world.size, seed=seed), Uneven("llama"), model, optimizer)
+    if folder and any(Path(folder).iterdir()):
+        booster.load(folder, model, optimizer, state={"loader": loader})
+    curve, widest = [], 0
+    while len(curve) < steps:
+        for step in loader:
+            for batch in step:
+                step.backward(loss_of(model, batch.data))
+            optimizer.step()
+            optimizer.zero_grad()
+            samples = sorted(index for _, batch in step.plan for index in batch.samples)
+            curve.append((samples, step.loss()))
+            widest = max(widest, *(g.degree for g in step.plan.all_groups if g.micro_batches))
+            if len(curve) == steps:
+                break
+    if folder:
+        state = {"loader": loader}
+        booster.save(folder, planner_step(loader), model, optimizer, state=state, use_async=False)
+    return curve, {n: p.detach().clone() for n, p in model.named_parameters()}, widest
+
+
+def planner_step(loader: DataCentricLoader) -> int:
+    """Number of steps that were given out."""
+    return loader.state_dict()["step"]

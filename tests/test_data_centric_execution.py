@@ -1,0 +1,285 @@
+"""Planned steps as they run: gradients of one process, whatever the groups of ranks are."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gulliver.booster import (
+    Booster,
+    DataCentricLoader,
+    DataCentricPlugin,
+    LowLevelZeroPlugin,
+)
+from gulliver.booster._recomputed import RecomputeSwitch
+from gulliver.comm import World
+from gulliver.data import DataCentricPlanner, Samples, document_shapes, pack_documents
+from gulliver.errors import GulliverError
+from gulliver.hardware import FunctionCosts
+from tests.data_centric_runs import (
+    KINDS,
+    PLANNED,
+    Case,
+    RandomPlans,
+    Uneven,
+    errors,
+    loss_of,
+    make_model,
+    planned,
+    trained,
+)
+from tests.pool import Pool
+
+pytest.importorskip("transformers")
+
+DEFAULT = {
+    1: [Case("stdit3", 3, steps=2), Case("documents", 2, by_tokens=True, steps=2)],
+    2: [Case("stdit3", 1, steps=2), Case("documents", 0, clip=0.5, by_tokens=True, steps=3)],
+    4: [
+        Case("llama", 1, clip=0.5, steps=20),
+        Case("documents", 3, by_tokens=True, mode="ring_attn", steps=3),
+        Case("stdit3", 2, steps=2),
+    ],
+}
+FULL = [
+    Case(family, stage, clip, tokens, mode, seed=stage)
+    for family in KINDS
+    for stage in (0, 1, 2, 3)
+    for clip in (0.0, 0.5)
+    for tokens in ((False, True) if family == "llama" else (family == "documents",))
+    for mode in ("all_to_all", "ring_attn")
+]
+"""Every one of them for 20 steps."""
+
+
+def _several(world: World, cases: list[Case]) -> list[dict[str, float]]:
+    return [errors(world, case) for case in cases]
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("ranks", DEFAULT)
+def test_every_gradient_is_that_of_one_process(pool: Pool, ranks: int) -> None:
+    idle = 0.0
+    for rank, found in enumerate(pool.run(_several, ranks, DEFAULT[ranks], deadline_s=110)):
+        for case, of in zip(DEFAULT[ranks], found, strict=True):
+            assert of["gradients"] <= 1e-10, (rank, case, of)
+            assert of["losses"] <= 1e-10, (rank, case, of)
+            assert of["weights"] <= 1e-10, (rank, case, of)
+            idle += of["idle"]
+    assert ranks == 1 or idle, "some rank had nothing to do in some step"
+
+
+@pytest.mark.full
+@pytest.mark.deadline(600)
+@pytest.mark.parametrize("case", FULL, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_gradient_of_any_setting_is_that_of_one_process(
+    pool: Pool, ranks: int, case: Case
+) -> None:
+    for rank, (of,) in enumerate(pool.run(_several, ranks, [case], deadline_s=300)):
+        assert of["gradients"] <= 1e-10, (rank, of)
+        assert of["losses"] <= 1e-10, (rank, of)
+        assert of["weights"] <= 1e-10, (rank, of)
+
+
+@pytest.mark.deadline(120)
+def test_a_run_that_is_killed_goes_on_with_other_ranks(pool: Pool, tmp_path: Path) -> None:
+    whole, weights, widest = pool.run(trained, 4, "", 8)[0]
+    assert widest > 1, "some group shares a sample"
+    curve: list[Any] = []
+    for ranks, steps in ((4, 2), (2, 3), (3, 3)):
+        found = pool.run(trained, ranks, str(tmp_path), steps)
+        curve += found[0][0]
+        assert all(rank[0] == found[0][0] for rank in found)
+    assert sorted(index for samples, _ in curve for index in samples) == list(range(PLANNED))
+    assert [samples for samples, _ in curve] == [samples for samples, _ in whole]
+    assert max(abs(a - b) for (_, a), (_, b) in zip(curve, whole, strict=True)) < 1e-10
+    assert max(float((found[0][1][n] - w).abs().max()) for n, w in weights.items()) < 1e-10
+
+
+@pytest.mark.deadline(120)
+def test_equal_ranks_go_on_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
+    whole, weights, _ = pool.run(trained, 3, "", 3)[0]
+    first = pool.run(trained, 3, str(tmp_path), 1)[0][0]
+    rest, found, _ = pool.run(trained, 3, str(tmp_path), 2)[0]
+    assert first + rest == whole
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "stdit3"])
+def test_blocks_are_computed_again_as_the_micro_batch_says(family: str) -> None:
+    model, data = make_model(family, wired=False), Uneven(family)
+    kinds = [(kind.name, kind.count) for kind in KINDS[family]]
+    switch, runs = RecomputeSwitch(model, kinds), dict[str, int]()
+    for path in (path for paths in switch.paths for path in paths):
+        norm = next(m for m in model.get_submodule(path).modules() if "Norm" in type(m).__name__)
+        norm.register_forward_hook(lambda *_, path=path: runs.update({path: runs.get(path, 0) + 1}))
+    batch = {name: value[None] for name, value in data[0].items()}
+    for counts in ([2] * len(kinds), [1] * len(kinds), [0] * len(kinds)):
+        switch.set(counts)
+        runs.clear()
+        loss_of(model, batch).backward()
+        assert sorted(runs.values()) == sorted(
+            2 if number < count else 1
+            for paths, count in zip(switch.paths, counts, strict=True)
+            for number in range(len(paths))
+        )
+
+
+def test_documents_are_packed_without_padding() -> None:
+    row = pack_documents([torch.tensor([5, 6, 7]), {"input_ids": [8, 9], "labels": [8, -100]}])
+    assert row["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
+    assert row["labels"].tolist() == [[-100, 6, 7, -100, -100]]
+    assert row["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    lengths = [1, 17, 100, 777, 4097]
+    planned_as = [shape.tokens for shape in document_shapes(lengths)]
+    assert all(0 <= p - max(n, 16) <= n / 8 for n, p in zip(lengths, planned_as, strict=True))
+    assert len({shape.tokens for shape in document_shapes(range(1, 4097))}) <= 80
+    with pytest.raises(GulliverError, match="text 1 has 0 tokens"):
+        document_shapes([3, 0])
+    with pytest.raises(GulliverError, match="equal lengths"):
+        pack_documents([{"input_ids": [1, 2], "labels": [1]}])
+
+
+def test_costs_of_functions_are_a_line_through_samples() -> None:
+    costs = FunctionCosts(lambda n: n * n, lambda n: n, 100, 7.0, 0.1, (1, 2))
+    one, two = costs.batches(30, 1), costs.batches(30, 2)
+    assert one.seconds.tolist() == [907.0, 1807.0, 2707.0]
+    assert two.seconds.tolist()[:2] == [7 + 450 + 90, 7 + 900 + 180]
+    assert len(two) == 6
+    assert costs.degrees(4) == (1, 2)
+    assert all(b > a for a, b in pairwise(one.bytes))
+    for cost, length in ((0.0, 30), (math.inf, 30), (None, 30), (1.0, math.nan)):
+        with pytest.raises(GulliverError, match="above 0"):
+            FunctionCosts(lambda n, c=cost: c, lambda n, t=length: t, 100).batches(30, 1)
+    with pytest.raises(GulliverError, match="at least 1"):
+        FunctionCosts(lambda n: n, lambda n: n, 100, allowed=(0,))
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x[..., None])
+
+
+def _one_shape(ranks: int, **changes: Any) -> DataCentricPlanner:
+    costs = FunctionCosts(lambda n: n, lambda n: n, 12)
+    return DataCentricPlanner(costs, [3, 5] * 6, ranks, Samples(6), **changes)
+
+
+def _any_model(world: World, **settings: Any) -> dict[str, float]:
+    """A model of no family: every group has one rank; its mean is over samples."""
+    data = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in [3, 5] * 6]
+    model = _Net()
+    plain, plugin = _Net(), DataCentricPlugin(verbose=False, **settings)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    worst = 0.0
+    for step in DataCentricLoader(_one_shape(world.size), data, model, optimizer):
+        for batch in step:
+            step.backward(model(batch.data).float().square().mean())
+        plain.zero_grad()
+        samples = [index for _, batch in step.plan for index in batch.samples]
+        for index in samples:
+            (plain(data[index]).square().mean() / len(samples)).backward()
+        found = optimizer.full_gradients()
+        wanted = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        worst = max(worst, *(float((found[n] - wanted[n]).abs().max()) for n in wanted))
+        optimizer.zero_grad()
+    return {"worst": worst}
+
+
+def test_any_model_trains_in_groups_of_one_rank(pool: Pool) -> None:
+    for found in pool.run(_any_model, 2, zero_stage=3):
+        assert found["worst"] < 1e-6
+
+
+def test_the_loss_scale_of_fp16_is_taken_out_again(pool: Pool) -> None:
+    for found in pool.run(_any_model, 2, zero_stage=1, precision="fp16"):
+        assert found["worst"] < 2e-3
+
+
+def _refused(world: World) -> list[str]:
+    """What is said to whom uses it wrongly; every case is refused on all ranks."""
+    told = []
+
+    def boosted(plugin: Any, **changes: Any) -> Any:
+        model = _Net()
+        return Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def say(action: Any) -> None:
+        with pytest.raises(GulliverError) as error:
+            action()
+        told.append(str(error.value))
+
+    data = [torch.zeros(n) for n in [3, 5] * 6]
+    model, optimizer, *_ = boosted(DataCentricPlugin(1, verbose=False))
+    say(lambda: DataCentricLoader(_one_shape(world.size + 1), data, model, optimizer))
+    say(lambda: DataCentricLoader(_one_shape(2, seed=world.rank), data, model, optimizer))
+    wide = DataCentricPlanner(
+        FunctionCosts(lambda n: n, lambda n: n, 12, allowed=(1, 2)), [3, 5], 2, Samples(2)
+    )
+    say(lambda: DataCentricLoader(wide, data, model, optimizer))
+    plain, ddp, *_ = boosted(None)
+    say(lambda: DataCentricLoader(_one_shape(2), data, plain, ddp))
+    backward = LowLevelZeroPlugin(1, chunk_mb=1, step_in_backward=True, verbose=False)
+    plain, early, *_ = boosted(backward)
+    say(lambda: DataCentricLoader(_one_shape(2), data, plain, early))
+
+    loader = DataCentricLoader(_one_shape(2), [torch.zeros(4)] * 12, model, optimizer, shape_of=len)
+    say(lambda: [list(step) for step in loader])
+    loader = DataCentricLoader(_one_shape(2), data, model, optimizer)
+    step = next(iter(loader))
+    say(lambda: step.backward(torch.zeros(())))
+    say(lambda: list(step))
+    say(lambda: list(step))
+    step = next(iter(loader))
+    batches: Any = iter(step)
+    batch = next(batches)
+    say(optimizer.step)
+    say(lambda: optimizer.backward(model(batch.data).sum()))
+    batches.close()
+    say(lambda: list(DataCentricLoader(_one_shape(2), data, model, optimizer)))
+    return told
+
+
+def test_wrong_use_is_refused_with_what_would_be_right(pool: Pool) -> None:
+    for told in pool.run(_refused, 2):
+        wanted = (
+            "3 ranks, and 2 share",
+            "rank 1 sees another table",
+            "shares no sequences",
+            "boosted with DataCentricPlugin",
+            "step_in_backward",
+            "its lengths lie",
+            "belongs into the loop",
+            "had no backward",
+            "each step once",
+            "unequal work is under way",
+            "unequal work is under way",
+            "was not looped over",
+        )
+        assert len(told) == len(wanted)
+        assert [w for w, line in zip(wanted, told, strict=True) if w not in line] == []
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(GulliverError, match="ranks of their own"):
+        DataCentricPlugin(sequence_parallelism_mode="split_gather")
+    with pytest.raises(GulliverError, match="no argument 'tp_size'"):
+        DataCentricPlugin(tp_size=2)  # type: ignore[call-arg]
+    with pytest.raises(GulliverError, match="the costs know 3 blocks"):
+        RecomputeSwitch(make_model("llama", wired=False), [("layers", 3)])
+    assert planned(2).degrees == (1, 2)
+    assert RandomPlans("llama", 2, 1).degrees

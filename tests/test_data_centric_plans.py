@@ -1,0 +1,312 @@
+"""Plans of data-centric steps: every sample once, inside memory, at the budget, resumable."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gulliver.data import Budget, DataCentricPlanner, Samples, Seconds, StepPlan, Tokens, step_lines
+from gulliver.errors import GulliverError
+from gulliver.hardware import BatchCosts, BlockKind, FunctionCosts, keep_blocks
+
+KINDS = (BlockKind("spatial", 3, 0.5), BlockKind("temporal", 2, 0.25))
+
+
+@dataclass(frozen=True)
+class LengthCosts:
+    """Costs of shapes that are lengths: a byte a token, any degree, messages of a tenth."""
+
+    memory: float = 64.0
+    identity: str = "lengths"
+
+    def degrees(self, ranks: int) -> tuple[int, ...]:
+        return tuple(range(1, ranks + 1))
+
+    def tokens(self, shape: int) -> int:
+        return shape
+
+    def batches(self, shape: int, degree: int, pac: bool = True, most: int = 4096) -> BatchCosts:
+        size = np.arange(1, min(most, int(self.memory * degree / shape)) + 1)
+        again = 0.02 * shape * size / degree
+        sent = again / 2 * (degree > 1)
+        counts = np.tile([kind.count for kind in KINDS], (len(size), 1))
+        costs = BatchCosts(0.2 + 4 * again + sent, shape * size / degree, sent, again, counts)
+        return keep_blocks(costs, shape / degree, self.memory, KINDS) if pac else costs
+
+
+@st.composite
+def cases(draw: Any) -> dict[str, Any]:
+    """A data set, ranks, a budget that its samples meet, and switches."""
+    ranks = draw(st.integers(1, 6))
+    lengths = draw(st.lists(st.sampled_from([3, 8, 20, 50, 64]), min_size=1, max_size=60))
+    kind = draw(st.sampled_from([Samples, Tokens, Seconds]))
+    count = draw(st.integers(1, len(lengths)))
+    budget: Budget = Samples(count)
+    if kind is Tokens:
+        budget = Tokens(64 + 20 * count)
+    if kind is Seconds:
+        budget = Seconds(8.0 + count)
+    intra = draw(st.booleans())
+    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    return {
+        "shapes": lengths,
+        "ranks": ranks,
+        "budget": budget,
+        "intra": intra,
+        "inter": draw(st.booleans()),
+        "pac": draw(st.booleans()),
+        "together": draw(st.booleans()),
+        "degree": None if intra else draw(st.sampled_from(divisors)),
+        "window": draw(st.sampled_from([None, 60, 200])),
+        "seed": draw(st.integers(0, 3)),
+    }
+
+
+def planner(case: dict[str, Any], **changes: Any) -> DataCentricPlanner:
+    values = {**case, **changes}
+    arguments = [values.pop(name) for name in ("shapes", "ranks", "budget")]
+    return DataCentricPlanner(LengthCosts(), *arguments, **values)
+
+
+def indices(plans: list[StepPlan]) -> list[int]:
+    return [index for plan in plans for _, batch in plan for index in batch.samples]
+
+
+def checked(case: dict[str, Any]) -> None:
+    """Asserts what holds for any plan of an epoch."""
+    made = planner(case)
+    plans = list(made)
+    assert sorted(indices(plans)) == list(range(len(case["shapes"]))), "every sample once"
+    assert plans == list(planner(case)), "every rank plans the same"
+    for number, plan in enumerate(plans):
+        for phase in plan.phases:
+            ranks = [rank for group in phase for rank in group.ranks]
+            assert ranks == list(range(case["ranks"])), "groups partition the ranks"
+        ends = [max(group.seconds for group in phase) for phase in plan.phases]
+        assert plan.seconds == pytest.approx(sum(ends))
+        assert case["intra"] or not plan.later
+        assert plan.seconds >= plan.bound * (1 - 1e-9)
+        assert plan.step == number
+        for group, batch in plan:
+            shapes = {case["shapes"][index] for index in batch.samples}
+            assert shapes == {batch.shape}, "one shape a micro-batch"
+            assert batch.bytes <= 64 + 1, "inside memory, rounded up to a byte"
+            assert case["intra"] or group.degree == case["degree"]
+            assert case["pac"] or batch.recompute == sum(kind.count for kind in KINDS)
+            assert case["inter"] or len(group.micro_batches) == 1
+        if isinstance(case["budget"], Seconds):
+            assert plan.seconds <= case["budget"].seconds * (1 + 1e-9) or plan.samples == 1
+        if isinstance(case["budget"], Samples) and case["inter"] and plan is not plans[-1]:
+            assert plan.samples == case["budget"].count
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_plans_of_any_epoch_hold_their_promises(case: dict[str, Any]) -> None:
+    checked(case)
+
+
+@pytest.mark.full
+@given(cases())
+@settings(max_examples=2000, deadline=None)
+def test_plans_of_thousands_of_epochs_hold_their_promises(case: dict[str, Any]) -> None:
+    checked(case)
+
+
+@given(cases(), st.integers(0, 8), st.integers(0, 8), st.integers(1, 6), st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_a_run_resumes_anywhere_on_other_ranks(
+    case: dict[str, Any], first: int, second: int, then: int, last: int
+) -> None:
+    case = {**case, "intra": True, "degree": None, "budget": Tokens(90)}
+    plans: list[StepPlan] = []
+    state: dict[str, Any] | None = None
+    for ranks, steps in ((case["ranks"], first), (then, second), (last, 10**6)):
+        made = planner(case, ranks=ranks)
+        if state is not None:
+            made.load_state_dict(json.loads(json.dumps(state)))
+        if made.epoch:
+            break
+        plans += itertools.islice(made, steps)
+        state = made.state_dict()
+    assert len(indices(plans)) == len(set(indices(plans)))
+    if state is not None and state["epoch"] == 1:
+        assert sorted(indices(plans)) == list(range(len(case["shapes"])))
+
+
+@given(cases(), st.integers(1, 10))
+@settings(max_examples=40, deadline=None)
+def test_equal_ranks_resume_to_the_same_plans(case: dict[str, Any], stop: int) -> None:
+    whole = list(planner(case))
+    made = planner(case)
+    steps = iter(made)
+    for _ in range(min(stop, len(whole) - 1)):
+        next(steps)
+    again = planner(case)
+    again.load_state_dict(made.state_dict())
+    if len(whole) > 1:
+        assert list(again) == whole[min(stop, len(whole) - 1) :]
+
+
+def test_samples_of_a_step_do_not_depend_on_the_ranks() -> None:
+    lengths = np.random.default_rng(0).choice([3, 8, 20, 50], 300).tolist()
+    steps = [
+        [
+            sorted(indices([plan]))
+            for plan in DataCentricPlanner(LengthCosts(), lengths, n, Samples(24))
+        ]
+        for n in (1, 3, 4)
+    ]
+    assert steps[0] == steps[1] == steps[2]
+
+
+def test_epochs_follow_each_other_in_other_orders() -> None:
+    made = DataCentricPlanner(LengthCosts(), [8] * 40, 2, Samples(10))
+    first, second = list(made), list(made)
+    assert [plan.epoch for plan in first + second] == [0] * 4 + [1] * 4
+    assert sorted(indices(first)) == sorted(indices(second)) == list(range(40))
+    assert indices(first) != indices(second)
+    assert [plan.step for plan in second] == [4, 5, 6, 7]
+
+
+def test_a_stream_is_planned_as_it_arrives() -> None:
+    drawn = []
+
+    def arriving(epoch: int) -> Iterator[int]:
+        for number in range(100):
+            drawn.append(number)
+            yield (3, 20)[number % 2]
+
+    made = DataCentricPlanner(LengthCosts(), arriving, 2, Samples(5), window=20)
+    steps = iter(made)
+    next(steps)
+    assert len(drawn) == 21, "a window, and one ahead to see the end"
+    state = made.state_dict()
+    again = DataCentricPlanner(LengthCosts(), arriving, 2, Samples(5), window=20)
+    again.load_state_dict(state)
+    assert list(again) == list(steps)
+    assert again.epoch == 1
+
+
+def test_switches_are_worth_what_they_were_published_for() -> None:
+    lengths = np.random.default_rng(0).choice([3, 8, 50, 64], 400, p=[0.5, 0.3, 0.1, 0.1]).tolist()
+    rows = (
+        {"intra": False, "inter": False, "pac": False, "degree": 2},
+        {"inter": False, "pac": False},
+        {"pac": False},
+        {},
+    )
+    seconds = []
+    for row in rows:
+        made = DataCentricPlanner(LengthCosts(), lengths, 4, Samples(40), **row)  # type: ignore[arg-type]
+        seconds.append(sum(plan.seconds for plan in made))
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 1.2 * seconds[-1]
+
+
+def test_real_seconds_change_the_next_plans_and_are_kept() -> None:
+    made = DataCentricPlanner(LengthCosts(), [8, 50] * 60, 2, Samples(20))
+    steps = iter(made)
+    plan = next(steps)
+    made.observe((b.shape, b.seconds, 2 * b.seconds) for _, b in plan)
+    after = next(steps)
+    assert made.refinement.factor(8) == pytest.approx(2.0)
+    plain = list(DataCentricPlanner(LengthCosts(), [8, 50] * 60, 2, Samples(20)))[1]
+    assert after.seconds == pytest.approx(2 * plain.seconds)
+    again = DataCentricPlanner(LengthCosts(), [8, 50] * 60, 2, Samples(20))
+    again.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    assert list(again) == list(steps)
+
+
+def test_ranks_that_see_other_tables_have_other_signatures() -> None:
+    def told(lengths: list[int], seed: int = 0, memory: float = 64.0) -> str:
+        costs = LengthCosts(memory)
+        return DataCentricPlanner(costs, lengths, 2, Samples(2), seed=seed).signature
+
+    assert told([3, 8, 20]) == told([3, 8, 20])
+    others = {told([3, 8, 20]), told([3, 20, 8]), told([3, 8, 20], 1), told([3, 8, 20], 0, 60.0)}
+    assert len(others) == 4
+
+
+def test_a_sample_that_fits_nowhere_is_named_and_counted() -> None:
+    lengths = [3, 8, 500, 8, 500]
+    with pytest.raises(
+        GulliverError, match=r"sample 2 \(500, 500 tokens\), one of 2 of this shape"
+    ):
+        DataCentricPlanner(LengthCosts(), lengths, 4, Samples(2))
+    made = DataCentricPlanner(LengthCosts(), lengths, 4, Samples(2), unfit="skip")
+    assert sorted(indices(list(made))) == [0, 1, 3]
+    assert made.skipped == {500: 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"budget": Samples(9)}, "a step of 9 samples is longer than the data set, which has 3"),
+        ({"budget": Samples(2), "window": 1}, "window=1 holds no step of 2 samples"),
+        ({"budget": Tokens(4)}, r"sample 1 \(8\) has 8 tokens; give at least as many"),
+        ({"budget": Seconds(0.2)}, r"no step meets at most 0.2 s .* on 2 ranks at best"),
+        ({"intra": False}, "intra=False needs one degree="),
+        ({"intra": False, "degree": 3}, "divides 2 ranks: 1, 2; not 3"),
+        ({"degree": 2}, "degree= is for intra=False"),
+        ({"shapes": []}, "the data set is empty"),
+        ({"window": 0, "budget": Tokens(64)}, "window=0: give at least 1"),
+        ({"unfit": "Skip"}, "unfit='Skip': give 'refuse' or 'skip'"),
+        ({"budget": 2}, r"budget=2: give Samples\(n\)"),
+        ({"ranks": 2.5}, "ranks=2.5: give a whole number"),
+    ],
+)
+def test_what_no_plan_can_meet_is_refused(changes: dict[str, Any], told: str) -> None:
+    case = {"shapes": [3, 8, 20], "ranks": 2, "budget": Samples(2), **changes}
+    with pytest.raises(GulliverError, match=told):
+        planner(case)
+
+
+def test_a_window_of_one_makes_steps_of_one() -> None:
+    made = DataCentricPlanner(LengthCosts(), [3, 8, 20], 2, Samples(1), window=1)
+    assert [plan.samples for plan in made] == [1, 1, 1]
+
+
+def test_another_model_or_other_data_do_not_resume() -> None:
+    made = DataCentricPlanner(LengthCosts(), [3, 8, 20, 3], 2, Samples(2))
+    next(iter(made))
+    state = made.state_dict()
+    other = DataCentricPlanner(LengthCosts(identity="other"), [3, 8, 20, 3], 2, Samples(2))
+    with pytest.raises(GulliverError, match="planned for model 'lengths', this one is 'other'"):
+        other.load_state_dict(state)
+    other = DataCentricPlanner(LengthCosts(), [3, 8, 20, 8], 2, Samples(2))
+    with pytest.raises(GulliverError, match="other data or another seed"):
+        other.load_state_dict(state)
+    for broken in ({**state, "queue": [0, 0]}, {**state, "queue": [9]}, {**state, "drawn": -1}):
+        with pytest.raises(GulliverError, match="broken"):
+            made.load_state_dict(broken)
+
+
+def test_a_table_whose_lengths_lie_is_found_at_the_sample() -> None:
+    made = DataCentricPlanner(LengthCosts(), [3, 8], 1, Samples(1))
+    made.check_sample(1, 8, 8)
+    with pytest.raises(
+        GulliverError, match="sample 1 is 20, and the table says 8: its lengths lie"
+    ):
+        made.check_sample(1, 8, 20)
+
+
+def test_a_sample_that_takes_all_ranks_does_not_widen_the_groups_of_others() -> None:
+    costs = FunctionCosts(lambda n: n, lambda n: n, 100, 0.0, 0.5, (1, 2, 4))
+    (plan,) = DataCentricPlanner(costs, [400] + [50] * 8, 4, Samples(9))
+    assert [[group.degree for group in phase] for phase in plan.phases] == [[4], [1] * 4]
+    assert plan.seconds == pytest.approx(400 / 4 + 200 + 100)
+    assert [len(groups) for groups in map(plan.groups_of, range(4))] == [2] * 4
+    lines = step_lines(plan)
+    assert next(line for line in lines if "rank 3" in line).split("|")[1].startswith(" " * 40)
+    (one,) = DataCentricPlanner(costs, [400] + [50] * 8, 4, Samples(9), intra=False, degree=4)
+    assert one.seconds > plan.seconds
+    assert not one.later

@@ -1,0 +1,178 @@
+"""Published planners replayed beside ours, pictures of steps, and the command that draws them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from benchmarks._data_centric_costs import TABLE, video_costs
+
+from gulliver.cli._main import run
+from gulliver.data import DataCentricPlanner, MicroBatch, RankGroup, Samples, StepPlan, Tokens
+from gulliver.data._published import METHODS, Share, published_plan
+from gulliver.data._replay import (
+    DISTRIBUTIONS,
+    _weights,
+    draw_shapes,
+    least_time,
+    replay_ours,
+    replay_published,
+)
+from gulliver.data._step_pictures import shares_of, step_lines, steps_page
+from gulliver.errors import GulliverError
+
+COSTS = video_costs()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_published_planners_stay_inside_the_ranks_and_count_what_they_drop(method: str) -> None:
+    shapes = draw_shapes(COSTS, "balanced", 3000)
+    plan = published_plan(method, COSTS, Counter(shapes), 8)  # type: ignore[arg-type]
+    used: Counter[str] = Counter()
+    for step in plan.steps:
+        assert sum(share.degree for share in step) <= 8
+        for share in step:
+            used[share.shape] += share.batch * share.repeats
+            row = COSTS.batches(share.shape, share.degree, method == "inter+pac")
+            assert share.seconds == pytest.approx(row.seconds[share.batch - 1])
+            assert share.repeats == 1 or method.startswith("inter")
+            assert share.degree == 4 or method != "bucketing"
+    assert used <= Counter(shapes)
+    assert used.total() + plan.dropped == 3000
+    assert plan.dropped > 0, "drop_last, as published"
+
+
+def test_weights_of_published_steps_are_means_of_means() -> None:
+    step = [Share("a", 2, 1, 1.0), Share("b", 2, 10, 1.0, 10)]
+    effective, spread = _weights(step)
+    assert spread == pytest.approx(100.0)
+    weights = [1.0] + [0.01] * 100
+    told = sum(weights) ** 2 / sum(w * w for w in weights) / 101
+    assert effective == pytest.approx(told)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_ours_is_ahead_of_what_was_published_and_loses_nothing(distribution: str) -> None:
+    shapes = draw_shapes(COSTS, distribution, 6000)  # type: ignore[arg-type]
+    ours = replay_ours(COSTS, shapes, 8, Tokens(8_000_000))
+    assert ours.dropped == 0
+    assert ours.samples == 6000
+    assert ours.imbalance <= 0.01
+    assert ours.gap is not None
+    assert 0 <= ours.gap < 0.06
+    assert ours.seconds >= least_time(COSTS, shapes, 8)
+    for method in METHODS:
+        theirs = replay_published(method, COSTS, shapes, 8)
+        assert ours.speed > theirs.speed
+
+
+def test_distributions_have_two_images_a_video_and_what_dominates() -> None:
+    means = []
+    for distribution in DISTRIBUTIONS:
+        shapes = draw_shapes(COSTS, distribution, 3000, seed=1)
+        assert sum(shape.endswith("/1") for shape in shapes) == 2000
+        assert shapes == draw_shapes(COSTS, distribution, 3000, seed=1)
+        means.append(sum(map(COSTS.tokens, shapes)))
+    assert means == sorted(means)
+    with pytest.raises(GulliverError, match="did you mean 'short'"):
+        draw_shapes(COSTS, "shrt", 9)  # type: ignore[arg-type]
+
+
+def small_step() -> StepPlan:
+    """Two groups of a step of 4 s: one busy for all of it, one for 3 s."""
+    first = MicroBatch("a", (1, 2), 3, (3,), 4.0, 0.5, 1.0, 2**30)
+    second = MicroBatch("b", (3,), 0, (0,), 3.0, 0.0, 0.0, 2**30)
+    groups = RankGroup((0, 1), (first,)), RankGroup((2,), (second,)), RankGroup((3,))
+    return StepPlan(7, 0, groups, 4.0, 2.5)
+
+
+def test_shares_are_of_the_time_of_all_ranks() -> None:
+    told = shares_of([small_step()])
+    assert told.wait == pytest.approx((1 + 4) / 16)
+    assert told.wait == pytest.approx(small_step().imbalance)
+    assert told.communication == pytest.approx(2 * 0.5 / 16)
+    assert told.recompute == pytest.approx(2 * 1.0 / 16)
+    assert told.gap == pytest.approx(0.6)
+    assert told.samples == 3
+
+
+def test_a_step_is_drawn_as_long_as_it_takes() -> None:
+    lines = step_lines(small_step(), measured=[4.2, 3.1, 0.0])
+    bars = [re.findall(r"\|(.*)\|", line)[0] for line in lines[1:4]]
+    assert bars[0] == "A" * 60
+    assert bars[1] == "B" * 45 + "." * 15
+    assert bars[2] == "." * 60
+    assert lines[1].endswith("4 s, measured 4.2 s")
+    assert lines[4].strip().startswith("A a, B b")
+
+
+def test_the_page_needs_nothing_else_and_its_bars_add_up() -> None:
+    page = steps_page("<title>", ["a < b"], [small_step()])
+    assert "&lt;title&gt;" in page
+    assert "a &lt; b" in page
+    assert not re.search(r"https?://|<script|<link|src=", page)
+    chart = page.split("<svg")[2]
+    for y, seconds in ((0, 4.0), (22, 4.0), (44, 4.0)):
+        widths = re.findall(rf'y="{y}" width="([0-9.]+)"', chart)
+        assert sum(map(float, widths)) == pytest.approx(670 * seconds / 4, abs=0.3)
+
+
+def test_the_command_draws_steps_and_says_what_would_gain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "steps.html"
+    options = ["--samples", "40", "--count", "400", "--steps", "1", "--no-intra", "--degree", "4"]
+    assert run(["plan", "data", "--costs", str(TABLE), *options, "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "400 of 400 samples once each, 0 left out" in out
+    gained = re.findall(r"with (.*): ([+-][0-9.]+) % samples/s", out)
+    assert next(name for name, _ in gained) == "--intra on"
+    assert [float(gain) for _, gain in gained] == sorted(
+        (float(g) for _, g in gained), reverse=True
+    )
+    assert out.count("to 3 |") == 1
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_shapes_of_a_file_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = tmp_path / "shapes.txt"
+    shapes.write_text("240p/51\n144p/1\n144p/1\n720p/102\n")
+    options = ["--shapes", str(shapes), "--samples", "4", "--ranks", "2"]
+    assert run(["plan", "data", "--costs", str(TABLE), *options]) == 0
+    assert "4 of 4 samples once each" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], "give one budget of a step"),
+        (["--samples", "9", "--tokens", "9"], "give one budget of a step"),
+        (["--samples", "9", "--ranks", "2"], "fits at no degree of up to 2 ranks"),
+        (["--samples", "9", "--degree", "2"], "degree= is for intra=False"),
+        (["--samples", "9", "--shapes", "none.txt"], "none.txt"),
+    ],
+)
+def test_the_command_refuses_what_no_plan_meets(options: list[str], told: str) -> None:
+    with pytest.raises(GulliverError, match=told):
+        run(["plan", "data", "--costs", str(TABLE), "--distribution", "long", *options])
+
+
+def test_skipped_samples_are_counted_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ranks", "2", "--samples", "9", "--count", "600", "--unfit", "skip"]
+    assert run(["plan", "data", "--costs", str(TABLE), *options]) == 0
+    out = capsys.readouterr().out
+    skipped = sum(int(n) for n in re.findall(r"skipped: (\d+) samples", out))
+    left = re.findall(r"(\d+) of 600 samples once each, (\d+) left out", out)
+    assert skipped > 0
+    assert left == [(str(600 - skipped), str(skipped))]
+
+
+def test_our_planner_takes_the_table_as_it_is() -> None:
+    shapes = draw_shapes(COSTS, "short", 500)
+    for plan in DataCentricPlanner(COSTS, shapes, 8, Samples(100)):
+        for group, batch in plan:
+            row = COSTS.batches(batch.shape, group.degree)
+            assert batch.seconds == pytest.approx(row.seconds[len(batch.samples) - 1])
+            assert batch.bytes <= COSTS.memory + 1

@@ -1,0 +1,204 @@
+"""State of cached tables: files, resuming, growing, rounded rows."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gulliver.checkpoint import AsyncCheckpointer, load
+from gulliver.embedding import CachedEmbeddingBag, LookAhead
+from gulliver.embedding._columns import round_bf16, round_int8
+from gulliver.errors import GulliverError
+from tests.embedding_runs import OPTIMIZERS, cached, most_rows, steps, train, whole_run
+from tests.patience import patient
+
+ROWS = 50
+NAMES = list(OPTIMIZERS)
+
+
+def _states(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return optimizer.state_dict()["state"].get(0, {})
+
+
+def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    pairs = ((one[key], other[key]) for key in one.keys() | other.keys())
+    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_goes_on_in_another_cache_or_in_torch_s_table(name: str, tmp_path: Path) -> None:
+    first, batches = torch.randn(ROWS, 8), steps(ROWS, 8, 16)
+    _, table_state, optimizer_state = whole_run("sum", name, batches, first, False)
+    table, optimizer = cached("sum", name, first, most_rows(batches))
+    train(table, optimizer, iter(batches[:7]), False)
+    state = {"table": table.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "state.pt")
+    kept = torch.load(tmp_path / "state.pt")
+    whole = nn.EmbeddingBag(ROWS, 8, mode="sum", sparse=True)
+    pair: list[tuple[nn.Module, torch.optim.Optimizer]] = [
+        cached("sum", name, torch.zeros(ROWS, 8), most_rows(batches) + 4),
+        (whole, OPTIMIZERS[name](whole.parameters())),
+    ]
+    for module, stepper in pair:
+        module.load_state_dict(kept["table"])
+        stepper.load_state_dict(deepcopy(kept["optimizer"]))  # torch shares the count of steps
+        train(module, stepper, iter(batches[7:]), False)
+        assert torch.equal(module.state_dict()["weight"], table_state["weight"])
+        assert _equal(_states(stepper), optimizer_state["state"].get(0, {}))
+
+
+@pytest.mark.parametrize("name", ["adagrad", "sparse adam"])
+def test_torch_s_state_is_loaded_in_the_middle_of_a_run(name: str) -> None:
+    first, batches = torch.randn(ROWS, 8), steps(ROWS, 8, 12)
+    whole = nn.EmbeddingBag(ROWS, 8, mode="sum", sparse=True, _weight=first.clone())
+    reference = OPTIMIZERS[name](whole.parameters())
+    train(whole, reference, iter(batches[:5]), False)
+    table, optimizer = cached("sum", name, torch.randn(ROWS, 8), most_rows(batches))
+    train(table, optimizer, LookAhead(batches[8:], table, 1, lambda s: s.ids), False)
+    table.announce(batches[5].ids)
+    table.load_state_dict(whole.state_dict())
+    optimizer.load_state_dict(deepcopy(reference.state_dict()))
+    train(whole, reference, iter(batches[5:]), False)
+    train(table, optimizer, iter(batches[5:]), False)
+    assert torch.equal(table.state_dict()["weight"], whole.weight)
+    assert _equal(_states(optimizer), _states(reference))
+
+
+@pytest.mark.parametrize("name", ["row-wise adagrad", "sparse adam"])
+def test_a_checkpoint_is_saved_while_rows_move_and_loads_bit_for_bit(
+    name: str, tmp_path: Path
+) -> None:
+    first, batches = torch.randn(ROWS, 8), steps(ROWS, 8, 14)
+    _, table_state, optimizer_state = whole_run("sum", name, batches, first, False)
+    table, optimizer = cached("sum", name, first, most_rows(batches))
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        for number, step in enumerate(LookAhead(batches, table, 3, lambda s: s.ids)):
+            train(table, optimizer, iter([step]), False)
+            if number == 6:
+                checkpointer.save(7, {"model": table, "optimizer": optimizer})
+        checkpointer.wait()
+    again, stepper = cached("sum", name, torch.zeros(ROWS, 8), ROWS // 2)
+    load(tmp_path, {"model": again, "optimizer": stepper})
+    train(again, stepper, iter(batches[7:]), False)
+    assert torch.equal(again.state_dict()["weight"], table_state["weight"])
+    assert _equal(_states(stepper), optimizer_state["state"][0])
+
+
+def test_states_of_other_sizes_are_refused_by_name() -> None:
+    table, optimizer = cached("sum", "adagrad", torch.randn(ROWS, 8), 20)
+    with pytest.raises(RuntimeError, match=r"weight is \(50, 4\), the table \(50, 8\)"):
+        table.load_state_dict({"weight": torch.zeros(50, 4)})
+    other = nn.EmbeddingBag(49, 8, sparse=True)
+    state = torch.optim.Adagrad(other.parameters()).state_dict()
+    with pytest.raises(GulliverError, match=r"state 'sum' of the table must be \(50, 8\)"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_table_that_grows_is_one_that_was_as_large_from_the_start(name: str) -> None:
+    first, batches = (
+        torch.randn(ROWS + 30, 8),
+        [*steps(ROWS, 8, 6), *steps(ROWS + 30, 8, 6, seed=3)],
+    )
+    _, table_state, optimizer_state = whole_run("sum", name, batches, first, False)
+    table, optimizer = cached("sum", name, first[:ROWS], 24)
+    train(table, optimizer, iter(batches[:6]), False)
+    table.grow(ROWS + 30, first[ROWS:])
+    train(table, optimizer, iter(batches[6:]), False)
+    assert torch.equal(table.state_dict()["weight"], table_state["weight"])
+    assert _equal(_states(optimizer), optimizer_state["state"].get(0, {}))
+    with pytest.raises(GulliverError, match="give more than that"):
+        table.grow(ROWS)
+    several = CachedEmbeddingBag({"a": 5, "b": 5}, 4, cache=3)
+    with pytest.raises(GulliverError, match="only the last table, 'b', can grow"):
+        several.grow({"a": 9})
+
+
+def test_rounding_has_no_direction_and_at_most_one_step() -> None:
+    values, draw = torch.randn(4, 64), torch.Generator().manual_seed(0)
+    for cold, count in itertools.product(("bf16", "int8"), (2000,)):
+        total = torch.zeros_like(values)
+        if cold == "bf16":
+            step = values.abs() * 2**-7
+            for _ in range(count):
+                rounded = round_bf16(values, draw).float()
+                assert ((rounded - values).abs() <= step).all()
+                total += rounded
+        else:
+            step = (values.abs().amax(1, keepdim=True) / 127).expand_as(values)
+            for _ in range(count):
+                whole, scales = round_int8(values, draw)
+                rounded = whole * scales
+                assert ((rounded - values).abs() <= step * 1.0001).all()
+                total += rounded
+        # A standard error is at most half a step over the root of the count.
+        assert ((total / count - values).abs() < 5 * step / 2 / count**0.5).all(), cold
+
+
+@pytest.mark.parametrize("cold", ["bf16", "int8"])
+def test_cold_rows_are_near_the_exact_ones_and_take_the_bytes_that_they_say(cold: Any) -> None:
+    first, batches = torch.randn(ROWS, 16), steps(ROWS, 16, 30)
+    _, exact, _ = whole_run("sum", "adagrad", batches, first, False)
+    table, optimizer = cached("sum", "adagrad", first, 20, cold=cold)
+    train(table, optimizer, iter(batches), False)
+    error = (table.state_dict()["weight"] - exact["weight"]).abs().max()
+    assert 0 < error < (0.12 if cold == "bf16" else 0.3)
+    weight = table._store.columns["weight"]
+    assert weight.nbytes == ROWS * (32 if cold == "bf16" else 16 + 4)
+
+
+def test_a_run_with_rounded_rows_repeats() -> None:
+    first, batches = torch.randn(ROWS, 16), steps(ROWS, 16, 10)
+
+    def run(seed: int) -> Tensor:
+        table, optimizer = cached("sum", "sgd", first, 20, cold="int8", seed=seed)
+        train(table, optimizer, iter(batches), False)
+        return table.state_dict()["weight"]
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from gulliver.checkpoint import AsyncCheckpointer
+from gulliver.embedding import LookAhead
+from tests.patience import patient
+from tests.embedding_runs import cached, most_rows, steps, train
+
+batches = steps(50, 8, 16)
+table, optimizer = cached("sum", "adagrad", torch.ones(50, 8), most_rows(batches))
+checkpointer = AsyncCheckpointer(sys.argv[1])
+for number, step in enumerate(LookAhead(batches, table, 3, lambda step: step.ids)):
+    if number == 6:
+        checkpointer.save(6, {"model": table, "optimizer": optimizer})
+    train(table, optimizer, iter([step]), False)
+    if number == 9:
+        checkpointer.wait()
+    if number == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_that_was_killed_goes_on_from_its_newest_step(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, timeout=patient(60)
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    batches, first = steps(ROWS, 8, 16), torch.ones(ROWS, 8)
+    _, table_state, optimizer_state = whole_run("sum", "adagrad", batches, first, False)
+    table, optimizer = cached("sum", "adagrad", torch.zeros(ROWS, 8), most_rows(batches) + 2)
+    assert load(tmp_path, {"model": table, "optimizer": optimizer}).step == 6
+    train(table, optimizer, iter(batches[6:]), False)
+    assert torch.equal(table.state_dict()["weight"], table_state["weight"])
+    assert _equal(_states(optimizer), optimizer_state["state"][0])

@@ -1,0 +1,234 @@
+"""Costs of samples: fitted rates, tables, files and what is refused of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmarks._data_centric_costs import TABLE, Parts, video_costs
+
+from gulliver.errors import GulliverError
+from gulliver.hardware import (
+    BlockKind,
+    Refinement,
+    SampleCosts,
+    SampleFit,
+    SampleModel,
+    SamplePoint,
+    SampleShape,
+    TableCosts,
+    all_to_all_seconds,
+    described,
+    fit_samples,
+    kept_samples,
+    load_samples,
+    measure_samples,
+    save_samples,
+)
+
+MODEL = SampleModel("tiny", 1000, 64, (BlockKind("block", 4, 500.0),))
+TRUE = SampleFit(0.01, 1e-3, 1e-10, 1e-6, 2e-8, 1e6, 40.0, 100.0)
+
+
+def clock(shape: SampleShape, batch: int, depth: int) -> tuple[float, int]:
+    """Seconds and bytes of a machine whose rates are `TRUE`."""
+    linear = 2 * 1000 * shape.tokens
+    attention = 4 * 64 * (shape.pairs + shape.tokens * shape.text)
+    seconds = (
+        0.01
+        + depth * 1e-3
+        + batch
+        * (4 * depth * (linear + attention) * 1e-10 + shape.tokens * 1e-6 + shape.pixels * 2e-8)
+    )
+    return seconds, int(1e6 + batch * shape.tokens * (40 + 100 * depth))
+
+
+def test_few_points_find_the_rates_of_a_machine() -> None:
+    shapes = [SampleShape.document(128), SampleShape.document(512), SampleShape(64, 9.0, 3, 4096)]
+    fit = fit_samples(MODEL, measure_samples(clock, shapes))
+    for name in ("fixed_s", "call_s", "flop_s", "token_s", "pixel_s", "block_bytes", "states"):
+        assert getattr(fit, name) == pytest.approx(getattr(TRUE, name), rel=1e-6)
+    assert fit.worst < 1e-9
+    far = SampleShape(4000, 1e6, 10, 1000)
+    costs = SampleCosts(MODEL, fit, 1e9)
+    found = costs.batches(far, 1, pac=False)
+    assert found.seconds[6] == pytest.approx(clock(far, 7, 4)[0], rel=1e-6)
+    assert found.bytes[6] == pytest.approx(clock(far, 7, 4)[1], rel=1e-6)
+
+
+def test_four_points_of_one_shape_predict_that_shape() -> None:
+    shape = SampleShape.clip(4, 6, 8)
+    fit = fit_samples(MODEL, measure_samples(clock, [shape]))
+    costs = SampleCosts(MODEL, fit, 1e9)
+    for batch in (1, 3, 9):
+        told = costs.batches(shape, 1, pac=False).seconds[batch - 1]
+        assert told == pytest.approx(clock(shape, batch, 4)[0], rel=1e-6)
+
+
+def test_the_error_is_that_of_points_left_out() -> None:
+    shapes = [SampleShape.document(n) for n in (64, 128, 256, 512)]
+    points = measure_samples(clock, shapes)
+    wrong = replace(points[5], seconds=1.5 * points[5].seconds)
+    fit = fit_samples(MODEL, [*points[:5], wrong, *points[6:]])
+    assert fit.worst > 0.2
+    assert fit_samples(MODEL, points).worst < 1e-6
+
+
+def test_the_median_of_repeats_counts_and_the_first_run_does_not() -> None:
+    times = iter([99.0, 1.0, 5.0, 2.0] * 4)
+    points = measure_samples(lambda *_: (next(times), 10), [SampleShape(8, 1.0)])
+    assert [point.seconds for point in points] == [2.0] * 4
+    assert [(point.batch, point.depth) for point in points] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("points", "told"),
+    [
+        ([SamplePoint(SampleShape(8, 1.0), b, 1, 1.0, 9) for b in (1, 2)], "two depths"),
+        ([SamplePoint(SampleShape(8, 1.0), 1, d, 1.0, 9) for d in (1, 2)], "two sizes of batch"),
+        (
+            [SamplePoint(SampleShape(8, 1.0), b, b, math.nan, 9) for b in (1, 2)],
+            "seconds and bytes above 0",
+        ),
+    ],
+)
+def test_too_few_points_are_refused(points: list[SamplePoint], told: str) -> None:
+    with pytest.raises(GulliverError, match=told):
+        fit_samples(MODEL, points)
+
+
+def test_more_ranks_share_compute_and_bytes_and_pay_messages() -> None:
+    cluster = described("8xh100-infiniband").resized(8)
+    costs = SampleCosts(MODEL, TRUE, 1e9, cluster)
+    shape = SampleShape.document(4096)
+    one, four = (costs.batches(shape, d, pac=False) for d in (1, 4))
+    sent = 4 * 3 * 4 * all_to_all_seconds(cluster.crossed(1, 4), 4096 // 4 * 64 * 4)
+    assert four.communication[0] == pytest.approx(sent)
+    inside = one.seconds[0] - 0.014
+    assert four.seconds[0] == pytest.approx(0.014 + inside / 4 + sent)
+    assert four.bytes[0] - 1e6 == pytest.approx((one.bytes[0] - 1e6) / 4)
+    assert costs.degrees(5) == (1, 2, 3, 4, 5)
+    assert replace(costs, allowed=(1, 2, 4)).degrees(8) == (1, 2, 4)
+    assert replace(costs, cluster=None).degrees(8) == (1,)
+
+
+def test_packed_documents_pay_for_their_own_attention_only() -> None:
+    assert SampleShape.documents([3, 5]).pairs == (9 + 25) / 2
+    assert SampleShape.documents([3, 5]).tokens == 8
+    assert SampleShape.document(8).pairs == 32
+    assert SampleShape.clip(4, 3, 5).pairs == 60 * (15 + 4) / 2
+
+
+def test_lengths_that_lie_are_refused() -> None:
+    with pytest.raises(GulliverError, match="its lengths lie"):
+        SampleShape(0, 1.0, name="x")
+
+
+def test_a_file_is_good_for_its_model_and_machine_only(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    save_samples(path, MODEL, TRUE)
+    assert load_samples(path, MODEL) == TRUE
+    with pytest.raises(GulliverError, match=r"another model .*name other"):
+        load_samples(path, replace(MODEL, name="other"))
+    with pytest.raises(GulliverError, match="another dtype"):
+        load_samples(path, replace(MODEL, dtype="bfloat16"))
+    values = json.loads(path.read_text())
+    values["fingerprint"]["machine"]["processor"] = "abacus"
+    path.write_text(json.dumps(values))
+    with pytest.raises(GulliverError, match=r"another machine .*abacus.*measure it again"):
+        load_samples(path, MODEL)
+    save_samples(path, MODEL, TRUE)
+    values = json.loads(path.read_text())
+    values["fingerprint"]["torch"] = "1.0"
+    path.write_text(json.dumps(values))
+    with pytest.raises(GulliverError, match=r"another version of torch \(1.0, here"):
+        load_samples(path, MODEL)
+    fit, why = kept_samples(path, MODEL, lambda: TRUE)
+    assert fit == TRUE
+    assert "measured anew" in why
+    assert load_samples(path, MODEL) == TRUE
+    path.write_text("{}")
+    with pytest.raises(GulliverError, match="holds no costs of samples"):
+        load_samples(path, MODEL)
+    with pytest.raises(GulliverError, match="No such file"):
+        load_samples(tmp_path / "none", MODEL)
+
+
+def test_the_table_is_its_own_formula() -> None:
+    costs, values = video_costs(), json.loads(TABLE.read_text())
+    parts = Parts(values["cost_model"]["resolutions"])
+    for shape, degree, batch in (("144p/1", 1, 64), ("480p/204", 4, 2), ("720p/408", 8, 1)):
+        tokens = parts.tokens(shape) * batch
+        name, frames = shape.split("/")
+        per_frame = tokens // batch // (1 if frames == "1" else int(frames) // 17 * 5)
+        latents = tokens // batch // per_frame
+        work = tokens * 1.15e9 * 6 * 1.33 + 4 * 28 * tokens * (per_frame + latents) * 1152 * 3
+        busy = min(1, 0.35 + 0.65 * tokens / degree / 6000)
+        told = work / 300e12 / degree / busy + parts(shape, degree, batch)[0] + 0.12
+        assert name in values["cost_model"]["resolutions"]
+        assert costs.seconds[shape][degree][batch] == pytest.approx(told, rel=1e-3)
+        assert costs.batches(shape, degree, pac=False).seconds[batch - 1] == pytest.approx(
+            told, rel=1e-3
+        )
+
+
+def test_between_and_beyond_the_points_of_a_table_lie_straight_lines() -> None:
+    row = {1: 1.0, 2: 1.5, 4: 3.5}
+    costs = TableCosts({"a": {1: row}}, {"a": 10}, 1.0, 65.0)
+    assert costs.batches("a", 1).seconds.tolist() == [1.0, 1.5, 2.5, 3.5, 4.5, 5.5]
+    assert len(costs.batches("a", 2)) == 0
+    assert len(replace(costs, beyond=False).batches("a", 1)) == 4
+    with pytest.raises(GulliverError, match="no shape 'b'"):
+        costs.batches("b", 1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lengths", "told"),
+    [
+        ({"a": {1: {1: 2.0, 2: 1.0}}}, {"a": 9}, "more samples take less time"),
+        ({"a": {1: {1: 5.0}}, "b": {1: {1: 1.0}}}, {"a": 9, "b": 90}, "lengths lie: 'b' has more"),
+        ({"a": {1: {1: 5.0}}}, {}, "has no tokens"),
+        ({"a": {1: {1: -1.0}}}, {"a": 9}, "must be above 0"),
+        ({}, {}, "is empty"),
+    ],
+)
+def test_tables_that_contradict_themselves_are_refused(
+    seconds: Any, lengths: dict[str, int], told: str
+) -> None:
+    with pytest.raises(GulliverError, match=told):
+        TableCosts(seconds, lengths, 1.0, 1e3)
+
+
+def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text('{"cost_table": {}}')
+    with pytest.raises(GulliverError, match="is no cost table"):
+        TableCosts.load(path)
+    with pytest.raises(GulliverError, match="No such file"):
+        TableCosts.load(tmp_path / "none.json")
+
+
+def test_refined_costs_follow_the_last_steps_and_tell_their_error() -> None:
+    learned, draw = Refinement(), np.random.default_rng(0)
+    assert learned.factor("a") == 1.0
+    assert learned.error is None
+    for _ in range(100):
+        learned.observe("a", 1.0, 1.3 * float(draw.normal(1, 0.02)))
+    assert learned.factor("a") == pytest.approx(1.3, rel=0.02)
+    assert learned.factor("never seen") == pytest.approx(1.3, rel=0.02)
+    assert learned.error is not None
+    assert learned.error < 0.05
+    learned.observe("a", 1.0, 100.0)
+    assert learned.factor("a") == pytest.approx(1.3, rel=0.02), "a stall is no cost"
+    again = Refinement()
+    again.load_state_dict(json.loads(json.dumps(learned.state_dict())))
+    assert again.factor("a") == learned.factor("a")
+    with pytest.raises(GulliverError, match="above 0"):
+        learned.observe("a", 1.0, 0.0)
+    with pytest.raises(GulliverError, match="is broken"):
+        again.load_state_dict({"shapes": 1})

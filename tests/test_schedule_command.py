@@ -1,0 +1,136 @@
+"""`gulliver jobs`, traces in files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gulliver.cli import main
+from gulliver.errors import GulliverError
+from gulliver.hardware import Scaling
+from gulliver.schedule import Job, JobCluster, generate, read_trace, simulate, write_trace
+from gulliver.schedule import make_policy as made
+
+ROW = {"name": "a", "arrival": 0, "samples": 1000, "batch": 32, "slots": 2, "sample_seconds": 0.01}
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["jobs", "simulate", *arguments])
+    return int(stop.value.code or 0)
+
+
+def test_a_trace_comes_back_from_its_file(tmp_path: Path) -> None:
+    jobs, _ = generate("heavy-tail", 3)
+    write_trace(tmp_path / "t.csv", jobs)
+    assert read_trace(tmp_path / "t.csv") == jobs
+
+
+def test_measured_points_become_costs(tmp_path: Path) -> None:
+    costs = Scaling(0.01, 0.02, 0.03)
+    points = [[n, b, costs.throughput(n, b)] for n in (1, 2, 4) for b in (32, 64)]
+    row = {k: v for k, v in ROW.items() if k != "sample_seconds"} | {"measured": points}
+    (tmp_path / "t.json").write_text(json.dumps({"jobs": [row]}))
+    (found,) = read_trace(tmp_path / "t.json")
+    assert found.scaling.throughput(8, 64) == pytest.approx(costs.throughput(8, 64))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"arrival": -1}, "job 'a': arrival is -1.0: give a number from 0 on"),
+        ({"samples": 0}, "samples is 0.0: give a number above 0"),
+        ({"samples": "many"}, "samples is 'many': give a number"),
+        ({"samples": float("nan")}, "samples is nan"),
+        ({"slots": 1.5}, "slots is 1.5: give a whole number"),
+        ({"slot": 1}, "unknown column 'slot': did you mean 'slots'"),
+        ({"batch": None}, "batch is missing"),
+        ({"least_batch": 64}, "batch 32 is outside of its limits 64 to 32"),
+        ({"most_slots": 1}, "asks for 2 slots and runs on 1 at most"),
+        ({"sample_seconds": 0}, "a step takes no time"),
+        ({"resize_seconds": -3}, "resize_seconds is -3.0"),
+        ({"arrival": 9, "deadline": 5}, "deadline is 5.0: give a number from 9 on"),
+        ({"announced": "perhaps"}, "announced is 'perhaps': give true or false"),
+        ({"measured": [[1, 32, 100]]}, "give measured points or sample_seconds, not both"),
+    ],
+)
+def test_bad_jobs_are_refused_in_one_line(tmp_path: Path, changed: dict, told: str) -> None:
+    (tmp_path / "t.json").write_text(json.dumps([ROW | changed]))
+    with pytest.raises(GulliverError) as error:
+        read_trace(tmp_path / "t.json")
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_files_are_refused(tmp_path: Path) -> None:
+    for name, text, told in (
+        ("a.json", "{", "is no JSON"),
+        ("b.json", "3", "give a list of jobs"),
+        ("c.json", "[]", "has no jobs"),
+        ("d.csv", "name,arival\na,0\n", "unknown column 'arival': did you mean 'arrival'"),
+        ("e.csv", "name,arrival\na,0\n", "samples is missing"),
+        ("f.txt", "", "must end in .csv or .json"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(GulliverError, match=told):
+            read_trace(tmp_path / name)
+    with pytest.raises(GulliverError, match="cannot be read"):
+        read_trace(tmp_path / "none.csv")
+
+
+def test_jobs_that_the_cluster_can_never_run_are_refused() -> None:
+    large = Job("a", 0.0, 100.0, 32, 8, Scaling(0.01))
+    small = Job("a", 0.0, 100.0, 32, 1, Scaling(0.01))
+    with pytest.raises(GulliverError, match="asks for 8 slots and the cluster has 4"):
+        simulate([large], JobCluster(4), made("fifo"))
+    with pytest.raises(GulliverError, match="two jobs are named 'a'"):
+        simulate([small, small], JobCluster(4), made("fifo"))
+    with pytest.raises(GulliverError, match="no jobs"):
+        simulate([], JobCluster(4), made("fifo"))
+    with pytest.raises(GulliverError, match="tenant '', which has no quota"):
+        simulate([small], JobCluster(4, {"x": 1}), made("fifo"))
+    with pytest.raises(GulliverError, match="quotas add up to 5"):
+        JobCluster(4, {"x": 5})
+
+
+def test_the_command_compares_explains_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [ROW | {"name": n, "samples": 4000 * (k + 1)} for k, n in enumerate("abc")]
+    (tmp_path / "t.json").write_text(json.dumps(rows))
+    trace, page = str(tmp_path / "t.json"), tmp_path / "page.html"
+    assert run(trace, "--slots", "4", "--compare", "--html", str(page)) == 0
+    out = capsys.readouterr().out
+    assert "no schedule has a mean completion time below" in out
+    assert all(name in out for name in ("fifo", "srpt", "tiresias", "optimus", "ones", "rollout"))
+    text = page.read_text()
+    assert text.count("<svg") == 7
+    assert "http" not in text
+    assert run(trace, "--slots", "4", "--why", "c", "--policy", "fifo") == 0
+    assert "c at 0 s, policy fifo: waits: 4 of 4 slots are held" in capsys.readouterr().out
+    assert run(trace, "--slots", "4", "--json") == 0
+    assert set(json.loads(capsys.readouterr().out)["rollout"]["ends"]) == set("abc")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("stedy",), "unknown trace 'stedy': did you mean 'steady'"),
+        (("steady", "--policy", "first"), "unknown policy 'first'"),
+        (("steady", "--at", "3"), "name it with --why JOB"),
+        (("steady", "--why", "x", "--compare"), "leave --compare"),
+        (("steady", "--quota", "x"), "give TENANT=SLOTS"),
+        (("steady", "--slots", "0"), "--slots is 0: it must be between 1 and 4096"),
+        (("steady", "--slots", "2"), "the cluster has 2: lower its slots"),
+        (("none.csv", "--slots", "2"), "cannot be read"),
+    ],
+)
+def test_mistakes_end_in_one_line(
+    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 1
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1

@@ -1,0 +1,239 @@
+"""Drafts that look at the target's keys and values: layers, training, folders and answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gulliver.errors import GulliverError
+from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
+from gulliver.serve.speculative import (
+    Glide,
+    GlideConfig,
+    GlideDraft,
+    SpeculationOptions,
+    Speculator,
+    TrainDraftConfig,
+    glimpses_of,
+    load_draft,
+    save_draft,
+    seen_keys,
+    target_frequencies,
+    train_draft,
+)
+from tests.serving_models import VOCABULARY, one_by_one, prompts, tiny
+
+COUNT = 16
+
+
+def glide(kind: str, layers: int = 1, looking: bool = True) -> Glide:
+    """A random draft of a tiny target, whose attention to the target counts."""
+    model = tiny(kind)
+    last = model.config.num_hidden_layers - 1
+    places = tuple([last] * layers) if looking else ()
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    keys, _, heads = glimpses_of(model, token, (last,))
+    config = GlideConfig(
+        *(VOCABULARY, 32, 2, 48, layers, places, kind, heads, keys[0].shape[-1]),
+        model.config.hidden_size,
+    )
+    torch.manual_seed(5)
+    draft = Glide(config, target_frequencies(model) if looking else ())
+    for name, weight in draft.named_parameters():
+        if weight.dim() == 2 and "embedding" not in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    return draft.eval()
+
+
+def naive_guesses(draft: Glide, model: Any, tokens: list[int], depth: int) -> list[int]:
+    """Greedy guesses by whole forwards, each token seeing the target's keys that it may."""
+    cached, text = len(tokens) - 1, list(tokens)
+    layers = draft.config.glimpses
+    keys, values, _ = glimpses_of(model, torch.tensor([tokens]), layers)
+    for _ in range(depth):
+        positions = torch.arange(len(text))[None]
+        # A verified token sees the keys before it, a guess all that are cached.
+        seen = positions[0].clamp(max=cached)
+
+        def attend(number: int, query: Any, key: Any, value: Any) -> Any:
+            out = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True
+            )
+            return out.transpose(1, 2)
+
+        def glimpse(number: int, query: Any, seen: Any = seen) -> Any:
+            out = torch.zeros(query.transpose(1, 2).shape)
+            for place, count in enumerate(seen.tolist()):
+                for head in range(query.shape[1]):
+                    group = query.shape[1] // keys[number].shape[1]
+                    key, value = (kept[number][0, head // group, :count] for kept in (keys, values))
+                    scores = key @ query[0, head, place] * query.shape[-1] ** -0.5
+                    out[0, place, head] = scores.softmax(0) @ value
+            return out
+
+        x = draft.hidden(torch.tensor([text]), positions, attend, glimpse)
+        text.append(int(draft.logits(x[0, -1]).argmax()))
+    return text[len(tokens) :]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("llama", 1), ("llama", 2), ("gpt2", 1), ("bloom", 1)]
+)
+@pytest.mark.parametrize("native", [True, False])
+@torch.no_grad()
+def test_guesses_are_those_of_whole_forwards(
+    kind: str, layers: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        for module in ("gulliver.serve._pages", "gulliver.serve.speculative._glide_draft"):
+            monkeypatch.setattr(f"{module}.native_attention", lambda: None)
+    model, draft = tiny(kind), glide(kind, layers)
+    texts = prompts((3, 22, 9))
+    want = {}
+    for number, text in enumerate(texts):
+        answer, _ = one_by_one(model, text, 6)
+        want[number] = [naive_guesses(draft, model, text + answer[:size], 3) for size in (1, 4, 5)]
+    # The engine runs on its own; its drafter is asked at the lengths that are compared.
+    proposer = GlideDraft(draft, beside=2)
+    got: dict[int, list[list[int]]] = {number: [] for number in want}
+
+    class Watching(Speculator):
+        def draft(self, wanted: Any, budget: int) -> Any:
+            some = [w for w in wanted if len(w.tokens) - w.prompt in (1, 4, 5)]
+            for number, proposal in self.proposer.propose(some, 3).items():
+                got[number].append(list(proposal.tokens[:3]))
+                assert len(proposal.tokens) == 9
+            return {}
+
+    runner = LocalRunner(model, cache_tokens=256, block_size=4)
+    engine = Engine(runner, options=EngineOptions(64, 8), drafter=Watching(proposer))
+    for text in texts:
+        engine.add(text, SamplingParameters(max_tokens=16, temperature=0))
+    while engine.busy:
+        engine.step()
+    runner.close()
+    assert got == want
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "mixtral"])
+def test_greedy_answers_are_those_of_transformers_one_by_one(kind: str) -> None:
+    model, texts = tiny(kind), prompts((3, 22, 1, 9), shared=16)
+    want = [one_by_one(model, text, COUNT)[0] for text in texts]
+    options = SpeculationOptions(depth=3, nodes=8, fixed=True)
+    spec = Speculator(GlideDraft(glide(kind), beside=2), options)
+    runner = LocalRunner(model, cache_tokens=60, block_size=4)
+    engine = Engine(runner, options=EngineOptions(24, 4), drafter=spec)
+    asked = SamplingParameters(max_tokens=COUNT, temperature=0)
+    made: dict[int, list[int]] = {engine.add(text, asked): [] for text in texts}
+    while engine.busy:
+        for event in engine.step():
+            made[event.request] += [token.id for token in event.tokens]
+    runner.close()
+    assert list(made.values()) == want
+    counts = engine.counts()
+    assert counts["preemptions"] > 0
+    assert counts["drafted_tokens"] > 0
+
+
+def test_the_block_mask_is_what_guesses_see_in_use() -> None:
+    # Blocks of 3 that begin at 1, 4, 7: the first token of a block sees all before it.
+    assert seen_keys(9, 3, 2).tolist() == [0, 1, 1, 1, 4, 4, 4, 7, 7]
+    assert seen_keys(4, 1, 0).tolist() == [0, 1, 2, 3]
+    draft, model = glide("llama"), tiny("llama")
+    tokens = torch.tensor(prompts((12,)))
+    keys, values, _ = glimpses_of(model, tokens, draft.config.glimpses)
+    seen = seen_keys(12, 3, 0)
+    labels = tokens.clone()
+    labels[:, :8] = -100
+    labels[:, 9:] = -100  # only what position 7 says of token 8, which sees 6 keys
+    want = draft(tokens, labels, seen, keys, values)
+    for kept in (*keys, *values):
+        kept[:, :, 6:] = 99.0
+    assert torch.equal(draft(tokens, labels, seen, keys, values), want)
+    for kept in (*keys, *values):
+        kept[:, :, 5] = 9.0
+    assert not torch.allclose(draft(tokens, labels, seen, keys, values), want)
+
+
+def test_keys_are_those_that_serving_caches() -> None:
+    model, text = tiny("llama"), prompts((13,))[0]
+    runner = LocalRunner(model, cache_tokens=64, block_size=4)
+    engine = Engine(runner)
+    engine.add(text, SamplingParameters(max_tokens=1, temperature=0))
+    engine.step()
+    # The blocks are still as they were; the first were taken first.
+    last = model.config.num_hidden_layers - 1
+    got = runner.pages.keys[last][:4].transpose(0, 1).flatten(1, 2)[:, :13]
+    runner.close()
+    keys, _, _ = glimpses_of(model, torch.tensor([text, text]), (last,))
+    torch.testing.assert_close(keys[0][1], got)
+
+
+def small_target(folder: Path) -> tuple[Any, Any]:
+    """The tiny Llama with a tokenizer of single characters."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = {chr(number + 40): number for number in range(VOCABULARY)}
+    inner = Tokenizer(models.WordLevel(names, unk_token="("))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
+    return tiny("llama"), PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="(")
+
+
+def test_a_draft_learns_is_written_and_drafts(tmp_path: Path) -> None:
+    model, tokenizer = small_target(tmp_path)
+    rows = [{"text": "abcdefgh" * 6} for _ in range(40)]
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = TrainDraftConfig(
+        data=(data,),
+        held_out=data,
+        length=48,
+        target=tmp_path,
+        out=tmp_path / "draft",
+        hidden=32,
+        steps=30,
+        batch_tokens=384,
+        learning_rate=1e-2,
+        warmup=2,
+    )
+    config_of_texts = {**config.__dict__, "held_out": 0.1}
+    lines: list[str] = []
+    trained = train_draft(TrainDraftConfig(**config_of_texts), (model, tokenizer), say=lines.append)
+    assert trained.steps == 30
+    assert any("looking at layer(s)" in line for line in lines)
+    draft = load_draft(tmp_path / "draft")
+    assert sum(p.numel() for p in draft.parameters()) == trained.parameters
+    # What it has learnt: the text goes on.
+    tokens = tokenizer("abcdefgh" * 4)["input_ids"]
+    keys, values, _ = glimpses_of(model, torch.tensor([tokens]), draft.config.glimpses)
+    whole = torch.tensor([tokens])
+    with torch.no_grad():
+        loss = draft(whole, whole, seen_keys(len(tokens), 5, 0), keys, values)
+    assert float(loss) < 2.0  # of 4.2 at the start
+    with pytest.raises(GulliverError, match="has a draft or a model already"):
+        train_draft(config, (model, tokenizer))
+
+
+def test_drafts_of_other_targets_are_refused(tmp_path: Path) -> None:
+    draft = glide("llama")
+    save_draft(tmp_path / "draft", draft.config, dict(draft.state_dict()), {})
+    again = load_draft(tmp_path / "draft")
+    for mine, theirs in zip(draft.state_dict().values(), again.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    runner = LocalRunner(tiny("gpt2"), cache_tokens=64)
+    wrong = GlideConfig(**{**draft.config.__dict__, "glimpses": (7,)})
+    with pytest.raises(GulliverError, match="looks at layer 7, with heads of 16, and this model"):
+        Engine(runner, drafter=Speculator(GlideDraft(Glide(wrong))))
+    wrong = GlideConfig(**{**draft.config.__dict__, "vocabulary": 66})
+    with pytest.raises(GulliverError, match="vocabulary of 66 tokens and the model one of 67"):
+        Engine(runner, drafter=Speculator(GlideDraft(Glide(wrong))))
+    runner.close()
+    with pytest.raises(GulliverError, match="glm model are not made"):
+        target_frequencies(tiny("glm"))
+    with pytest.raises(GulliverError, match="has no draft: gulliver speculate train makes one"):
+        load_draft(tmp_path)
