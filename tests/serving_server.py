@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -98,11 +99,18 @@ def idle(server: Server) -> dict[str, int]:
     """The server's numbers once nothing is under way."""
     end = time.monotonic() + patient(30)
     while time.monotonic() < end:
-        counts = server.counts()
+        counts = {**server.counts(), **engine_counts(server)}
         if not (counts["answers"] or counts["running"] or counts["waiting"]):
             return counts
         time.sleep(0.005)
     raise AssertionError(f"still busy: {server.counts()}")
+
+
+def engine_counts(server: Server) -> dict[str, int]:
+    """The engine's numbers between two steps; those that a server tells are of its last step."""
+    worker, told = server._worker, SimpleQueue[dict[str, int]]()
+    worker._commands.put(lambda: told.put(worker._engine.counts()))
+    return told.get(timeout=patient(30))
 
 
 def address(server: Server) -> tuple[str, int]:

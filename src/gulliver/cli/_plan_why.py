@@ -16,7 +16,7 @@ ADDED_UP = ("row", "vocabulary")
 
 NONE_FITS = "none fits"
 NOT_SHARED = "no such grid"
-"""Of the best grid's kind; heads, samples or ranks do not divide so."""
+"""Refusal where heads, samples or ranks do not divide into a grid of the best one's kind."""
 
 
 @dataclass(frozen=True)
