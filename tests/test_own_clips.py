@@ -216,29 +216,28 @@ def test_a_newcomer_comes_from_a_folder_to_clips_of_a_model(
     call(
         "data", "encode", good, "--autoencoder", coder, "--out", "latents", "--shapes", *shapes[1:]
     )
-    train_options = ["--data.batch-size", "4", "--validation.every", "4", "--validation.share"]
+    train_options = ["--data.batch-size", "4", "--validation.every", "12", "--validation.share"]
     train_options += [
         "0.3",
         "--samples.every",
-        "4",
+        "12",
         "--optimizer.warmup",
         "1",
         "--samples.steps",
         "2",
         "--samples.clips",
     ]
-    call("train", "--out", "run", "--data.encoded", "latents", "--steps", "8", *train_options, "2")
+    call("train", "--out", "run", "--data.encoded", "latents", "--steps", "24", *train_options, "2")
     told = capsys.readouterr()
     run = Run(Path("run"))
     validations = run.validation.read()
-    assert [line["step"] for line in validations] == [4, 8]
+    assert [line["step"] for line in validations] == [12, 24]
     assert set(validations[0]["buckets"]) == {"5x16x16"}
     first, last = (np.mean(line["buckets"]["5x16x16"]) for line in validations)
     assert math.isfinite(first)
-    # Eight steps on clips that x264 never encodes twice alike: noise is larger than what is learnt.
-    assert last < 2 * first
+    assert last < first
     samples = run.samples.read()
-    assert [line["step"] for line in samples] == [4, 8]
+    assert [line["step"] for line in samples] == [12, 24]
     assert set(samples[0]["prompts"]) <= texts
     assert "sheet.png" in told.err
     assert "next: gulliver generate --run run" in told.err
@@ -246,4 +245,4 @@ def test_a_newcomer_comes_from_a_folder_to_clips_of_a_model(
     assert json.loads(run.clips_path.read_text()) == {"fps": 12.0}
     prompt = ["--prompt", samples[-1]["prompts"][0], "--frames", "5", "--resolution", "16"]
     call("generate", "--run", "run", *prompt, "--steps", "2", "--scale", "8", "--out", "x.mp4")
-    assert Path("x.mp4").read_bytes() == files(Path("run"), 8)["000.mp4"]
+    assert Path("x.mp4").read_bytes() == files(Path("run"), 24)["000.mp4"]

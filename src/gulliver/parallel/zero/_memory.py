@@ -9,6 +9,7 @@ their order, and backward through them, the gradients of a module together.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ class ImaginedChunk(Resident):
     size: ChunkBytes
 
 
-class StepReplay:
+class StepReplay(ABC):
     """Replays events of a step by the rules of the engines; subclasses say what each does.
 
     Args:
@@ -271,25 +272,25 @@ class StepReplay:
 
     # What that means.
 
+    @abstractmethod
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
         """The way of its parameters to all ranks begins, `fresh` into a new buffer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gives_back(self, chunk: ImaginedChunk) -> None:
         """The buffer of its parameters goes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def collects(self, chunk: ImaginedChunk) -> None:
         """The first gradient arrives."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sends(self, chunk: ImaginedChunk) -> None:
         """All gradients have arrived, and their way to the shards begins."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lands(self, chunk: ImaginedChunk) -> None:
         """The shard has its part."""
-        raise NotImplementedError
 
 
 class _Counted(StepReplay):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +76,7 @@ class Usage:
         }
 
 
-class Form:
+class Form(ABC):
     """How the answers of a request are written.
 
     Attributes:
@@ -112,10 +113,11 @@ class Form:
         """Last piece of a stream, the numbers of tokens."""
         return event({**self._head(self.piece_object), "choices": [], "usage": usage.json})
 
+    @abstractmethod
     def first(self, index: int) -> dict[str, Any] | None:
         """What a stream says before the first token of an answer, if anything."""
-        raise NotImplementedError
 
+    @abstractmethod
     def next(
         self, index: int, text: str, tokens: Sequence[Token], offset: int, finish: str | None
     ) -> dict[str, Any]:
@@ -128,10 +130,9 @@ class Form:
             offset: characters of the answer before them.
             finish: why the answer has ended; None while it goes on.
         """
-        raise NotImplementedError
 
-    def _told(self, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _told(self, choice: Choice) -> dict[str, Any]: ...
 
     def _ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {"token_ids": [t.id for t in tokens]} if self.asked.return_token_ids else {}

@@ -7,6 +7,7 @@ like any other.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
@@ -30,7 +31,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Asked(BaseModel):
+class Asked(BaseModel, ABC):
     """Fields that completions and chats have in common."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -86,9 +87,9 @@ class Asked(BaseModel):
         return max(1, min(room, limit or room))
 
     @property
+    @abstractmethod
     def likeliest(self) -> int | None:
         """Number of alternatives of which log-probabilities are asked for; None for no telling."""
-        raise NotImplementedError
 
 
 class CompletionAsked(Asked):
