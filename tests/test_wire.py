@@ -345,15 +345,16 @@ def run(rank, case):
             exchange(RankGroup((0, 1), rank), [tensor] * 2, [100_000] * 2, wire)
 
 if __name__ == "__main__":
-    found = []
+    found, stores = [], []
     for case in sys.argv[1:]:
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        told = []
         for rank in range(2):
             read, write = os.pipe()
+            ask, tell = os.pipe()
             if os.fork() == 0:
                 os.dup2(write, 2)
                 os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                               "MASTER_PORT": str(store.port), "LOCAL_RANK": str(rank),
+                               "MASTER_PORT": os.read(ask, 9).decode(), "LOCAL_RANK": str(rank),
                                "TORCHELASTIC_USE_AGENT_STORE": "True"}
                 try:
                     run(rank, case)
@@ -364,8 +365,16 @@ if __name__ == "__main__":
                 atexit._run_exitfuncs()
                 os._exit(0)
             os.close(write)
-            found.append((case, read, store))
-    for case, read, _ in found:
+            told.append(tell)
+            found.append((case, read))
+        stores.append(told)
+    # Stores have threads, and what is forked beside a thread may find a lock that nobody opens.
+    for number, told in enumerate(stores):
+        stores[number] = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True,
+                                                    wait_for_workers=False)
+        for tell in told:
+            os.write(tell, str(stores[number].port).encode())
+    for case, read in found:
         with open(read) as errors:
             print(case, "|", " ".join(errors.read().split()))
 """
