@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gulliver.comm import World
 from gulliver.serve import Batch, Engine, EngineOptions, SamplingParameters
 from gulliver.serve._load import filled
-from gulliver.serve._runner import Ways
+from gulliver.serve._ways import Ways
 from gulliver.serve.ranks import RanksRunner, plan_ranks
 from gulliver.serve.ranks._serving import serve
 from gulliver.serve.speculative import LookUp, SmallModel, SpeculationOptions, Speculator

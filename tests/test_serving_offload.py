@@ -17,8 +17,9 @@ from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameter
 from gulliver.serve._experts import QuantizedExperts
 from gulliver.serve._load import filled, load_text
 from gulliver.serve._offload import choose_depth
-from gulliver.serve._runner import Ways, load_streamed
 from gulliver.serve._source import Source, build_on_meta
+from gulliver.serve._streamed import load_streamed
+from gulliver.serve._ways import Ways
 from tests.serving_models import one_by_one, prompts, tiny
 
 COUNT = 8

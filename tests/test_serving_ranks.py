@@ -28,7 +28,7 @@ from gulliver.serve import (
     Span,
 )
 from gulliver.serve._load import filled
-from gulliver.serve._runner import Ways
+from gulliver.serve._ways import Ways
 from gulliver.serve.ranks import Layout, RanksRunner, Told, depth_of, plan_ranks, work
 from gulliver.serve.ranks._runner import Seen
 from gulliver.serve.ranks._stage import Sizes

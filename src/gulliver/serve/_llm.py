@@ -11,9 +11,10 @@ from gulliver.serve._engine import Engine, EngineOptions
 from gulliver.serve._events import Completion, Event, Output
 from gulliver.serve._load import end_tokens, load_text
 from gulliver.serve._local import LocalRunner
-from gulliver.serve._runner import Opened, Ways, open_runner
+from gulliver.serve._runner import Opened, open_runner
 from gulliver.serve._sampling import SamplingParameters
 from gulliver.serve._speculation import Drafter
+from gulliver.serve._ways import Ways
 
 Prompt = str | Sequence[int]
 

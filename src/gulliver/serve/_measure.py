@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.serve._attention import attached
+from gulliver.serve._forward import forward
 from gulliver.serve._pages import LayerShape
 
 
@@ -73,8 +74,6 @@ def measure(model: Any, device: torch.device) -> Measured:
     Raises:
         GulliverError: not all of its layers attend over pages.
     """
-    from gulliver.serve._local import forward
-
     recorder = Recorder()
     one = torch.zeros(1, dtype=torch.int64, device=device)
     with attached(model, recorder):

@@ -18,7 +18,7 @@ from torch import Tensor
 from gulliver.data import BucketSampler, ClipBatch, DataLoader, Step, collate
 from gulliver.jobs import derive
 from gulliver.models import Autoencoder
-from gulliver.video._config import FlowConfig
+from gulliver.video._flow_config import FlowConfig
 from gulliver.video._masks import MaskStrategies
 from gulliver.video._releases import Flow, told
 from gulliver.video._text_encoders import TextEncoder

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.options import SHARE
-from gulliver.video._config import FlowConfig
+from gulliver.video._flow_config import FlowConfig
 
 Draw = torch.Generator
 Length = Callable[[int, Draw], int]

@@ -75,7 +75,8 @@ from gulliver.video._text_encoders import (
     check_encoder,
     load_text_encoder,
 )
-from gulliver.video._training import Outcome, Trainer, train
+from gulliver.video._train import train
+from gulliver.video._training import Outcome, Trainer
 from gulliver.video._words import WordEncoder, unknown_words, words_of
 
 __all__ = [

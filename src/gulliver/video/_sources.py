@@ -15,8 +15,9 @@ from gulliver.errors import GulliverError
 from gulliver.jobs import Display, console, derive
 from gulliver.models import Autoencoder, VideoAutoencoder
 from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
-from gulliver.video._config import DataConfig, FlowConfig, TrainConfig, parse_shapes
+from gulliver.video._config import DataConfig, TrainConfig, parse_shapes
 from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
+from gulliver.video._flow_config import FlowConfig
 from gulliver.video._kept_latents import EncodedTable, KeptLatents
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._rectified_flow import RectifiedFlow

@@ -1,8 +1,8 @@
 """The training loop of the text-to-video model.
 
-Read `train` first, then `Trainer.step`: one optimizer step is there from the batch to the average
-of the weights. What it does not know: how parameters lie in memory, which ranks hold what, how
-gradients travel (`gulliver.booster`), and how a batch was made (`_batches.py`).
+Read `Trainer.step` first: one optimizer step is there from the batch to the average of the weights.
+Who makes a trainer is in `_train.py`. What it does not know: how parameters lie in memory, which
+ranks hold what, how gradients travel (`gulliver.booster`), and how a batch was made (`_batches.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from torch import Tensor, nn
 
 from gulliver.booster import Booster, Plugin
 from gulliver.booster.hybrid import HybridOptimizer
-from gulliver.checkpoint import Mismatch, load, write_json
+from gulliver.checkpoint import Mismatch, load
 from gulliver.comm import (
     ALONE,
     RankGroup,
     World,
     all_reduce,
-    barrier,
     gather_objects,
-    guard,
-    init_world,
 )
 from gulliver.data import ClipTable
 from gulliver.errors import GulliverError
@@ -45,24 +42,19 @@ from gulliver.jobs import (
 from gulliver.models import Autoencoder
 from gulliver.options import resolved
 from gulliver.video._batches import Batch, BatchMaker
-from gulliver.video._build import build_model, check_start, describe_start, flow_of, ready_texts
-from gulliver.video._config import TrainConfig, check_config
+from gulliver.video._build import build_model, flow_of, ready_texts
+from gulliver.video._config import TrainConfig
 from gulliver.video._ema import ExponentialAverage
-from gulliver.video._encoded import refuse_other_autoencoder, with_encoded
 from gulliver.video._optimizing import make_optimizer
-from gulliver.video._plugins import check_ranks, make_plugin
-from gulliver.video._public_autoencoders import load_autoencoder
+from gulliver.video._plugins import make_plugin
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
-from gulliver.video._samples import Samples, make_samples
+from gulliver.video._samples import Samples
 from gulliver.video._shared import ranks_alike, share_coding
 from gulliver.video._skipped import SkippedClips, common_samples, listing
 from gulliver.video._sources import (
-    make_dataset,
     make_flow,
-    make_held_out,
     make_sampler,
-    ready_autoencoder,
 )
 from gulliver.video._stages import hide_targets, run_stages
 from gulliver.video._validation import Validation
@@ -76,47 +68,6 @@ class Outcome:
     finished: bool
     seconds: float
     """Wall time of the model's training, over all resumptions."""
-
-
-def train(config: TrainConfig) -> Outcome:
-    """Trains a text-to-video model as `config` says, on every rank of the present world.
-
-    Raises:
-        GulliverError: the configuration cannot run, the folder holds another run, the loss is no
-            longer a number, or another rank is gone.
-    """
-    config = with_encoded(config)
-    check_config(config)
-    check_start(config)
-    world = init_world()
-    check_ranks(config, world.size)
-    run = Run(config.out, config.keep)
-    with guard():
-        refuse_other_autoencoder(config, run)
-        checkpoint = run.open(config)
-        barrier()  # nobody writes before everybody has looked
-        if world.is_main:
-            run.write_config(config)
-            if checkpoint is None:
-                describe_start(config, run)
-                run.cut_log(0)  # of a run that was killed before its first checkpoint
-        words = None if config.model.public else config.model.text_length
-        path = config.autoencoder.path
-        given = None if path is None else load_autoencoder(path)
-        dataset = make_dataset(config.data, words, world.is_main, config.seed, given)
-        held_out = make_held_out(config, dataset)
-        autoencoder = ready_autoencoder(config, run, dataset, world)
-        samples = make_samples(config, run, world, dataset, held_out)
-        kind = Trainer
-        if config.data_centric:
-            from gulliver.video._planned_training import PlannedTrainer as kind
-        trainer = kind(config, run, dataset, autoencoder, world, held_out, samples)
-        if world.is_main and isinstance(dataset, ClipTable):
-            write_json(run.clips_path, {"fps": dataset.fps})
-        if checkpoint is not None:
-            trainer.restore(checkpoint)
-        with StopRequest().listening() as stop:
-            return trainer.run_to_end(stop)
 
 
 class Trainer:

@@ -28,7 +28,7 @@ from typing import Any
 from gulliver.comm import listen_on_localhost
 from gulliver.errors import GulliverError
 from gulliver.serve._load import check_memory, check_options
-from gulliver.serve._runner import Ways
+from gulliver.serve._ways import Ways
 from gulliver.serve.ranks._layout import Layout, plan_ranks
 from gulliver.serve.ranks._runner import RanksRunner
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gulliver.comm import ALONE, RankGroup
 from gulliver.serve._batch import Batch
-from gulliver.serve._runner import Ways
+from gulliver.serve._ways import Ways
 from gulliver.serve.ranks._layout import Layout
 from gulliver.serve.ranks._stage import StageModel
 from gulliver.serve.ranks._worker import Told, work

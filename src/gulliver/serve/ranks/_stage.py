@@ -24,14 +24,15 @@ from gulliver.quantize import quantize_like
 from gulliver.serve._attention import attach, attached
 from gulliver.serve._batch import Batch
 from gulliver.serve._filling import Filling, is_quantised
+from gulliver.serve._forward import context_of, inputs_of
 from gulliver.serve._load import kept_dtype
-from gulliver.serve._local import context_of, inputs_of
 from gulliver.serve._measure import Measured, Recorder
 from gulliver.serve._memory import free_bytes
 from gulliver.serve._offload import StreamedWeights, unit_paths
 from gulliver.serve._pages import LayerShape, Pages
-from gulliver.serve._runner import Ways, stream
 from gulliver.serve._source import Source, build_on_meta
+from gulliver.serve._streamed import stream
+from gulliver.serve._ways import Ways
 from gulliver.serve.ranks._layout import Layout
 
 SHARE = 0.5

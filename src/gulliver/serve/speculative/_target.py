@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.serve._attention import attached
-from gulliver.serve._local import forward
+from gulliver.serve._forward import forward
 
 HALVES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite"),

@@ -1,0 +1,47 @@
+"""A packed batch through a model: its inputs, and logits of the rows that are wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.serve._batch import Batch
+
+
+def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Packed tokens [T] of a batch, and the rows [R] of which logits are wanted.
+
+    Of parts of prompts none are: one row is computed since none cannot be asked for.
+    """
+    tokens = torch.tensor([t for span in batch.spans for t in span.tokens], device=device)
+    rows, end = [], 0
+    for span in batch.spans:
+        end += len(span.tokens)
+        rows += range(end - span.outputs, end)
+    return tokens, torch.tensor(rows or [0], device=device)
+
+
+def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+    """Runs a model on packed tokens.
+
+    Args:
+        model: model that attends over pages.
+        tokens: packed tokens [T].
+        positions: positions of the tokens [T].
+        wanted: rows [R] of which logits are wanted.
+
+    Returns:
+        Logits [R, V] in float32.
+    """
+    # BLOOM has no positions: its slopes are in its attention.
+    known = {} if model.config.model_type == "bloom" else {"position_ids": positions[None]}
+    found = model(tokens[None], use_cache=False, logits_to_keep=wanted, **known)
+    return found.logits[0].float()
+
+
+def context_of(config: Any) -> int | None:
+    """Most tokens that a model has positions for; None where they have no end."""
+    longest = getattr(config, "max_position_embeddings", None)
+    return int(longest) if isinstance(longest, int) and longest > 0 else None

@@ -1,0 +1,70 @@
+"""`Ways`: how a folder's model is run, in one process or on several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gulliver.errors import GulliverError
+from gulliver.options import byte_size
+from gulliver.serve._memory import free_bytes
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How a folder's model is run.
+
+    Attributes:
+        dtype: ``"float32"`` or ``"bfloat16"``; None for that of the files.
+        quantize: mode of `gulliver.replace_module`; None for float weights.
+        context: most tokens of a sequence; None for the model's own.
+        cache_bytes: bytes of keys and values; None to choose.
+        cache_tokens: the same in tokens.
+        memory: bytes of weights, keys and values in memory, such as ``"6GiB"``, of each process;
+            what does not fit comes from a disk. None for all that there is.
+        disk: folder on a local disk for those weights; None for that of temporary files.
+        tensor: ranks that each layer is cut over.
+        pipeline: stages that the layers are dealt to.
+        speeds: relative speeds of the stages, to which the layers are dealt; None for equal ones.
+        timeout_s: seconds after which a rank that does not answer counts as lost; None for 60, or
+            600 where weights come from a disk.
+    """
+
+    dtype: str | None = None
+    quantize: str | None = None
+    context: int | None = None
+    cache_bytes: int | None = None
+    cache_tokens: int | None = None
+    memory: int | str | None = None
+    disk: Path | str | None = None
+    tensor: int = 1
+    pipeline: int = 1
+    speeds: tuple[float, ...] | None = None
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("tensor", self.tensor), ("pipeline", self.pipeline)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise GulliverError(f"{name}={value!r}: give 1 or more ranks")
+        if self.disk is not None and self.memory is None:
+            raise GulliverError(f"disk={str(self.disk)!r} needs memory=: what fits it stays there")
+        if self.speeds is not None and self.pipeline == 1:
+            raise GulliverError(f"speeds={self.speeds} are of stages: give pipeline= as well")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise GulliverError(f"timeout_s={self.timeout_s}: give a number of seconds above 0")
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds without a word from any rank."""
+        if self.timeout_s is not None:
+            return self.timeout_s
+        return 60.0 if self.memory is None else 600.0
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of weights, keys and values in each process."""
+        if self.memory is None:
+            return None
+        return byte_size("memory", self.memory, free_bytes(torch.device("cpu")))
