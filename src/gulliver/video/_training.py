@@ -2,7 +2,7 @@
 
 Read `Trainer.step` first: one optimizer step is there from the batch to the average of the weights.
 Who makes a trainer is in `_train.py`. What it does not know: how parameters lie in memory, which
-ranks hold what, how gradients travel (`gulliver.booster`), and how a batch was made (`_batches.py`).
+ranks hold what, how gradients travel (`gulliver.booster`), and how a batch came (`_batches.py`).
 """
 
 from __future__ import annotations
