@@ -1,4 +1,4 @@
-"""``gulliver jobs simulate``: jobs that share a cluster, under one policy or beside all others.
+"""``gulliver jobs``: jobs that share a cluster, simulated here, real ones in `_live_jobs.py`.
 
 Nothing here imports torch at its top: ``--help`` reads this module.
 """
@@ -9,10 +9,20 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from gulliver.cli._live_jobs import (
+    Listing,
+    Logs,
+    Scheduler,
+    Stop,
+    Submit,
+    Why,
+    live_jobs,
+    quotas_of,
+)
 from gulliver.errors import GulliverError
 from gulliver.options import AT_LEAST_0, SEED, Range
 
@@ -24,11 +34,9 @@ WIDTH = 130
 
 
 @dataclass(frozen=True)
-class JobsConfig:
+class Simulate:
     """Simulates jobs that share a cluster: when each ends, why it waits, and how good that is."""
 
-    what: tyro.conf.Positional[Literal["simulate"]] = "simulate"
-    """What to do: simulate."""
     trace: tyro.conf.Positional[str] = "steady"
     """CSV or JSON file of jobs, or a drawn trace: steady, heavy-tail, bursts, fixed-batch,
     artifact."""
@@ -54,9 +62,33 @@ class JobsConfig:
     """Print JSON."""
 
 
+JobsAction = (
+    Annotated[Simulate, tyro.conf.subcommand("simulate", prefix_name=False)]
+    | Annotated[Submit, tyro.conf.subcommand("submit", prefix_name=False)]
+    | Annotated[Listing, tyro.conf.subcommand("list", prefix_name=False)]
+    | Annotated[Logs, tyro.conf.subcommand("logs", prefix_name=False)]
+    | Annotated[Why, tyro.conf.subcommand("why", prefix_name=False)]
+    | Annotated[Stop, tyro.conf.subcommand("stop", prefix_name=False)]
+    | Annotated[Scheduler, tyro.conf.subcommand("scheduler", prefix_name=False)]
+)
+
+
+@dataclass(frozen=True)
+class JobsConfig:
+    """Runs jobs that share a cluster, or simulates them."""
+
+    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[JobsAction]] = tyro.MISSING
+
+
 def jobs_command(config: JobsConfig, arguments: list[str]) -> int:
-    """Simulates, and prints a table, an explanation or JSON."""
+    """Simulates, or deals with real jobs."""
     del arguments
+    action = config.action
+    return simulate_jobs(action) if isinstance(action, Simulate) else live_jobs(action)
+
+
+def simulate_jobs(config: Simulate) -> int:
+    """Simulates, and prints a table, an explanation or JSON."""
     from gulliver.schedule import POLICIES, make_policy, simulate, why, write_trace
 
     if config.at is not None and config.why is None:
@@ -91,15 +123,10 @@ def jobs_command(config: JobsConfig, arguments: list[str]) -> int:
     return 0
 
 
-def _trace(config: JobsConfig) -> tuple[tuple[Job, ...], JobCluster]:
+def _trace(config: Simulate) -> tuple[tuple[Job, ...], JobCluster]:
     from gulliver.schedule import SHAPES, JobCluster, generate, read_trace
 
-    quotas = {}
-    for text in config.quota:
-        tenant, equals, slots = text.partition("=")
-        if not equals or not slots.isdigit():
-            raise GulliverError(f"--quota {text!r}: give TENANT=SLOTS")
-        quotas[tenant] = int(slots)
+    quotas = quotas_of(config.quota)
     # A name that has no suffix is a drawn trace, or a mistake in one.
     if config.trace in SHAPES or not Path(config.trace).suffix:
         jobs, cluster = generate(config.trace, config.seed)

@@ -94,7 +94,7 @@ COMMANDS = {
             "gulliver.cli._jobs",
             "JobsConfig",
             "_jobs",
-            "simulate jobs that share a cluster: when each ends, and why it waits",
+            "run or simulate jobs that share a cluster: when each ends, and why it waits",
         ),
         (
             "precision",

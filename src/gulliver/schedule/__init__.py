@@ -5,7 +5,9 @@ trace, `_result.py` adds up and holds it against a bound. Policies: `_classic.py
 in `_ones.py` with `_evolution.py` and `_predictor.py`, ours in `_lookahead.py` with `_rollout.py`.
 `_why.py` explains, `_page.py` draws, `_traces.py` reads files and `_generators.py` draws traces.
 
-It knows nothing of real clusters: no process is started, and slots are all alike.
+`live` runs the same policies on real jobs.
+
+Slots are all alike here: where they are, and what is beside them, it does not know.
 """
 
 from gulliver.schedule._classic import Fifo, Optimus, Pollux, Srpt, Tiresias
@@ -21,6 +23,7 @@ from gulliver.schedule._simulator import simulate
 from gulliver.schedule._state import Allotment, Decision, JobState, Policy, View
 from gulliver.schedule._traces import read_trace, write_trace
 from gulliver.schedule._why import why
+from gulliver.schedule.live import Elastic, elastic
 
 __all__ = [
     "HEADS",
@@ -28,6 +31,7 @@ __all__ = [
     "SHAPES",
     "Allotment",
     "Decision",
+    "Elastic",
     "Estimator",
     "Fifo",
     "Job",
@@ -46,6 +50,7 @@ __all__ = [
     "Tiresias",
     "View",
     "bound_of",
+    "elastic",
     "generate",
     "make_policy",
     "read_trace",

@@ -39,6 +39,7 @@ class Job:
         tenant: name that quotas know its user by.
         resize_seconds: seconds that it loses when its slots change, and when it goes on after a
             pause.
+        start_seconds: seconds from its first slots to its first step.
         most_slots: largest number of slots that it runs on, None for any.
         announced: whether policies know `samples`; otherwise they have to estimate.
         curvature: how fast its loss falls, as policies observe it: it is by then
@@ -61,6 +62,7 @@ class Job:
     most_slots: int | None = None
     announced: bool = True
     curvature: float = 3.0
+    start_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         told = f"job {self.name!r}"
@@ -68,6 +70,7 @@ class Job:
         _number(f"{told}: samples", self.samples, 0, above=True)
         _number(f"{told}: noise", self.noise, 0)
         _number(f"{told}: resize_seconds", self.resize_seconds, 0)
+        _number(f"{told}: start_seconds", self.start_seconds, 0)
         _number(f"{told}: curvature", self.curvature, 0, above=True)
         for name in ("batch", "slots", "least_batch", "most_batch", "most_slots"):
             if (value := getattr(self, name)) is not None:

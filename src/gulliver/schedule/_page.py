@@ -60,7 +60,7 @@ def schedule_page(title: str, lines: Sequence[str], results: Sequence[Result]) -
     """
     parts = [f"<p>{escape(line)}</p>" for line in lines]
     parts.append(_table([summary_row(result) for result in results]))
-    end = max(max(result.ends.values()) for result in results)
+    end = max((max(result.ends.values()) for result in results), default=0.0)
     for result in results:
         parts.append(f"<h2>{escape(result.policy)}</h2>{_chart(result, end)}")
     body = "\n".join(parts)

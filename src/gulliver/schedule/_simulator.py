@@ -17,7 +17,7 @@ from dataclasses import replace
 from gulliver.errors import GulliverError
 from gulliver.schedule._jobs import Job, JobCluster, check_trace
 from gulliver.schedule._result import Change, Result, Round, Segment
-from gulliver.schedule._state import Decision, JobState, Policy, View
+from gulliver.schedule._state import Decision, JobState, Policy, View, limits_of, placed
 
 MOST_EVENTS = 2_000_000
 """Events after which a policy that asks to be woken again and again is given up."""
@@ -43,6 +43,28 @@ def simulate(
     check_trace(jobs, cluster)
     policy.begin(cluster)
     return _Run(tuple(job for job in jobs if job.arrival <= until), cluster, policy).run()
+
+
+def follow(
+    now: float,
+    states: Sequence[JobState],
+    finished: Sequence[JobState],
+    cluster: JobCluster,
+    policy: Policy,
+) -> Result:
+    """Simulates from a moment on, with the jobs that are there and none to come.
+
+    Args:
+        now: second of that moment.
+        states: jobs as they are; copied.
+        finished: jobs that are done, for policies to learn from.
+        cluster: slots and quotas.
+        policy: rule of who gets what; it goes on.
+    """
+    run = _Run((), cluster, policy)
+    run.now, run.present, run.finished = now, [replace(s) for s in states], list(finished)
+    run.result.states = {state.job.name: state for state in run.present}
+    return run.run()
 
 
 class _Run:
@@ -83,11 +105,7 @@ class _Run:
         )
 
     def _limits(self) -> dict[str, int]:
-        wanted: dict[str, int] = {}
-        for state in self.present:
-            useful = max(state.job.slots, state.job.modes(self.cluster.slots).useful)
-            wanted[state.job.tenant] = wanted.get(state.job.tenant, 0) + useful
-        return self.cluster.limits(wanted, self.policy.preempts)
+        return limits_of(self.present, self.cluster, self.policy)
 
     def _ends_at(self, state: JobState) -> float:
         begun = max(self.now, state.ready)
@@ -170,7 +188,7 @@ class _Run:
 
     def _apply(self, decision: Decision, cause: str) -> None:
         """Gives slots as the policy says."""
-        chosen = self._chosen(decision)
+        chosen = placed(self.present, decision, range(self.cluster.slots))
         self._check(chosen)
         changes = []
         for state in self.present:
@@ -181,9 +199,8 @@ class _Run:
             if slots != state.slots:
                 changes.append(Change(state.job.name, before, len(slots)))
                 if slots:
-                    state.ready = self.now + (
-                        0.0 if state.started is None else state.job.resize_seconds
-                    )
+                    costs = state.job.start_seconds, state.job.resize_seconds
+                    state.ready = self.now + costs[state.started is not None]
                     state.resizes += state.started is not None
                     state.started = self.now if state.started is None else state.started
                 state.changed, state.epochs_since = self.now, 0.0
@@ -200,30 +217,6 @@ class _Run:
                     decision.bound,
                 )
             )
-
-    def _chosen(self, decision: Decision) -> dict[str, tuple[tuple[int, ...], int]]:
-        """Turns numbers of slots into slots: jobs keep theirs, and the lowest free ones are new."""
-        free, chosen = set(range(self.cluster.slots)), {}
-        growing = []
-        for state in self.present:
-            given = decision.allotments.get(state.job.name)
-            if given is None or given.slots in (0, ()):
-                continue
-            if isinstance(given.slots, tuple):
-                kept = given.slots
-            else:
-                kept = state.slots[: given.slots]
-                if given.slots > len(kept):
-                    growing.append((state, given))
-            chosen[state.job.name] = (kept, given.batch)
-            free -= set(kept)
-        for state, given in growing:
-            kept, batch = chosen[state.job.name]
-            assert isinstance(given.slots, int)
-            new = sorted(free)[: given.slots - len(kept)]
-            chosen[state.job.name] = ((*kept, *new), batch)
-            free -= set(new)
-        return chosen
 
     def _check(self, chosen: dict[str, tuple[tuple[int, ...], int]]) -> None:
         """Holds a policy to the slots, quotas and batch limits; its author is to blame."""

@@ -59,7 +59,7 @@ class JobState:
         """Seconds without progress if it is to have so many slots now."""
         if count == self.count:
             return max(0.0, self.ready - now)
-        return self.job.resize_seconds if self.started is not None else 0.0
+        return self.job.start_seconds if self.started is None else self.job.resize_seconds
 
 
 class View(NamedTuple):
@@ -136,6 +136,50 @@ class Policy:
     def decide(self, view: View) -> Decision:
         """Says what each job gets from now on."""
         raise NotImplementedError
+
+
+def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -> dict[str, int]:
+    """Returns the most slots of each tenant, from what its jobs could use now."""
+    wanted: dict[str, int] = {}
+    for state in states:
+        useful = max(state.job.slots, state.job.modes(cluster.slots).useful)
+        wanted[state.job.tenant] = wanted.get(state.job.tenant, 0) + useful
+    return cluster.limits(wanted, policy.preempts)
+
+
+def placed(
+    states: Sequence[JobState], decision: Decision, slots: Sequence[int]
+) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Turns numbers of slots into slots: jobs keep theirs, and the lowest free ones are new.
+
+    Args:
+        states: jobs that are there.
+        decision: what the policy says of them.
+        slots: all slots.
+
+    Returns:
+        Slots and batch size by job.
+    """
+    free, chosen = set(slots), dict[str, tuple[tuple[int, ...], int]]()
+    growing = []
+    for state in states:
+        given = decision.allotments.get(state.job.name)
+        if given is None or given.slots in (0, ()):
+            continue
+        if isinstance(given.slots, tuple):
+            kept = given.slots
+        else:
+            kept = state.slots[: given.slots]
+            if given.slots > len(kept):
+                growing.append((state, given.slots))
+        chosen[state.job.name] = (kept, given.batch)
+        free -= set(kept)
+    for state, count in growing:
+        kept, batch = chosen[state.job.name]
+        new = sorted(free)[: count - len(kept)]
+        chosen[state.job.name] = ((*kept, *new), batch)
+        free -= set(new)
+    return chosen
 
 
 class Room:

@@ -87,12 +87,13 @@ def _history(result: Result, name: str, moment: float) -> list[str]:
     for entry in reversed(past):
         for change in entry.changes:
             if change.job == name:
-                lines.append(_changed(entry, name))
+                lines.append(told_change(entry, name))
                 return lines
     return lines
 
 
-def _changed(entry: Round, name: str) -> str:
+def told_change(entry: Round, name: str) -> str:
+    """Says how a decision has changed a job's slots, and whose against it."""
     change = next(change for change in entry.changes if change.job == name)
     verb = "grew" if change.after > change.before else "shrank"
     if change.after == change.before:

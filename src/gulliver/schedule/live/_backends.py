@@ -1,0 +1,367 @@
+"""Slots on nodes, and ranks that run there: on this machine alone, or wherever there are agents.
+
+An `Agent` runs on each node and starts its ranks. `Nodes` knows which slot is where, and makes a
+run, which is one attempt of a job, of ranks on several nodes; `_ray.py` finds nodes by Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from gulliver.schedule.live._elastic import ATTEMPT, BATCH, JOB
+from gulliver.schedule.live._submission import Submission
+
+IMPORTS_S = 300.0
+"""Seconds that the program that forks ranks may take to import torch."""
+KILLED = -9
+"""Exit code of ranks whose node is gone."""
+
+
+class RankEnd(NamedTuple):
+    """A rank that has ended.
+
+    Attributes:
+        run: run that it was of.
+        rank: which one.
+        code: exit code, negative for a signal.
+        why: what is known besides.
+    """
+
+    run: str
+    rank: int
+    code: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An attempt of a job.
+
+    Attributes:
+        run: name of the run.
+        attempt: number of the attempt, from 1.
+        slots: slots that it gets, a rank on each.
+        batch: global batch size to begin with.
+        submission: what was submitted.
+        folder: folder of the job.
+    """
+
+    run: str
+    attempt: int
+    slots: tuple[int, ...]
+    batch: int
+    submission: Submission
+    folder: Path
+
+    def log(self, rank: int) -> Path:
+        """File of what a rank prints."""
+        return self.folder / "logs" / f"attempt-{self.attempt:03d}-rank-{rank}.log"
+
+
+class Backend(Protocol):
+    """Where ranks run."""
+
+    def slots(self) -> Mapping[int, str]:
+        """The slots that are there now, each with its node; a slot keeps its number."""
+        ...
+
+    def start(self, launch: Launch) -> None:
+        """Starts the ranks of a run."""
+        ...
+
+    def ended(self) -> list[RankEnd]:
+        """The ranks that have ended since the last call."""
+        ...
+
+    def kill(self, run: str) -> None:
+        """Kills what is left of a run."""
+        ...
+
+    def close(self) -> None:
+        """Kills everything and gives the nodes back."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """A rank to be started.
+
+    Attributes:
+        key: name of the rank.
+        argv: script and arguments.
+        environment: environment variables, beside those of the agent.
+        folder: folder to run in.
+        log: file for what it prints.
+        fresh: whether it gets an interpreter of its own.
+    """
+
+    key: str
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    folder: str
+    log: str
+    fresh: bool = False
+
+
+class Agent:
+    """Starts ranks on the node that it runs on, and says how they end."""
+
+    def __init__(self) -> None:
+        self._program: subprocess.Popen[bytes] | None = None
+        self._there = threading.Event()
+        self._lock = threading.Lock()
+        self._running: set[str] = set()
+        self._ended: dict[str, int] = {}
+
+    def ready(self) -> bool:
+        """Starts the program that forks ranks, where it does not run; returns when it can."""
+        if self._program is None or self._program.poll() is not None:
+            # As torchrun does where several processes share a node.
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            self._program = subprocess.Popen(
+                [sys.executable, "-m", "gulliver.schedule.live._forks"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
+            self._there = threading.Event()
+            threading.Thread(target=self._listen, args=(self._program,), daemon=True).start()
+        return self._there.wait(IMPORTS_S)
+
+    def _listen(self, program: subprocess.Popen[bytes]) -> None:
+        assert program.stdout is not None
+        for line in program.stdout:
+            found = json.loads(line)
+            if "ready" in found:
+                self._there.set()
+                continue
+            with self._lock:
+                self._running.discard(found["key"])
+                self._ended[found["key"]] = found["code"]
+        with self._lock:
+            self._ended |= dict.fromkeys(self._running, KILLED)
+            self._running.clear()
+
+    def _say(self, **command: Any) -> None:
+        assert self._program is not None
+        assert self._program.stdin is not None
+        with suppress(BrokenPipeError):
+            self._program.stdin.write(json.dumps(command).encode() + b"\n")
+            self._program.stdin.flush()
+
+    def address(self) -> tuple[str, int]:
+        """Address of this node, and a port that is free there now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return _own_address(), probe.getsockname()[1]
+
+    def start(self, ranks: Sequence[RankStart]) -> None:
+        """Starts ranks."""
+        self.ready()
+        with self._lock:
+            self._running |= {rank.key for rank in ranks}
+        for rank in ranks:
+            self._say(start=asdict(rank))
+
+    def ended(self) -> dict[str, int]:
+        """Exit codes of the ranks that have ended since the last call."""
+        with self._lock:
+            found, self._ended = self._ended, {}
+        return found
+
+    def kill(self, keys: Sequence[str]) -> None:
+        """Kills ranks, with what they have started."""
+        if self._program is not None:
+            for key in keys:
+                self._say(kill=key)
+
+    def close(self) -> None:
+        """Ends the program, and so all ranks."""
+        if self._program is not None and self._program.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._program.stdin.close()
+            self._program.wait()
+
+
+def _own_address() -> str:
+    """Address that other nodes reach this one by; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+        except OSError:
+            return "127.0.0.1"
+        return probe.getsockname()[0]
+
+
+class NodeLost(Exception):
+    """A node, which it names, does not answer any more."""
+
+
+class Node(Protocol):
+    """An agent, here or elsewhere; every method may raise `NodeLost`."""
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the agent."""
+        ...
+
+
+class Here:
+    """The agent of this process."""
+
+    def __init__(self, agent: Agent | None = None) -> None:
+        self.agent = agent or Agent()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the agent."""
+        return getattr(self.agent, method)(*arguments)
+
+
+@dataclass
+class Run:
+    """Ranks of an attempt: the node of each, and which have not ended."""
+
+    nodes: list[str]
+    alive: set[int] = field(default_factory=set)
+
+
+class Nodes:
+    """Runs over nodes that have agents; subclasses find the nodes.
+
+    Attributes:
+        nodes: agents by name of their node.
+        places: node of each slot.
+        gpus: device of each slot, of nodes with GPUs.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.places: dict[int, str] = {}
+        self.gpus: dict[int, str] = {}
+        self.runs: dict[str, Run] = {}
+        self._lost: list[RankEnd] = []
+
+    def slots(self) -> Mapping[int, str]:
+        """The slots that are there now, each with its node."""
+        return self.places
+
+    def start(self, launch: Launch) -> None:
+        """Starts the ranks of a run; where a node is lost meanwhile they have ended."""
+        run = Run([self.places[slot] for slot in launch.slots])
+        run.alive = set(range(len(run.nodes)))
+        self.runs[launch.run] = run
+        try:
+            host, port = self.nodes[run.nodes[0]].call("address")
+            if len(set(run.nodes)) == 1:
+                host = "127.0.0.1"
+            for node in dict.fromkeys(run.nodes):
+                self.nodes[node].call("start", self._ranks(launch, run, node, host, port))
+        except NodeLost as lost:
+            self.lose(str(lost))
+            self.kill(launch.run)
+            # Some were never started, and no agent would tell of their end.
+            for rank in sorted(run.alive):
+                self._lost += self._end(launch.run, rank, KILLED, f"node {lost} left")
+
+    def _ranks(self, launch: Launch, run: Run, node: str, host: str, port: int) -> list[RankStart]:
+        given, mine = launch.submission, [r for r, n in enumerate(run.nodes) if n == node]
+        devices = [self.gpus[launch.slots[r]] for r in mine if launch.slots[r] in self.gpus]
+        shared = {
+            **given.environment,
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(len(run.nodes)),
+            "LOCAL_WORLD_SIZE": str(len(mine)),
+            JOB: str(launch.folder.absolute()),
+            ATTEMPT: str(launch.attempt),
+            BATCH: str(launch.batch),
+            **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
+        }
+        folder = os.path.abspath(given.folder)
+        argv = [os.path.join(folder, given.script), *given.arguments]
+        return [
+            RankStart(
+                f"{launch.run}:{rank}",
+                argv,
+                {**shared, "RANK": str(rank), "LOCAL_RANK": str(local)},
+                folder,
+                str(launch.log(rank).absolute()),
+                given.fresh,
+            )
+            for local, rank in enumerate(mine)
+        ]
+
+    def ended(self) -> list[RankEnd]:
+        """The ranks that have ended since the last call."""
+        found, self._lost = self._lost, []
+        for name in list(self.nodes):
+            try:
+                codes = self.nodes[name].call("ended")
+            except NodeLost:
+                self.lose(name)
+                continue
+            for key, code in codes.items():
+                run, _, rank = key.rpartition(":")
+                found += self._end(run, int(rank), code)
+        lost, self._lost = self._lost, []
+        return found + lost
+
+    def _end(self, name: str, rank: int, code: int, why: str = "") -> list[RankEnd]:
+        run = self.runs.get(name)
+        if run is None or rank not in run.alive:
+            return []
+        run.alive.discard(rank)
+        if not run.alive:
+            del self.runs[name]
+        return [RankEnd(name, rank, code, why)]
+
+    def lose(self, node: str) -> None:
+        """Takes out a node that is gone: its slots are no more, and its ranks have ended."""
+        self.nodes.pop(node, None)
+        self.places = {slot: where for slot, where in self.places.items() if where != node}
+        for name, run in list(self.runs.items()):
+            for rank in [r for r in run.alive if run.nodes[r] == node]:
+                self._lost += self._end(name, rank, KILLED, f"node {node} left")
+
+    def kill(self, run: str) -> None:
+        """Kills what is left of a run."""
+        found = self.runs.get(run)
+        for node in dict.fromkeys(found.nodes if found else ()):
+            assert found is not None
+            keys = [f"{run}:{r}" for r in sorted(found.alive) if found.nodes[r] == node]
+            if node in self.nodes and keys:
+                try:
+                    self.nodes[node].call("kill", keys)
+                except NodeLost:
+                    self.lose(node)
+
+    def close(self) -> None:
+        """Ends all agents, and so all ranks."""
+        for node in self.nodes.values():
+            with suppress(NodeLost):
+                node.call("close")
+        self.nodes.clear()
+
+
+class LocalNodes(Nodes):
+    """Slots of this machine, without Ray.
+
+    Args:
+        slots: number of slots.
+        agent: agent to use; None makes one.
+    """
+
+    def __init__(self, slots: int, agent: Agent | None = None) -> None:
+        super().__init__()
+        self.nodes["here"] = Here(agent)
+        self.places = dict.fromkeys(range(slots), "here")
+        self.nodes["here"].call("ready")

@@ -1,0 +1,264 @@
+"""The scheduler's process: one for a folder, started by the first job that is submitted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from gulliver.errors import GulliverError
+from gulliver.io import hold, named_errors, write_text
+from gulliver.jobs import StopRequest
+from gulliver.schedule._policies import make_policy
+from gulliver.schedule.live._backends import LocalNodes, Nodes
+from gulliver.schedule.live._controller import Controller, last_line
+from gulliver.schedule.live._history import (
+    History,
+    live_page,
+    read_history,
+    take_up,
+    write_history,
+)
+from gulliver.schedule.live._ray import RayNodes, own_name, require_ray
+from gulliver.schedule.live._submission import Spool, write_object
+
+HERE, LOCAL = "here", "local"
+"""Addresses without Ray, and of a Ray cluster that is started for the schedule."""
+PROGRAM = "from gulliver.schedule.live._daemon import main; main()"
+TICK_S = 0.1
+SECONDS_BETWEEN_WRITES = 0.5
+DRAIN_S = 60.0
+"""Seconds that jobs have to save when the scheduler is stopped."""
+START_S = 300.0
+"""Seconds within which a scheduler that was started says that it is there."""
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """What a scheduler is started with.
+
+    Attributes:
+        folder: folder that jobs are submitted to.
+        address: ``local`` for a Ray cluster of its own, ``here`` for processes of this machine
+            without Ray, or the address of a Ray cluster.
+        slots: number of slots; None for the CPUs or GPUs that there are.
+        policy: name of the policy.
+        seed: seed of the policy.
+        quotas: slots that tenants have a right to.
+        idle: seconds without a job after which it ends.
+        dashboard: whether a Ray cluster that is started has a dashboard.
+    """
+
+    folder: str
+    address: str = LOCAL
+    slots: int | None = None
+    policy: str = "rollout"
+    seed: int = 0
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    idle: float = 60.0
+    dashboard: bool = False
+
+
+@contextmanager
+def only_one(spool: Spool) -> Iterator[None]:
+    """Holds the folder.
+
+    Raises:
+        GulliverError: another scheduler has it.
+    """
+    path = spool.path / "scheduler.lock"
+    with named_errors(path):
+        path.touch()
+    try:
+        with hold(path):
+            yield
+    except BlockingIOError:
+        told = spool.scheduler() or {}
+        raise GulliverError(
+            f"{spool.path} has a scheduler: process {told.get('pid', '?')} on "
+            f"{told.get('host', '?')}; submit to it, or stop it first"
+        ) from None
+
+
+def has_scheduler(spool: Spool) -> bool:
+    """Whether a scheduler holds the folder."""
+    path = spool.path / "scheduler.lock"
+    if not path.exists():
+        return False
+    try:
+        with hold(path):
+            return False
+    except BlockingIOError:
+        return True
+
+
+def make_nodes(options: SchedulerOptions) -> Nodes:
+    """Makes the backend that an address asks for."""
+    if options.address == HERE:
+        return LocalNodes(options.slots or os.cpu_count() or 1)
+    address = None if options.address == LOCAL else options.address
+    return RayNodes(address, options.slots, own_name(options.folder), options.dashboard)
+
+
+def serve(options: SchedulerOptions) -> None:
+    """Schedules until there has been no job for some time, or a signal comes.
+
+    Raises:
+        GulliverError: the folder or the cluster has a scheduler; the cluster does not answer.
+    """
+    spool = Spool(Path(options.folder))
+    spool.make()
+    policy = make_policy(options.policy, options.seed)
+    with only_one(spool):
+        # One that was killed has left it.
+        (spool.path / "scheduler.json").unlink(missing_ok=True)
+        nodes = make_nodes(options)
+        try:
+            before = read_history(spool)
+            begun = time.time() if before is None else before.begun
+            controller = Controller(spool, nodes, policy, time.time, options.quotas, begun)
+            for job in before.jobs.values() if before else ():
+                take_up(job)
+                controller.jobs[job.name] = job
+            controller.rounds.extend(before.rounds if before else ())
+            while not controller.slots:
+                controller.tick()
+                time.sleep(TICK_S)
+            _announce(spool, options, controller, nodes)
+            with StopRequest().listening() as stop:
+                _loop(controller, options, stop)
+        finally:
+            (spool.path / "scheduler.json").unlink(missing_ok=True)
+            nodes.close()
+
+
+def _announce(
+    spool: Spool, options: SchedulerOptions, controller: Controller, nodes: Nodes
+) -> None:
+    told = {"pid": os.getpid(), "host": socket.gethostname(), "slots": len(controller.slots)}
+    told |= {"policy": options.policy, "begun": controller.begun, "quotas": dict(options.quotas)}
+    told |= {"address": getattr(nodes, "address", options.address)}
+    told["dashboard"] = getattr(nodes, "dashboard", None)
+    write_object(spool.path / "scheduler.json", told)
+
+
+def _loop(controller: Controller, options: SchedulerOptions, stop: StopRequest) -> None:
+    written, busy, until = 0.0, time.monotonic(), 0.0
+    while True:
+        now = time.monotonic()
+        if stop.wanted and not until:
+            until = now + DRAIN_S
+        if until:
+            if controller.drain() or now > until:
+                break
+        else:
+            controller.tick()
+        if controller.busy:
+            busy = now
+        if now - busy > options.idle:
+            break
+        if controller.changed and now - written > SECONDS_BETWEEN_WRITES:
+            keep(controller, options)
+            written, controller.changed = now, False
+        time.sleep(TICK_S)
+    keep(controller, options)
+
+
+def keep(controller: Controller, options: SchedulerOptions) -> History:
+    """Writes what has happened, and its page."""
+    history = History(
+        controller.begun,
+        controller.clock() - controller.begun,
+        options.policy,
+        options.seed,
+        dict(controller.slots),
+        dict(options.quotas),
+        controller.jobs,
+        list(controller.rounds),
+        controller.refused,
+    )
+    write_history(controller.spool, history)
+    page = controller.spool.path / "schedule.html"
+    with named_errors(page):
+        write_text(page, live_page(history), durable=False)
+    return history
+
+
+def has_new(spool: Spool) -> bool:
+    """Whether a job came while the scheduler that had nothing to do was ending."""
+    history = read_history(spool)
+    known = set() if history is None else {*history.jobs, *history.refused}
+    return bool(set(spool.names()) - known)
+
+
+def ensure_scheduler(options: SchedulerOptions) -> bool:
+    """Starts a scheduler where the folder has none; whether it has.
+
+    Raises:
+        GulliverError: it could not be started; it says why.
+    """
+    spool = Spool(Path(options.folder))
+    spool.make()
+    if has_scheduler(spool):
+        return False
+    if options.address != HERE:
+        require_ray()
+    make_policy(options.policy)
+    log = spool.path / "scheduler.log"
+    with named_errors(log), open(log, "ab") as file:
+        program = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, json.dumps(asdict(options))],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    due = time.monotonic() + START_S
+    while time.monotonic() < due:
+        told = spool.scheduler()
+        if told is not None and has_scheduler(spool):
+            return True
+        if program.poll() is not None:
+            raise GulliverError(f"the scheduler did not start: {last_line(log)}")
+        time.sleep(TICK_S)
+    raise GulliverError(f"the scheduler did not start within {START_S:g} s: see {log}")
+
+
+def stop_scheduler(folder: Path) -> None:
+    """Asks the scheduler of a folder to end: jobs save and leave, and wait for the next one.
+
+    Raises:
+        GulliverError: there is none, or it is on another machine.
+    """
+    spool = Spool(folder)
+    told = spool.scheduler()
+    if told is None or not has_scheduler(spool):
+        raise GulliverError(f"{folder} has no scheduler: nothing to stop")
+    if told["host"] != socket.gethostname():
+        raise GulliverError(f"the scheduler of {folder} runs on {told['host']}: stop it there")
+    with suppress(ProcessLookupError):
+        os.kill(told["pid"], signal.SIGTERM)
+
+
+def main() -> None:
+    """Runs the scheduler with the options that its one argument is the JSON of."""
+    options = SchedulerOptions(**json.loads(sys.argv[1]))
+    try:
+        serve(options)
+        while has_new(Spool(Path(options.folder))):
+            serve(options)
+    except GulliverError as error:
+        print(f"gulliver: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

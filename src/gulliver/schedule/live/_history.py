@@ -1,0 +1,258 @@
+"""What a schedule has done so far, in a file: for commands to show, and for the next scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import Scaling
+from gulliver.schedule._jobs import Job, JobCluster
+from gulliver.schedule._page import schedule_page
+from gulliver.schedule._policies import make_policy
+from gulliver.schedule._result import Change, Result, Round, Segment
+from gulliver.schedule._simulator import follow
+from gulliver.schedule._why import told_change
+from gulliver.schedule.live._submission import Spool, read_object, write_object
+from gulliver.schedule.live._tracking import LiveJob, Phase
+
+PLAIN = (
+    "note", "batch", "attempt", "launched", "heard", "silent", "stopping", "progress", "resizes",
+    "starts", "base", "failures", "ended",
+)  # fmt: skip
+"""Attributes of a job that are kept as they are."""
+STATE = ("done", "drawn", "started", "changed", "service", "resizes", "batch")
+"""Attributes of its state that are kept."""
+
+
+@dataclass
+class History:
+    """A schedule as it happened.
+
+    Attributes:
+        begun: second of the epoch at which it began; all others count from there.
+        now: second up to which it is told.
+        policy: name of the policy.
+        seed: seed of the policy.
+        slots: node of each slot.
+        quotas: slots that tenants have a right to.
+        jobs: jobs by name.
+        rounds: decisions.
+        refused: why jobs were not taken.
+    """
+
+    begun: float
+    now: float
+    policy: str
+    seed: int
+    slots: dict[int, str]
+    quotas: dict[str, int]
+    jobs: dict[str, LiveJob] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def job(self, name: str) -> LiveJob:
+        """Finds a job.
+
+        Raises:
+            GulliverError: there is none of that name, or it was refused.
+        """
+        if name in self.refused:
+            raise GulliverError(f"job {name!r} was refused: {self.refused[name]}")
+        if name not in self.jobs:
+            raise GulliverError(f"the scheduler has no job {name!r}: {nearest(name, self.jobs)}")
+        return self.jobs[name]
+
+    @property
+    def resize_seconds(self) -> list[float]:
+        """Seconds of all resizes so far."""
+        return [seconds for job in self.jobs.values() for seconds in job.resizes]
+
+    def cluster(self) -> JobCluster:
+        """The slots that are there."""
+        return JobCluster(max(1, len(self.slots)), self.quotas)
+
+
+def write_history(spool: Spool, history: History) -> None:
+    """Writes it for all to read."""
+    values = asdict(replace(history, jobs={}, rounds=[]))
+    values["jobs"] = {name: _job_values(job) for name, job in history.jobs.items()}
+    values["rounds"] = [
+        [r.time, r.cause, [list(c) for c in r.changes], r.why, r.predicted, r.bound]
+        for r in history.rounds
+    ]
+    write_object(spool.path / "schedule.json", values)
+
+
+def _job_values(job: LiveJob) -> dict[str, Any]:
+    values = {name: getattr(job, name) for name in PLAIN}
+    values |= {"arrival": job.arrival, "phase": job.phase.name}
+    values |= {"assigned": job.assigned, "held": job.held, "alive": sorted(job.alive)}
+    values["points"] = [[n, b, speed] for (n, b), speed in job.points.items()]
+    values["scaling"] = None if job.scaling is None else asdict(job.scaling)
+    values["state"] = {name: getattr(job.state, name) for name in STATE}
+    values["segments"] = [[s.begin, s.end, s.slots, s.batch, s.rate] for s in job.segments]
+    return values
+
+
+def read_history(spool: Spool) -> History | None:
+    """Reads it; None where nothing was scheduled yet."""
+    values = read_object(spool.path / "schedule.json")
+    if values is None:
+        return None
+    jobs, rounds = values.pop("jobs"), values.pop("rounds")
+    values["slots"] = {int(slot): node for slot, node in values["slots"].items()}
+    found = History(**values)
+    for name, told in jobs.items():
+        found.jobs[name] = _job_from(spool, name, told)
+    for time, cause, changes, why, predicted, bound in rounds:
+        made = tuple(Change(*change) for change in changes)
+        found.rounds.append(Round(time, cause, made, why, predicted, bound))
+    return found
+
+
+def _job_from(spool: Spool, name: str, told: Mapping[str, Any]) -> LiveJob:
+    job = LiveJob(spool.read(name), told["arrival"], Phase[told["phase"]])
+    for key in PLAIN:
+        setattr(job, key, told[key])
+    job.assigned, job.held = tuple(told["assigned"]), tuple(told["held"])
+    job.alive = set(told["alive"])
+    job.points = {(n, b): speed for n, b, speed in told["points"]}
+    job.scaling = None if told["scaling"] is None else Scaling(**told["scaling"])
+    for key, value in told["state"].items():
+        setattr(job.state, key, value)
+    job.segments = [
+        Segment(name, begin, end, tuple(slots), batch, rate)
+        for begin, end, slots, batch, rate in told["segments"]
+    ]
+    job.state.job = job.job()
+    return job
+
+
+def take_up(job: LiveJob) -> None:
+    """Lets a job of an earlier scheduler, whose ranks are gone with it, wait for slots."""
+    if not job.phase.over:
+        job.phase, job.note = Phase.WAITING, "taken up by a new scheduler"
+        job.assigned, job.held, job.alive, job.heard = (), (), set(), False
+        job.silent = False
+
+
+def result_of(history: History) -> Result:
+    """Makes a result as the simulator does; what is not over ends now."""
+    ran = [job for job in history.jobs.values() if job.segments]
+    jobs = tuple(_counted(job) for job in ran)
+    slots = [s for job in ran for segment in job.segments for s in segment.slots]
+    cluster = JobCluster(max([len(history.slots), 1, *(slot + 1 for slot in slots)]))
+    result = Result(jobs, cluster, f"{history.policy}, as it happened")
+    for job in ran:
+        result.ends[job.name] = history.now if job.ended is None else job.ended
+        result.states[job.name] = job.state
+    result.segments = sorted(
+        (segment for job in ran for segment in job.segments), key=lambda s: s.begin
+    )
+    result.rounds, result.events = history.rounds, len(history.rounds)
+    return result
+
+
+def _counted(job: LiveJob) -> Job:
+    """The job with as many samples as it has done, for the bound of what has happened."""
+    found = job.job()
+    if job.phase is Phase.ENDED and job.submission.samples is not None:
+        return found
+    return replace(found, samples=max(1.0, job.state.done))
+
+
+def live_page(history: History) -> str:
+    """Draws the schedule as it happened."""
+    lines = [f"{job.name}: {told(job, history)}" for job in history.jobs.values()]
+    lines += [f"{name} was refused: {why}" for name, why in history.refused.items()]
+    result = result_of(history)
+    if not result.jobs:
+        return schedule_page("Jobs", [*lines, "Nothing has run yet."], [])
+    return schedule_page("Jobs as they ran", lines, [result])
+
+
+def told(job: LiveJob, history: History) -> str:
+    """Says where a job stands, in one line."""
+    if job.phase.over:
+        return f"{job.phase.value} at {job.ended:.4g} s: {job.note}"
+    text = f"{job.phase.value} on {len(job.held)} slots" if job.held else "waits"
+    if job.submission.samples is not None:
+        text += f", {job.progress.get('done', 0.0) / job.submission.samples:.0%} done"
+    return f"{text} ({job.note or 'submitted'})"
+
+
+def expected_ends(history: History) -> dict[str, float]:
+    """Returns when jobs should end, if none comes: the simulator goes on from where they are.
+
+    Jobs that say nothing, or nothing of their length, are left out, and hold what they hold.
+    """
+    silent = {s for job in history.jobs.values() if job.silent for s in job.held}
+    here = sorted(set(history.slots) - silent)
+    places = {slot: place for place, slot in enumerate(here)}
+    present = [
+        job
+        for job in history.jobs.values()
+        if not (job.phase.over or job.silent or job.stopping) and job.submission.samples is not None
+    ]
+    if not here or not present:
+        return {}
+    quotas = history.quotas if sum(history.quotas.values()) <= len(here) else {}
+    cluster = JobCluster(len(here), quotas)
+    policy = make_policy(history.policy, history.seed)
+    policy.begin(cluster)
+    states = [job.seen(history.now, places, history.resize_seconds) for job in present]
+    finished = [job.state for job in history.jobs.values() if job.phase is Phase.ENDED]
+    return follow(history.now, states, finished, cluster, policy).ends
+
+
+def live_why(history: History, name: str) -> list[str]:
+    """Explains a live job: what it has and why, its last change, and when it should end."""
+    job = history.job(name)
+    lines = [f"{name} at {history.now:.4g} s, policy {history.policy}: {told(job, history)}"]
+    if job.phase.over:
+        return lines
+    if not job.held:
+        lines.append(_holders(history))
+    lines += _reasons(history.rounds, name)
+    if job.resizes or job.starts:
+        lines.append(_measured(job))
+    ends = expected_ends(history)
+    if name in ends:
+        left = ends[name] - history.now
+        lines.append(
+            f"should end at {ends[name]:.4g} s, in {left:.4g} s, if no job comes"
+            + ("" if job.scaling else "; its speed was not measured yet")
+        )
+    else:
+        lines.append("nobody knows when it ends: it has not told its samples, or says nothing")
+    return lines
+
+
+def _holders(history: History) -> str:
+    held = {job.name: len(job.held) for job in history.jobs.values() if job.held}
+    others = ", ".join(f"{name} {n}" for name, n in sorted(held.items(), key=lambda p: -p[1])[:6])
+    used = sum(held.values())
+    return f"{used} of {len(history.slots)} slots are held ({others or 'nobody'})"
+
+
+def _reasons(rounds: Sequence[Round], name: str) -> list[str]:
+    lines = []
+    reasons = [entry for entry in rounds if name in entry.why]
+    if reasons:
+        entry = reasons[-1]
+        lines.append(f"said at {entry.time:.4g} s ({entry.cause}): {entry.why[name]}")
+    for entry in reversed(rounds):
+        if any(change.job == name for change in entry.changes):
+            return [*lines, told_change(entry, name)]
+    return lines
+
+
+def _measured(job: LiveJob) -> str:
+    parts = [f"its start took {seconds:.3g} s" for seconds in job.starts]
+    if job.resizes:
+        each = ", ".join(f"{seconds:.3g}" for seconds in job.resizes[-5:])
+        parts.append(f"its resizes took {each} s, and {job.job().resize_seconds:.3g} s count next")
+    points = [f"{b / speed:.3g} s a step on {n} slots" for (n, b), speed in job.points.items()]
+    return "measured: " + "; ".join(parts + points)
