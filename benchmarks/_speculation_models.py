@@ -14,6 +14,8 @@ import torch
 CONTEXT = 256
 VOCABULARY = 1024
 """Tokens of the byte-pair encoding: few, so that a draft's embedding is small."""
+ROWS, PEAK, FALLING = 6, 3e-3, 250
+"""Texts of a step of the target, its highest learning rate, and steps in which that falls."""
 DRAFTS = {
     # Kind: what `gulliver speculate train` is told beside. All have as many parameters.
     "glide": {"block": 5},
@@ -22,6 +24,8 @@ DRAFTS = {
 }
 HIDDEN = 128
 """Width of the drafts."""
+DRAFT_ROWS = 8
+"""Texts of a step of a draft."""
 
 
 def sources(most: int) -> list[str]:
@@ -50,7 +54,7 @@ def make_tokenizer(texts: Sequence[str]) -> Any:
 
 
 def train_target(folder: Path, steps: int) -> None:
-    """Trains the target: a Llama of 4 layers, on all but every tenth text."""
+    """Trains the target: a Llama of 4 layers and 2 M parameters, on all but every tenth text."""
     import transformers
 
     texts = sources(150)
@@ -60,30 +64,30 @@ def train_target(folder: Path, steps: int) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=704,
+        hidden_size=192,
+        intermediate_size=512,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=3,
+        num_key_value_heads=3,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=0,
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95))
     begun = perf_counter()
     for step in range(steps):
-        starts = torch.randint(len(ids) - CONTEXT, (12,))
+        rate = PEAK * min(1, (step + 1) / 50, max((steps - step) / FALLING, 0.02))
+        optimizer.param_groups[0]["lr"] = rate
+        starts = torch.randint(len(ids) - CONTEXT, (ROWS,))
         batch = torch.stack([ids[start : start + CONTEXT] for start in starts])
         loss = model(batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        schedule.step()
-        if step % 20 == 19:
+        if step % 50 == 49:
             spent = perf_counter() - begun
             print(f"target, step {step + 1}: {loss.item():.3f}, {spent:.0f} s", file=sys.stderr)
     model.save_pretrained(folder)
@@ -102,29 +106,42 @@ def write_texts(folder: Path) -> tuple[Path, Path]:
     return files
 
 
-def make_models(folder: Path, target_steps: int, draft_steps: int) -> None:
+def make_models(folder: Path, target_steps: int, draft_steps: int, seeds: int = 1) -> None:
     """Trains what is not in the folder yet."""
-    from gulliver.serve.speculative import TrainDraftConfig, train_draft
-
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "target" / "config.json").exists():
         train_target(folder / "target", target_steps)
-    learnt, apart = write_texts(folder)
-    for name, more in DRAFTS.items():
-        out = folder / name.replace(" ", "-")
-        if (out / "config.json").exists():
-            continue
-        print(f"training the draft: {name}", file=sys.stderr)
-        config = TrainDraftConfig(
-            data=(learnt,),
-            held_out=apart,
-            length=CONTEXT,
-            target=folder / "target",
-            out=out,
-            hidden=HIDDEN,
-            steps=draft_steps,
-            batch_tokens=12 * CONTEXT,
-            learning_rate=3e-3,
-            **more,  # type: ignore[arg-type]
-        )
-        train_draft(config, say=lambda line: print(line, file=sys.stderr))
+    write_texts(folder)
+    for seed in range(seeds):
+        for name in DRAFTS:
+            if not (draft_folder(folder, name, seed) / "config.json").exists():
+                print(f"training the draft: {name}, seed {seed}", file=sys.stderr)
+                train_one(folder, name, seed, draft_steps)
+
+
+def draft_folder(folder: Path, name: str, seed: int) -> Path:
+    """Folder of a draft."""
+    return folder / f"{name.replace(' ', '-')}-{seed}"
+
+
+def train_one(folder: Path, name: str, seed: int, steps: int) -> None:
+    """Trains a draft, or goes on with it."""
+    from gulliver.serve.speculative import TrainDraftConfig, train_draft
+
+    out = draft_folder(folder, name, seed)
+    config = TrainDraftConfig(
+        data=(folder / "learnt.jsonl",),
+        held_out=folder / "apart.jsonl",
+        length=CONTEXT,
+        target=folder / "target",
+        out=out,
+        hidden=HIDDEN,
+        steps=steps,
+        seed=seed,
+        batch_tokens=DRAFT_ROWS * CONTEXT,
+        learning_rate=3e-3,
+        save_every=100,
+        resume=(out / "training" / "config.json").exists(),
+        **DRAFTS[name],  # type: ignore[arg-type]
+    )
+    train_draft(config, say=lambda line: print(line, file=sys.stderr))

@@ -2,12 +2,14 @@
 
     python -m benchmarks.speculation [--models FOLDER] [--keep]
 
-The target is a Llama of 3.9 M parameters, the drafts have as many parameters as one another.
+The target is a Llama of 2 M parameters, the drafts have as many parameters as one another.
 Acceptance: continuations of texts that nobody learnt, greedy, in chains of five guesses; intervals
 are bootstrapped over texts. Expansion: accepted guesses of a round at an equal number of verified
-ones. Speed: measured on the trained models, beside what the measured costs predict. Costs of a
-target of 110 M random weights are measured apart: they say which acceptance would be needed there.
-``--models`` keeps the trained models, and takes those that are there.
+ones. Speed: measured beside what the measured costs predict, for the trained target and for one of
+110 M random weights. The guard: as many guesses as pay beside none, at 1 to 64 sequences, in
+seconds of the clock and of processors. The table of needed acceptance is modelled from the costs
+of verification that were measured. ``--models`` keeps the trained models, takes those that are
+there and goes on with drafts that are not whole.
 """
 
 from __future__ import annotations
@@ -17,54 +19,46 @@ import os
 import statistics
 import tempfile
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 
-from benchmarks._harness import Report, alternate, at_least, at_most, finish
-from benchmarks._speculation_models import DRAFTS, make_models
-from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters, load
+from benchmarks._harness import Report, Spread, at_least, at_most, finish
+from benchmarks._speculation_guesses import (
+    DEPTH,
+    PROMPT,
+    TOKENS,
+    acceptance,
+    continued,
+    expansion,
+    held_out,
+)
+from benchmarks._speculation_models import CONTEXT, DRAFT_ROWS, ROWS, draft_folder, make_models
+from gulliver.serve import LocalRunner, SamplingParameters, load
 from gulliver.serve.speculative import (
-    CAPE,
     GlideDraft,
     LookUp,
-    Proposer,
-    SpeculationOptions,
     Speculator,
     load_draft,
     measure_draft,
 )
 
-DEPTH = 5
-PROMPT, TOKENS = 48, 64
 LOADS = (1, 4, 16, 64)
-
-
-class Noted(Speculator):
-    """A speculator that notes how many guesses each round verified and how many were right."""
-
-    def __init__(self, proposer: Proposer, options: SpeculationOptions) -> None:
-        super().__init__(proposer, options)
-        self.rounds: dict[int, list[tuple[int, int]]] = defaultdict(list)
-
-    def verified(self, sequence: int, draft: Any, path: Sequence[int], tokens: int) -> None:
-        """Notes a round."""
-        super().verified(sequence, draft, path, tokens)
-        self.rounds[sequence].append((len(draft.tokens), len(path)))
+GUARDED = 128
+"""Tokens of each answer where the guard is measured."""
 
 
 def main() -> None:
     """Trains what is lacking, measures, and prints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", type=Path)
-    parser.add_argument("--target-steps", type=int, default=170)
-    parser.add_argument("--draft-steps", type=int, default=90)
-    parser.add_argument("--texts", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--target-steps", type=int, default=1428)
+    parser.add_argument("--draft-steps", type=int, default=1200)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--texts", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", choices=("all", "guesses", "speed"), default="all")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
@@ -78,142 +72,24 @@ def main() -> None:
     report = Report(claim, "Speculative decoding: acceptance, expansion, speed", columns)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.models or Path(scratch)
-        make_models(folder, options.target_steps, options.draft_steps)
+        make_models(folder, options.target_steps, options.draft_steps, options.seeds)
         model, tokenizer = load(folder / "target")
         texts = held_out(folder, tokenizer, options.texts)
         if options.parts != "speed":
-            acceptance(report, model, folder, texts)
+            acceptance(report, model, folder, texts, options.seeds)
             expansion(report, model, folder, texts)
         if options.parts != "guesses":
             speed(report, model, tokenizer, folder, texts, options.rounds)
             guard(report, model, folder, texts, options.rounds)
-            larger(report)
+            larger(report, options.rounds)
     report.notes += [
         f"{len(texts)} texts kept apart, beginnings of {PROMPT} tokens, continued by {TOKENS}, "
         f"greedy; drafts of depth {DEPTH} in acceptance; {torch.get_num_threads()} threads",
-        f"target trained for {options.target_steps} steps of 3,072 tokens, drafts for "
-        f"{options.draft_steps}; texts and seeds of all drafts are the same",
+        f"target trained for {options.target_steps} steps of {ROWS * CONTEXT:,} tokens, drafts for "
+        f"{options.draft_steps} of {DRAFT_ROWS * CONTEXT:,}; texts and seeds of all drafts are the "
+        "same",
     ]
     finish(report, options.keep)
-
-
-def held_out(folder: Path, tokenizer: Any, count: int) -> list[list[int]]:
-    """Beginnings of texts that nobody learnt: several of a file, from different places."""
-    import json
-
-    rows = [json.loads(line)["text"] for line in (folder / "apart.jsonl").open()]
-    ids = [tokenizer(row)["input_ids"] for row in rows]
-    made = []
-    for number in range(count):
-        row = ids[number % len(ids)]
-        begin = (number // len(ids) * 977 + 300) % max(1, len(row) - PROMPT)
-        made.append(row[begin : begin + PROMPT])
-    return made
-
-
-def continued(
-    model: Any, texts: Sequence[Sequence[int]], drafter: Any, count: int, tokens: int = TOKENS
-) -> tuple[float, list[list[int]]]:
-    """Seconds of continuing texts, `count` at a time, after their prompts, and the tokens."""
-    runner = LocalRunner(model, cache_tokens=count * (PROMPT + tokens + 32) + 512)
-    engine = Engine(runner, None, EngineOptions(1024, count, False), drafter=drafter)
-    asked = SamplingParameters(tokens, 0.0, ignore_eos=True)
-    made: dict[int, list[int]] = {engine.add(text, asked): [] for text in texts}
-    begun = None
-    while engine.busy:
-        for event in engine.step():
-            made[event.request] += [token.id for token in event.tokens]
-        if begun is None and len(made[len(texts) - 1]):
-            begun = perf_counter()
-    seconds = perf_counter() - (begun or 0.0)
-    runner.close()
-    return seconds, list(made.values())
-
-
-def rounds_of(
-    model: Any, draft: GlideDraft, texts: Sequence[Sequence[int]], options: SpeculationOptions
-) -> list[list[tuple[int, int]]]:
-    """Rounds of each text: guesses, and how many were right."""
-    drafter = Noted(draft, options)
-    continued(model, texts, drafter, len(texts))
-    return [drafter.rounds[number] for number in range(len(texts))]
-
-
-def by_depth(rounds: Sequence[Sequence[tuple[int, int]]], depth: int) -> float:
-    """Share of guesses at a depth that were right, where all before them were."""
-    seen = [right for text in rounds for made, right in text if made >= depth <= right + 1]
-    return sum(right >= depth for right in seen) / max(1, len(seen))
-
-
-def accepted(rounds: Sequence[Sequence[tuple[int, int]]]) -> float:
-    """Guesses of a round that were right."""
-    return statistics.fmean(right for text in rounds for _, right in text)
-
-
-def interval(
-    figure: Callable[[Sequence[int]], float], texts: int, draws: int = 1000
-) -> tuple[float, float]:
-    """Middle 95 % of a figure over texts that are drawn again and again."""
-    random = torch.Generator().manual_seed(0)
-    found = sorted(
-        figure(torch.randint(texts, (texts,), generator=random).tolist()) for _ in range(draws)
-    )
-    return found[int(0.025 * draws)], found[int(0.975 * draws)]
-
-
-def acceptance(report: Report, model: Any, folder: Path, texts: list[list[int]]) -> None:
-    """Drafts of equal parameters beside one another, by depth."""
-    options = SpeculationOptions(depth=DEPTH, nodes=DEPTH, fixed=True)
-    found = {}
-    for name in DRAFTS:
-        draft = load_draft(folder / name.replace(" ", "-"))
-        size = sum(p.numel() for p in draft.parameters())
-        found[name] = rounds_of(model, GlideDraft(draft, beside=0), texts, options)
-        depths = [by_depth(found[name], depth) for depth in range(1, DEPTH + 1)]
-        low, high = interval(
-            lambda some, of=found[name]: accepted([of[n] for n in some]), len(texts)
-        )
-        report.rows.append(
-            (
-                f"accepted of {DEPTH}: {name}, {size:,} parameters",
-                *(f"{value:.2f}" for value in (accepted(found[name]), low, high)),
-                "by depth " + " ".join(f"{depth:.0%}" for depth in depths),
-            )
-        )
-        report.figures[name] = {"accepted": accepted(found[name]), "by depth": depths}
-    for other in ("plain", "glide without block mask"):
-        mine, theirs = found["glide"], found[other]
-
-        def apart(some: Sequence[int], mine: Any = mine, theirs: Any = theirs) -> float:
-            return accepted([mine[n] for n in some]) - accepted([theirs[n] for n in some])
-
-        value, (low, high) = apart(range(len(texts))), interval(apart, len(texts))
-        shown = tuple(f"{one:+.2f}" for one in (value, low, high))
-        report.rows.append((f"accepted: glide less {other}", *shown, "95 % over texts"))
-        report.figures[f"glide less {other}"] = [value, low, high]
-        if other == "plain":
-            report.bars.append(at_least("glide less plain, low end", low, 0.0))
-
-
-def expansion(report: Report, model: Any, folder: Path, texts: list[list[int]]) -> None:
-    """Chains, CaPE and calibrated trees with as many verified guesses a round."""
-    draft = load_draft(folder / "glide")
-    wide = SpeculationOptions(depth=4, nodes=64, fixed=True)
-    found = {"CaPE, depth 4": rounds_of(model, GlideDraft(draft, CAPE), texts, wide)}
-    nodes = round(statistics.fmean(n for t in found["CaPE, depth 4"] for n, _ in t))
-    for count in (8, nodes):
-        chain = SpeculationOptions(min(count, 16), count, True)
-        found[f"chain of {min(count, 16)}"] = rounds_of(model, GlideDraft(draft, 0), texts, chain)
-        tree = SpeculationOptions(8, count, True)
-        found[f"calibrated tree of {count}"] = rounds_of(model, GlideDraft(draft, 7), texts, tree)
-    for name, rounds in found.items():
-        mean = statistics.fmean(n for text in rounds for n, _ in text)
-        low, high = interval(lambda some, of=rounds: accepted([of[n] for n in some]), len(texts))
-        shown = tuple(f"{one:.2f}" for one in (accepted(rounds), low, high))
-        report.rows.append((f"accepted a round: {name}", *shown, f"{mean:.1f} verified"))
-        report.figures[f"expansion, {name}"] = {"accepted": accepted(rounds), "verified": mean}
-    tree, chain = (accepted(found[n]) for n in ("calibrated tree of 8", "chain of 8"))
-    report.bars.append(at_least("accepted: tree of 8 less chain of 8", tree - chain, 0.0))
 
 
 def speed(
@@ -225,31 +101,44 @@ def speed(
     rounds: int,
 ) -> None:
     """Measured beside predicted, one text at a time."""
-    asked = SamplingParameters(TOKENS, 0.0, ignore_eos=True)
-    for name in (str(folder / "glide"), "ngram"):
-        found = measure_draft(model, tokenizer, name, texts[:6], asked, 3, rounds)
-        measured = found.drafted_rate / found.plain_rate
+    for name in (str(draft_folder(folder, "glide", 0)), "ngram"):
         kind = "glide" if name != "ngram" else name
-        report.rows += [
-            (
-                f"speed at 1 sequence, 3 guesses: {kind}",
-                *(f"{measured:.2f}x", "", "", f"predicted {found.predicted:.2f}x"),
-            ),
-            (
-                f"speed at 1 sequence, as many as pay: {kind}",
-                *(f"{found.guarded_rate / found.plain_rate:.2f}x", "", ""),
-                f"same tokens: {found.same}",
-            ),
-        ]
-        report.figures[f"speed, {kind}"] = found.to_plain()
-        error = abs(found.predicted / measured - 1)
-        report.bars.append(at_most(f"error of the predicted speed: {kind}", error, 0.15))
+        _measured(report, f"{kind}, target of 2 M", model, tokenizer, name, texts[:6], rounds)
+
+
+def _measured(
+    report: Report,
+    what: str,
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    texts: list[list[int]],
+    rounds: int,
+) -> None:
+    asked = SamplingParameters(TOKENS, 0.0, ignore_eos=True)
+    found = measure_draft(model, tokenizer, name, texts, asked, 3, rounds)
+    measured = found.drafted_rate / found.plain_rate
+    report.rows += [
+        (
+            f"speed at 1 sequence, 3 guesses: {what}",
+            *(f"{measured:.2f}x", "", "", f"predicted {found.predicted:.2f}x"),
+        ),
+        (
+            f"speed at 1 sequence, as many as pay: {what}",
+            *(f"{found.guarded_rate / found.plain_rate:.2f}x", "", ""),
+            f"same tokens: {found.same}; right by depth "
+            + " ".join(f"{one:.0%}" for one in found.acceptance),
+        ),
+    ]
+    report.figures[f"speed, {what}"] = found.to_plain()
+    error = abs(found.predicted / measured - 1)
+    report.bars.append(at_most(f"error of the predicted speed: {what}", error, 0.15))
 
 
 def guard(report: Report, model: Any, folder: Path, texts: list[list[int]], rounds: int) -> None:
     """As many guesses as pay beside none, by the number of sequences at a time."""
-    draft = load_draft(folder / "glide")
-    worst = 9.9
+    draft = load_draft(draft_folder(folder, "glide", 0))
+    worst = {"clock": 9.9, "processors": 9.9}
     for count in LOADS:
         some = [texts[number % len(texts)] for number in range(count)]
         drafters: dict[str, Any] = {
@@ -257,52 +146,75 @@ def guard(report: Report, model: Any, folder: Path, texts: list[list[int]], roun
             "glide": Speculator(GlideDraft(draft)),
             "ngram": Speculator(LookUp()),
         }
-
-        def run(name: str, some: Any = some, drafters: Any = drafters) -> Callable[[], float]:
-            return lambda: continued(model, some, drafters[name], len(some))[0]
-
-        found = alternate({name: run(name) for name in drafters}, rounds)
+        found: dict[str, dict[str, list[float]]] = {
+            name: {"clock": [], "processors": []} for name in drafters
+        }
+        for round_ in range(rounds + 1):
+            for name, drafter in drafters.items():
+                clock, processors, _ = continued(model, some, drafter, count, GUARDED)
+                if round_ or name != "none":  # the first round of drafters counts: it learns
+                    found[name]["clock"].append(clock)
+                    found[name]["processors"].append(processors)
         for name in ("glide", "ngram"):
-            drafter = drafters[name]
-            ratio = found["none"].median / found[name].median
-            worst = min(worst, ratio)
-            low = found["none"].low / found[name].high
-            high = found["none"].high / found[name].low
-            shown = tuple(f"{one:.2f}x" for one in (ratio, low, high))
-            said = f"drafted in {drafter.told.drafted / max(1, drafter.told.rounds):.0%} of rounds"
-            report.rows.append((f"guarded speed at {count} sequences: {name}", *shown, said))
-            report.figures[f"guard, {name}, {count}"] = {"speed": ratio, "why": drafter.why}
-    report.bars.append(at_least("guarded speed at any load", worst, 0.97))
+            told = drafters[name].told
+            shown = {}
+            for kind in worst:
+                plain, mine = Spread(found["none"][kind]), Spread(found[name][kind])
+                shown[kind] = plain.median / mine.median
+                worst[kind] = min(worst[kind], shown[kind])
+            first = statistics.median(found["none"]["clock"]) / found[name]["clock"][0]
+            report.rows.append(
+                (
+                    f"guarded speed at {count} sequences: {name}",
+                    *(f"{shown['clock']:.2f}x", "", ""),
+                    f"{shown['processors']:.2f}x in processor seconds, {first:.2f}x in the first "
+                    f"run; drafted in {told.drafted / max(1, told.rounds):.0%} of rounds",
+                )
+            )
+            report.figures[f"guard, {name}, {count}"] = {
+                "speed": shown["clock"],
+                "speed in processor seconds": shown["processors"],
+                "speed of the first run": first,
+                "why": drafters[name].why,
+            }
+    for kind, value in worst.items():
+        report.bars.append(at_least(f"guarded speed at any load, {kind}", value, 0.97))
 
 
-def larger(report: Report) -> None:
-    """Costs of a target of 110 M, and the acceptance that 2.17 and 2.61 times would need."""
+def larger(report: Report, rounds: int) -> None:
+    """A target of 110 M: measured beside predicted, and the acceptance that speeds would need."""
     from benchmarks.serving import make_model
     from gulliver.serve.speculative._measure import step
 
-    runner = LocalRunner(make_model(), cache_tokens=4096)
+    model = make_model()
+    random = torch.Generator().manual_seed(2)
+    texts = [torch.randint(32_000, (PROMPT,), generator=random).tolist() for _ in range(2)]
+    _measured(report, "ngram, target of 110 M", model, None, "ngram", texts, min(rounds, 3))
+    runner = LocalRunner(model, cache_tokens=4096)
+    costs = {"memory alone, modelled": dict.fromkeys((1, 2, 3, 5, 7), 1.0)}
     for count in (1, 8):
         plain = _median(lambda c=count: step(runner, c, 1))
-        verify = {
-            n: _median(lambda c=count, n=n: step(runner, c * (n + 1), n + 1)) for n in (1, 3, 5)
+        costs[f"110 M, {count} sequences"] = {
+            n: _median(lambda c=count, n=n: step(runner, c * (n + 1), n + 1)) / plain
+            for n in (1, 2, 3, 5, 7)
         }
-        ratios = {n: seconds / plain for n, seconds in verify.items()}
-        need = []
-        for aim in (1.0, 2.17, 2.61):
-            least = min(_needed(aim, n, 0.05, ratio) for n, ratio in ratios.items())
-            need.append(f"{aim}x: {least:.2f}" if least <= 1 else f"{aim}x: never")
-        shown = " ".join(f"{n}: {ratio:.2f}" for n, ratio in ratios.items())
-        report.rows.append(
-            (
-                f"110 M, random weights, {count} sequences: verifying n over a plain step",
-                *(shown, "", "", "acceptance needed (modelled) " + ", ".join(need)),
-            )
-        )
-        report.figures[f"110 M, {count}"] = {"verify": ratios, "needed": need}
     runner.close()
+    for name, ratios in costs.items():
+        shown = " ".join(f"{n}: {ratio:.2f}" for n, ratio in ratios.items())
+        report.rows.append((f"verifying n guesses over a plain step: {name}", shown, "", "", ""))
+        report.figures[f"verifying, {name}"] = ratios
+        for share in (0.0, 0.05, 0.1, 0.2):
+            need = [
+                min((_needed(aim, n, share, ratio), n) for n, ratio in ratios.items())
+                for aim in (1.5, 2.17, 2.61)
+            ]
+            shown = tuple("never" if least > 1 else f"{least:.2f} ({n})" for least, n in need)
+            what = f"acceptance for 1.5x, 2.17x, 2.61x: {name}"
+            report.rows.append((what, *shown, f"a guess takes {share:.0%} of a step; modelled"))
+            report.figures[f"needed, {name}, {share}"] = need
 
 
-def _median(run: Callable[[], float], times: int = 5) -> float:
+def _median(run: Callable[[], float], times: int = 7) -> float:
     run()
     return statistics.median(run() for _ in range(times))
 

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
 from gulliver.serve import (
+    Batch,
     Engine,
     EngineOptions,
     LocalRunner,
     Row,
     SamplingParameters,
+    Span,
     Wanted,
     draw,
     probabilities,
@@ -440,7 +442,7 @@ def simulated(
             text += right[: len(path) + 1]
             made += len(path) + 1
         seconds = 1 + slope * tokens
-        spec.cost.note(tokens, seconds)
+        spec.ran(Batch(0, [Span(0, 0, [0] * tokens, [], tokens)]), seconds)
         if number >= rounds // 2:
             gains[0] += made
             gains[1] += seconds + coin.clock - begun

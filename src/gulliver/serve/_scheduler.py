@@ -18,7 +18,7 @@ that a sequence may share what another one of the same batch computes.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from gulliver.serve._batch import Batch, Pair, Span
 from gulliver.serve._blocks import BlockPool, extend_digests
@@ -131,9 +131,9 @@ class Scheduler:
         wanted = going + sum(sequence.new for sequence in self.waiting[: self.most])
         return max(1, min(self.step_tokens, -(-wanted // parts)))
 
-    def _drafts(self, ready: Iterable[Sequence], budget: int) -> dict[int, Draft]:
+    def _drafts(self, ready: Collection[Sequence], budget: int) -> dict[int, Draft]:
         """Asks the drafter, and takes nothing from it that there is no room for."""
-        if self.drafter is None or budget <= 0:
+        if self.drafter is None or budget <= 0 or not ready or self.drafter.rests(len(ready)):
             return {}
         wanted = {
             s.number: Wanted(

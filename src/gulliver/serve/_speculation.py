@@ -70,6 +70,10 @@ class Drafter(Protocol):
         """Learns which runner verifies, at the start and after each replay on another one."""
         ...
 
+    def rests(self, sequences: int) -> bool:
+        """Whether nothing will be drafted for so many sequences, so that none need be gathered."""
+        return False
+
     def draft(self, wanted: Sequence[Wanted], budget: int) -> Mapping[int, Draft]:
         """Drafts for sequences of the next batch.
 

@@ -10,9 +10,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of tokens at which seconds are kept; between them they are interpolated."""
+_BETWEEN = [math.sqrt(one * other) for one, other in pairwise(KNOTS)]
 
 
 class StepCost:
@@ -42,7 +44,7 @@ class StepCost:
             tokens: number of tokens of a forward.
             seconds: what it took.
         """
-        knot = min(KNOTS, key=lambda known: (abs(math.log(tokens / known)), known))
+        knot = KNOTS[bisect_left(_BETWEEN, tokens)]
         if self._seconds:
             ratio = min(max(seconds / self.seconds(tokens), 0.1), 10.0)
             self._scale *= ratio**0.1

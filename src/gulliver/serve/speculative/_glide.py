@@ -9,6 +9,9 @@ first guess sees all before it, the d-th all but d - 1. In training positions ar
 `block`, beginning anywhere, and a token sees the target's keys of blocks before its own: so each
 depth up to `block` is learnt as it is used. ``block=1`` is training without the mask.
 
+[Note: what is learnt] A guess is right where the target's token is met, not the text's: a draft
+learns the target's distribution of each next token, which also says more of it than one token does.
+
 The layers know no cache: what attends is handed to them.
 """
 
@@ -178,8 +181,9 @@ class Glide(nn.Module):
         seen: Tensor,
         keys: Sequence[Tensor] = (),
         values: Sequence[Tensor] = (),
+        teacher: Tensor | None = None,
     ) -> Tensor:
-        """Mean loss of the next tokens.
+        """Mean cross-entropy of the next tokens, or with the target's distributions of them.
 
         Args:
             tokens: [B, S].
@@ -187,6 +191,7 @@ class Glide(nn.Module):
             seen: [S], how many of the target's keys each position sees; see `seen_keys`.
             keys: the target's keys [B, H, S, D] for each layer of the draft.
             values: the target's values, of the same shape.
+            teacher: the target's logits [B, S, V]; None learns the text's tokens.
         """
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -209,8 +214,14 @@ class Glide(nn.Module):
 
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None].expand_as(tokens)
         x = self.hidden(tokens, positions, attend, glimpse)
-        found = self.logits(x[:, :-1]).float()
-        return F.cross_entropy(found.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        if teacher is None:
+            found = self.logits(x[:, :-1]).float()
+            return F.cross_entropy(found.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        learnt = labels[:, 1:] != -100
+        found = self.logits(x[:, :-1][learnt]).float()
+        wanted = teacher[:, :-1][learnt].to(found.dtype).softmax(-1)
+        # Summed, since a rank without any has no mean.
+        return F.cross_entropy(found, wanted, reduction="sum") / learnt.sum().clamp(min=1)
 
 
 def seen_keys(length: int, block: int, offset: int) -> Tensor:

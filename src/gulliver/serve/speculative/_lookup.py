@@ -9,6 +9,7 @@ n-grams of the prompt: Saxena, prompt-lookup-decoding).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 
 from gulliver.serve._batch import Runner
 from gulliver.serve._speculation import Wanted
@@ -16,6 +17,8 @@ from gulliver.serve.speculative._proposal import Proposal, Proposer, chain
 
 LONGEST, SHORTEST = 8, 2
 """Most and fewest tokens of a context that is looked up."""
+FEW_TOKENS = 16
+"""Tokens whose reading is counted to the guesses; that of more is told apart."""
 KEPT = 1 << 18
 """Tokens of all sequences that are kept, in two halves: the older one goes when the newer is full.
 A token takes about a kilobyte."""
@@ -74,7 +77,7 @@ class Followers:
 class LookUp(Proposer):
     """Proposes what followed the same tokens earlier in the text, or in any text."""
 
-    free, apart = True, 0.0
+    free = True
 
     def __init__(self, shared: bool = False, longest: int = LONGEST, kept: int = KEPT) -> None:
         """Makes a proposer that has read nothing.
@@ -85,7 +88,7 @@ class LookUp(Proposer):
             kept: tokens of other sequences that are kept.
         """
         self.name = "suffix" if shared else "ngram"
-        self._longest, self._kept = longest, kept
+        self._longest, self._kept, self.apart = longest, kept, 0.0
         self._own: dict[int, tuple[Followers, int]] = {}
         self._all = [Followers(longest), Followers(longest)] if shared else []
 
@@ -95,6 +98,7 @@ class LookUp(Proposer):
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         """Proposes chains, as long as what follows is known."""
         found = {}
+        self.apart = 0.0
         for one in wanted:
             tables = [self._read(one), *self._all]
             tokens: list[int] = []
@@ -114,6 +118,7 @@ class LookUp(Proposer):
 
     def _read(self, one: Wanted) -> Followers:
         """Reads what is new of a sequence."""
+        begun, unread = perf_counter(), self.unread(one)
         own, read = self._own.get(one.sequence) or (Followers(self._longest), 0)
         if read < len(one.tokens):
             own.read(one.tokens, read)
@@ -122,7 +127,15 @@ class LookUp(Proposer):
                     self._all = [Followers(self._longest), self._all[0]]
                 self._all[0].read(one.tokens, read)
         self._own[one.sequence] = own, len(one.tokens)
+        if unread:
+            self.apart += perf_counter() - begun
         return own
+
+    def unread(self, one: Wanted) -> int:
+        """Tokens that have not been read, where they are many."""
+        known = self._own.get(one.sequence)
+        lacking = len(one.tokens) - (known[1] if known else 0)
+        return lacking if lacking > FEW_TOKENS else 0
 
     def dropped(self, sequence: int) -> None:
         """Forgets a sequence's own table."""

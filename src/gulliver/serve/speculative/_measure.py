@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from gulliver.serve._batch import Batch, Runner, Span
+from gulliver.serve._batch import Batch, Facts, Runner, Span
 from gulliver.serve._local import LocalRunner
-from gulliver.serve.speculative._cost import StepCost
+from gulliver.serve._sampling import SamplingParameters
+from gulliver.serve._speculation import Wanted
+from gulliver.serve.speculative._cost import Mean, StepCost
+from gulliver.serve.speculative._proposal import Proposer
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of tokens that are measured, as long as they fit."""
@@ -36,6 +39,39 @@ def measure_steps(runner: Runner, cost: StepCost) -> None:
             seconds = step(runner, size)
             if round_ or seconds > LIMIT / 10:
                 cost.note(size, seconds)
+
+
+def measure_proposals(proposer: Proposer, facts: Facts, cost: StepCost, reading: Mean) -> None:
+    """Lets a draft model guess for sequences that nobody asked for.
+
+    Args:
+        proposer: draft model, which has begun.
+        facts: sizes of its target; keys and values of its first blocks are looked at as they are.
+        cost: what learns seconds of a depth by the number of sequences.
+        reading: what learns seconds of a token of a text that is read.
+    """
+    begun, greedy = perf_counter(), SamplingParameters(temperature=0.0)
+    length = min(64, facts.longest - 4)
+    if length < 32:
+        return
+    blocks = range(-(-(length + 2) // facts.block_size))
+    for count in (1, 4, 16, 64):
+        for more in range(3):  # the first round reads the texts
+            tokens = [0] * (length + more)
+            wanted = [
+                Wanted(-1 - n, tokens, len(tokens) - 1, blocks, 2, greedy) for n in range(count)
+            ]
+            start = perf_counter()
+            found = proposer.propose(wanted, 2)
+            spent = perf_counter() - start - proposer.apart
+            if more and len(found) == count:
+                cost.note(count, spent / 2)
+            elif proposer.apart:
+                reading.add(proposer.apart / (length * count))
+        for number in range(count):
+            proposer.dropped(-1 - number)
+        if perf_counter() - begun > LIMIT / 2:
+            break
 
 
 def step(runner: Runner, tokens: int, wide: int = WIDE, before: int = 64) -> float:

@@ -180,6 +180,11 @@ class ModelDraft(Proposer):
             history = (*one.tokens, *paths[one.sequence].tokens)
         return Row(one.sampling, one.seed, one.sample, place, history, one.prompt)
 
+    def unread(self, one: Wanted) -> int:
+        """Tokens that the model's cache lacks, where they are many."""
+        lacking = len(one.tokens) - self._known.get(one.sequence, 0)
+        return lacking if lacking > SHORT else 0
+
     def dropped(self, sequence: int) -> None:
         """Forgets a sequence."""
         self._known.pop(sequence, None)

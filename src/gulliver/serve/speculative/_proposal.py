@@ -63,6 +63,10 @@ class Proposer(Protocol):
         """Proposals by number of sequence, none deeper than `depth` or its sequence's room."""
         ...
 
+    def unread(self, one: Wanted) -> int:
+        """Tokens of a text that would be read before anything is guessed, beside the last few."""
+        return 0
+
     def dropped(self, sequence: int) -> None:
         """Learns that a sequence has ended."""
         ...

@@ -1,19 +1,13 @@
 """`Speculator`: chooses how much is drafted and verified, so that drafts never make it slower.
 
 Read `draft`: it asks the proposer as deep as pays, calibrates how sure it is, and takes those
-guesses of all sequences together whose verification is worth its time (`_cost.best`).
-
-[Note: the guard] Three things keep speculation from costing. Guesses are chosen by seconds that
-were measured on this machine, at this load. What a guess is worth is what became of guesses like
-it: all proposals are compared with the tokens that came, verified or not. And where drafting does
-not pay it rests: it is tried again on `FEW` sequences, and only so often that this takes `TRIAL` of
-the time.
+guesses of all sequences together whose verification is worth its time (`_cost.best`). Whether it is
+asked at all is for `_guard.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -22,19 +16,11 @@ from gulliver.errors import GulliverError
 from gulliver.serve._batch import Batch, Runner
 from gulliver.serve._speculation import Draft, Drafter, Wanted
 from gulliver.serve.speculative._cost import Calibration, Choice, Mean, StepCost, best
-from gulliver.serve.speculative._measure import measure_steps
+from gulliver.serve.speculative._guard import FEW, MARGIN, Guard, highest_gain
+from gulliver.serve.speculative._measure import measure_proposals, measure_steps
 from gulliver.serve.speculative._proposal import Proposal, Proposer
 
 log = logging.getLogger("gulliver")
-
-TRIAL = 0.01
-"""Share of the time that is spent on finding out whether drafting has begun to pay."""
-LONGEST_REST = 1000
-"""Most rounds between two trials."""
-FEW = 4
-"""Sequences that drafting is tried on while it does not pay."""
-MARGIN = 0.02
-"""Gain that must be predicted before anything is drafted: predictions are that uncertain."""
 
 
 @dataclass(frozen=True)
@@ -126,34 +112,43 @@ class Speculator(Drafter):
         self.calibration = Calibration()
         self.why = ""
         self._pending: dict[int, _Pending] = {}
-        self._resting = 0
-        # By the power of two of the sequences: seconds of a proposal, for a model those of each of
-        # its depths; and what the last rounds were worth.
-        self._seconds: dict[int, Mean] = {}
-        self._gains: dict[int, Mean] = {}
+        self._guard = Guard()
+        # Seconds of guesses: of one sequence where they are looked up, otherwise of one depth, by
+        # the number of sequences; and of a token of a text that is read.
+        self._each, self._deeper, self._reading = Mean(), StepCost(), Mean(memory=50)
         # Chance that a path is right down to a depth, of what was proposed.
         self._reach = [Mean(0.7 ** (depth + 1), 5) for depth in range(self.options.depth)]
 
     def begin(self, runner: Runner) -> None:
-        """Measures what forwards cost, where the runner can be measured before requests come."""
+        """Measures what forwards and guesses cost, where it can be before requests come."""
         if runner.facts.blocks and not self.cost.known:
             measure_steps(runner, self.cost)
         self.proposer.begin(runner)
+        if not self.proposer.free and not self._deeper.known and self.cost.known:
+            measure_proposals(self.proposer, runner.facts, self._deeper, self._reading)
+
+    def rests(self, sequences: int) -> bool:
+        """Whether nothing will be drafted for so many sequences: asked before they are gathered."""
+        if self.options.fixed or self._pending or not self._guard.is_off(sequences):
+            return False
+        if self._guard.may_try(self.drafting(min(FEW, sequences), 1)):
+            return False
+        self.told.rounds += 1
+        return True
 
     def draft(self, wanted: Sequence[Wanted], budget: int) -> Mapping[int, Draft]:
         """Drafts what pays."""
         begun = perf_counter()
         self._compare(wanted)
         self.told.rounds += 1
-        trial = self._off(len(wanted))
-        if trial and self._resting > 0:
-            self._resting -= 1
+        some, trial = self._asked(wanted)
+        if not some:
             return {}
-        some = wanted[:FEW] if trial else wanted
         depth = self._depth(len(wanted))
+        read = sum(self.proposer.unread(one) for one in some)
         proposals = self.proposer.propose(some, depth)
         spent = perf_counter() - begun
-        self._spent(len(some), depth, spent - self.proposer.apart)
+        self._spent(len(some), depth, spent, read)
         kinds = {one.sequence: self._kind(one) for one in some}
         for one in some:
             proposal = proposals.get(one.sequence)
@@ -161,46 +156,90 @@ class Speculator(Drafter):
                 kind = kinds[one.sequence]
                 self._pending[one.sequence] = _Pending(len(one.tokens), proposal, kind)
         ranked = self._ranked(proposals, kinds, {one.sequence: one.most for one in some})
-        taken = self._worth(ranked, len(some), len(wanted), budget)
-        if self.why and not self.options.fixed:
-            plain = self.cost.seconds(len(wanted))
-            self._resting = min(int(spent / (TRIAL * plain)), LONGEST_REST) if plain else 0
+        times = len(wanted) // len(some) if trial else 1
+        taken = self._worth(ranked, times, len(wanted), budget)
+        if trial:
+            self._guard.pay(perf_counter() - begun)
         chosen: dict[int, list[int]] = {}
         for _, number, node in ranked[:taken]:
             chosen.setdefault(number, []).append(node)
         self.told.drafted += bool(chosen)
         return {number: _part(proposals[number], sorted(of)) for number, of in chosen.items()}
 
-    def _off(self, sequences: int) -> bool:
-        """Whether drafting has not paid lately, with about so many sequences."""
-        gain = self._gains.get(_level(sequences))
-        return not self.options.fixed and gain is not None and gain.value < 1 + MARGIN
+    def _asked(self, wanted: Sequence[Wanted]) -> tuple[Sequence[Wanted], bool]:
+        """Sequences that guesses are asked for, and whether this is a trial."""
+        sequences, guard = len(wanted), self._guard
+        plain = self.cost.seconds(sequences)
+        if self.options.fixed or plain <= 0:
+            return wanted, False
+        first = guard.gain(sequences) is None
+        if first:
+            _, promised = self._promised(sequences)
+            if promised < 1 + MARGIN:
+                guard.learn(sequences, promised)
+                self._say(Choice(gain=promised), sequences)
+        if not first and not guard.is_off(sequences):
+            return self._worth_reading(wanted, plain), False
+        most = highest_gain(
+            *(self.cost.seconds, lambda depth: self.drafting(sequences, depth)),
+            *(sequences, self.options.depth),
+        )
+        if most < 1 + MARGIN:
+            self.why = (
+                f"with {sequences} sequences guesses would give {most:.2f} times the plain tokens "
+                "per second if all were right"
+            )
+            return (), True
+        # Texts that are read already cost nothing to try on.
+        some = sorted(wanted, key=self.proposer.unread)[:FEW]
+        unread = sum(self.proposer.unread(one) for one in some)
+        cost = self.drafting(len(some), self._depth(sequences)) + unread * self._reading.value
+        if (first and not guard.is_off(sequences)) or guard.may_try(cost):
+            return some, True
+        return (), True
+
+    def _worth_reading(self, wanted: Sequence[Wanted], plain: float) -> Sequence[Wanted]:
+        """Leaves out texts that would take longer to read than guesses for their rest can save."""
+        gain = self._guard.gain(len(wanted)) or 1.0
+        saved = plain / len(wanted) * (1 - 1 / max(gain, 1.0))
+        each = self._reading.value
+        some = [one for one in wanted if self.proposer.unread(one) * each <= saved * one.most]
+        if not some:
+            self.why = "reading the texts would take longer than guesses for their rest can save"
+        return some
 
     def _depth(self, sequences: int) -> int:
-        """How deep to ask the proposer: where tokens per second are most, by what is expected."""
-        plain = self.cost.seconds(sequences)
-        if self.options.fixed or self.proposer.free or plain <= 0:
+        """How deep to ask the proposer."""
+        if self.options.fixed or self.proposer.free or self.cost.seconds(sequences) <= 0:
             return self.options.depth
+        return self._promised(sequences)[0]
+
+    def _promised(self, sequences: int) -> tuple[int, float]:
+        """Depth with most tokens per second by what is expected of guesses, and its gain."""
+        plain = self.cost.seconds(sequences)
         best_depth, most, reach = 1, 0.0, 0.0
         for depth in range(1, self.options.depth + 1):
             reach += self._reach[depth - 1].value
             seconds = self.cost.seconds(sequences * (1 + depth)) + self.drafting(sequences, depth)
             if (1 + reach) / seconds > most:
                 best_depth, most = depth, (1 + reach) / seconds
-        return best_depth
+        return best_depth, most * plain
 
     def drafting(self, sequences: int, depth: int) -> float:
-        """Seconds of making guesses, as they were lately with about so many sequences."""
-        level = _level(sequences)
-        known = [one for one in self._seconds if one <= level] or [*self._seconds][:1]
-        if not known:
-            return 0.0
-        return self._seconds[max(known)].value * (1 if self.proposer.free else depth)
+        """Seconds of making guesses for so many sequences, as they were lately."""
+        if self.proposer.free:
+            return self._each.value * sequences
+        return self._deeper.seconds(sequences) * depth
 
-    def _spent(self, sequences: int, depth: int, seconds: float) -> None:
-        """Learns what guesses took: by token where a model makes them."""
-        mean = self._seconds.setdefault(_level(sequences), Mean())
-        mean.add(seconds / (1 if self.proposer.free else depth))
+    def _spent(self, sequences: int, depth: int, seconds: float, read: int) -> None:
+        """Learns what guesses took, and what reading did."""
+        apart = self.proposer.apart
+        if read and apart:
+            self._reading.add(apart / read)
+        if self.proposer.free:
+            self._each.add((seconds - apart) / sequences)
+        else:
+            self._deeper.note(sequences, (seconds - apart) / depth)
 
     def _kind(self, one: Wanted) -> object:
         """Guesses of requests that are drawn alike are calibrated together."""
@@ -232,14 +271,15 @@ class Speculator(Drafter):
         return sorted(ranked, key=lambda one: (one[0], one[2]))
 
     def _worth(
-        self, ranked: Sequence[tuple[float, int, int]], some: int, sequences: int, budget: int
+        self, ranked: Sequence[tuple[float, int, int]], times: int, sequences: int, budget: int
     ) -> int:
         """Number of guesses that are worth verifying, the likeliest first.
 
         Args:
             ranked: guesses.
-            some: sequences that were asked for guesses.
-            sequences: sequences of the batch; those not asked would have guesses like the others.
+            times: how many times as many sequences there are as were asked for guesses: the others
+                would have guesses like theirs.
+            sequences: sequences of the batch.
             budget: most guesses.
         """
         if self.options.budget is not None:
@@ -248,29 +288,32 @@ class Speculator(Drafter):
         if self.options.fixed:
             self.choice = Choice(len(chances), sum(chances))
             return len(chances)
-        times = sequences // some
         all_chances = [chance for chance in chances for _ in range(times)][:budget]
-        depth = max((self._depth(sequences), 1)) if not self.proposer.free else 1
-        spent = self.drafting(sequences, depth)
+        spent = self.drafting(sequences, self._depth(sequences))
         self.choice = best(all_chances, sequences, self.cost, spent)
         gain = self.choice.gain
         # Where nothing is worth verifying, drafting was for nothing.
         plain = self.cost.seconds(sequences)
         came = gain if gain >= 1 + MARGIN else plain / (plain + spent) if plain else 1.0
-        self._gains.setdefault(_level(sequences), Mean(memory=8)).add(came)
+        self._guard.learn(sequences, came)
         self._say(self.choice, sequences)
         return self.choice.taken if times == 1 and gain >= 1 + MARGIN else 0
 
     def _say(self, choice: Choice, sequences: int) -> None:
         """Notes why nothing is drafted, and logs when that changes."""
         before = self.why
-        if not self._off(sequences) and choice.gain >= 1 + MARGIN:
+        if not self._guard.is_off(sequences) and choice.gain >= 1 + MARGIN:
             self.why = ""
         elif choice.taken:
             self.why = (
                 f"{choice.taken} guesses for {sequences} sequences, {choice.accepted:.2f} of them "
                 f"right, would take a step {choice.step:.2f} times as long: {choice.gain:.2f} "
                 "times the plain tokens per second"
+            )
+        elif choice.gain < 1:
+            self.why = (
+                f"with {sequences} sequences guesses as good as the last ones would give "
+                f"{choice.gain:.2f} times the plain tokens per second"
             )
         else:
             self.why = "nothing is known to guess"
@@ -282,6 +325,7 @@ class Speculator(Drafter):
         """Learns what a forward took; parts of prompts have other costs, and are not counted."""
         if batch.outputs == batch.tokens:
             self.cost.note(batch.tokens, seconds)
+        self._guard.earn(seconds)
 
     def verified(self, sequence: int, draft: Draft, path: Sequence[int], tokens: int) -> None:
         """Counts; what is learnt of guesses is learnt when the next ones are made."""
@@ -340,11 +384,6 @@ class Speculator(Drafter):
             f"{told.guesses} guesses, {rate:.0%} right"
         )
         return f"{line}; now off: {self.why}" if self.why else line
-
-
-def _level(sequences: int) -> int:
-    """Power of two of a number of sequences: those of one level cost about the same."""
-    return int(math.log2(sequences))
 
 
 def _is_first(proposal: Proposal, node: int) -> bool:

@@ -88,7 +88,6 @@ class _Kept:
         return out.permute(0, 2, 1, 3).flatten(0, 1)
 
 
-@torch.no_grad()
 def glimpses_of(
     model: Any, tokens: Tensor, layers: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], int]:
@@ -102,10 +101,35 @@ def glimpses_of(
     Returns:
         Keys [B, H, S, D] and values for each of `layers`, and the heads of the model's queries.
     """
+    kept, _ = _read(model, tokens, layers, False)
+    return [kept.keys[n] for n in layers], [kept.values[n] for n in layers], kept.heads
+
+
+def lesson_of(
+    model: Any, tokens: Tensor, layers: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """What a draft learns from: a model's keys and values of texts, and its logits.
+
+    Args:
+        model: causal language model of transformers.
+        tokens: texts [B, S].
+        layers: layers whose keys and values are wanted.
+
+    Returns:
+        Keys [B, H, S, D] and values for each of `layers`, and logits [B, S, V] in float32.
+    """
+    kept, logits = _read(model, tokens, layers, True)
+    keys, values = ([of[n] for n in layers] for of in (kept.keys, kept.values))
+    return keys, values, logits.unflatten(0, tokens.shape)
+
+
+@torch.no_grad()
+def _read(model: Any, tokens: Tensor, layers: Sequence[int], rows: bool) -> tuple[_Kept, Tensor]:
+    """Runs a model on texts; of logits one row is computed where none are wanted."""
     count, length = tokens.shape
     kept = _Kept(count, layers)
     positions = torch.arange(length, device=tokens.device).repeat(count)
+    wanted = torch.arange(count * length if rows else 1, device=tokens.device)
     with attached(model, kept):
-        # One row of logits is computed since none cannot be asked for.
-        forward(model, tokens.flatten(), positions, positions[:1])
-    return [kept.keys[n] for n in layers], [kept.values[n] for n in layers], kept.heads
+        logits = forward(model, tokens.flatten(), positions, wanted)
+    return kept, logits

@@ -1,32 +1,46 @@
-"""Training of a draft: the target is frozen, and gives keys and values of each batch.
+"""Training of a draft: the target is frozen, and gives keys, values and logits of each batch.
 
-Read `train_draft`. The draft alone is boosted, so that any plugin shards it; each rank has the
-target whole, in evaluation mode.
+Read `train_draft`, then `_Training`. The draft alone is boosted, so that any plugin shards it; each
+rank has the target whole, in evaluation mode. What a run has done lies in ``training`` under the
+draft's folder, until the draft is whole.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gulliver.booster import Booster, LowLevelZeroPlugin, TorchDDPPlugin
-from gulliver.comm import World, all_reduce, init_world
+from gulliver.comm import World, all_reduce, barrier, init_world
 from gulliver.errors import GulliverError
-from gulliver.finetune import make_batches, read_text
+from gulliver.finetune import Run, TextData, fingerprint_of, make_batches, read_text
+from gulliver.jobs import Display, StopRequest, derive
+from gulliver.options import resolved
 from gulliver.serve._load import load
 from gulliver.serve.speculative._folder import save_draft
 from gulliver.serve.speculative._glide import Glide, GlideConfig, seen_keys
-from gulliver.serve.speculative._target import glimpses_of, target_frequencies
-from gulliver.serve.speculative._train_config import TrainDraftConfig, check_train_draft
+from gulliver.serve.speculative._target import glimpses_of, lesson_of, target_frequencies
+from gulliver.serve.speculative._train_config import (
+    MAY_CHANGE,
+    TrainDraftConfig,
+    check_train_draft,
+)
 
 EVERY = 20
-"""Steps between two lines."""
+"""Steps between two lines of the log."""
+HELD_OUT = 1 << 40
+"""Number of a step that no training reaches: from it on the blocks of held-out texts are drawn."""
+FINGERPRINTS = {
+    "target": "--target is not the one that the draft was begun for",
+    "data": "--data are not those that the draft was begun with",
+}
 
 
 @dataclass(frozen=True)
@@ -34,14 +48,16 @@ class Trained:
     """What a training came to.
 
     Attributes:
-        steps: optimizer steps.
-        loss: mean loss of held-out tokens, in nats; NaN without any.
+        steps: optimizer steps so far.
+        loss: mean loss of held-out tokens, in nats; NaN without any, or before the end.
         parameters: number of the draft's parameters.
+        over: whether it has come to its end; a signal stops it at the end of a step.
     """
 
     steps: int
     loss: float
     parameters: int
+    over: bool = True
 
 
 def train_draft(
@@ -57,7 +73,8 @@ def train_draft(
         say: function that shows a line to the user.
 
     Raises:
-        GulliverError: the options, the target or the data do not allow it.
+        GulliverError: the options, the target or the data do not allow it, or a run is to be
+            continued that was begun with others.
     """
     check_train_draft(config)
     assert config.target is not None
@@ -67,63 +84,206 @@ def train_draft(
     model = model.to(world.device).eval().requires_grad_(False)
     context = getattr(model.config, "max_position_embeddings", None)
     data = read_text(config, tokenizer, say, context=context)
-    length = int(data.facts["length"])
-    torch.manual_seed(config.seed)
-    sizes = glide_config(config, model)
-    draft = Glide(sizes, target_frequencies(model) if sizes.glimpses else ()).to(world.device)
-    batches = make_batches(
-        data.train,
-        tokens=max(config.batch_tokens, length),
-        length=length,
-        packing=False,
-        seed=config.seed,
-        rank=world.rank,
-        ranks=world.size,
-    )
-    steps = config.steps or len(batches)
-    parameters = sum(p.numel() for p in draft.parameters())
-    say(
-        f"draft: {parameters:,} parameters, {sizes.layers} layer(s) of {sizes.hidden}, looking at "
-        f"layer(s) {', '.join(map(str, sizes.glimpses)) or 'none'}; {steps} steps"
-    )
-    optimizer = torch.optim.AdamW(
-        draft.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: _factor(config, s, steps))
-    plugin = LowLevelZeroPlugin(stage=config.stage) if config.stage else TorchDDPPlugin()
-    booster = Booster(plugin=plugin, verbose=False)
-    boosted, optimizer, _, _, schedule = booster.boost(draft, optimizer, lr_scheduler=schedule)
-    learner = _Learner(model, boosted, sizes, world, config.seed)
-    done, total, epoch = 0, torch.zeros((), device=world.device), 0
-    while done < steps:
-        batches.set_epoch(epoch)
-        for batch in batches:
-            loss = learner.loss(batch)
-            booster.backward(loss, optimizer)
-            optimizer.clip_grad_by_norm(1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            total, done = total + loss.detach(), done + 1
-            if done % EVERY == 0 or done == steps:
-                mean = float(total) / (done % EVERY or EVERY)
-                if not math.isfinite(mean):
-                    raise GulliverError(
-                        f"the loss is {mean} at step {done}: give a lower --learning-rate"
-                    )
-                say(f"step {done} of {steps}: loss {mean:.3f}")
-                total = torch.zeros((), device=world.device)
-            if done == steps:
-                break
-        epoch += 1
-    found = Trained(steps, _held_out(learner, boosted, data.held_out, config, length), parameters)
-    whole = booster.release(boosted)  # every rank gathers the parameters
+    run = Run(config.out / "training", 2, MAY_CHANGE, FINGERPRINTS)
+    handed = f"{type(model).__name__} of {sum(p.numel() for p in model.parameters())} parameters"
+    known = {
+        "target": handed if target else fingerprint_of(config.target),
+        "data": data.fingerprint,
+    }
+    checkpoint = run.open(config, known)
+    training = _Training(config, model, data, run, world, say)
+    if checkpoint is not None:
+        training.restore(checkpoint)
     if world.is_main:
-        facts = {"steps": steps, "loss": found.loss, "target": str(config.target)}
-        weights = {name: value.detach().cpu() for name, value in whole.state_dict().items()}
-        save_draft(config.out, sizes, weights, facts)
-        say(f"{config.out}: written, loss of held-out texts {found.loss:.3f}")
-    return found
+        run.write(options=resolved(config), fingerprints=known)
+        run.cut(training.done if checkpoint is not None else -1)
+    barrier()
+    with StopRequest().listening() as stop:
+        return training.run_to_end(stop)
+
+
+class _Training:
+    """A draft, its optimizer and its data, and the loop over them."""
+
+    def __init__(
+        self,
+        config: TrainDraftConfig,
+        target: Any,
+        data: TextData,
+        run: Run,
+        world: World,
+        say: Callable[[str], None],
+    ) -> None:
+        self.config, self.data, self.run, self.world, self.say = config, data, run, world, say
+        self.length = int(data.facts["length"])
+        torch.manual_seed(config.seed)
+        self.sizes = sizes = glide_config(config, target)
+        frequencies = target_frequencies(target) if sizes.glimpses else ()
+        draft = Glide(sizes, frequencies).to(world.device)
+        self.batches = make_batches(
+            data.train,
+            tokens=max(config.batch_tokens, self.length),
+            length=self.length,
+            packing=False,
+            seed=config.seed,
+            rank=world.rank,
+            ranks=world.size,
+        )
+        self.steps = config.steps or len(self.batches)
+        self.parameters = sum(p.numel() for p in draft.parameters())
+        say(
+            f"draft: {self.parameters:,} parameters, {sizes.layers} layer(s) of {sizes.hidden}, "
+            f"looking at layer(s) {', '.join(map(str, sizes.glimpses)) or 'none'}; "
+            f"{self.steps} steps"
+        )
+        optimizer = torch.optim.AdamW(
+            draft.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: _factor(config, step, self.steps)
+        )
+        plugin = LowLevelZeroPlugin(stage=config.stage) if config.stage else TorchDDPPlugin()
+        self.booster = Booster(plugin=plugin, verbose=False)
+        boosted = self.booster.boost(draft, optimizer, lr_scheduler=schedule)
+        self.draft, self.optimizer, _, _, self.schedule = boosted
+        self.learner = _Learner(target, self.draft, sizes, config, world)
+        self.position = self.batches.state_dict()
+        self.done, self.total = 0, torch.zeros((), device=world.device)
+
+    def restore(self, folder: Path) -> None:
+        """Takes up the state of a checkpoint; every rank calls it."""
+        loaded = self.booster.load(
+            folder, self.draft, self.optimizer, self.schedule, state={"run": None}, random=False
+        )
+        state = loaded.values["run"]
+        self.batches.load_state_dict(state["batches"])
+        self.position, self.done = state["batches"], state["step"]
+        self.total.fill_(state["total"])
+        self.say(f"continued at step {self.done} from {folder}")
+
+    def _save(self) -> None:
+        """Begins a checkpoint of this step; every rank calls it."""
+        # Each rank has a mean of its own: the first one's is what was told.
+        run = {"step": self.done, "batches": self.position, "total": float(self.total)}
+        self.booster.save(
+            self.run.checkpoints.root,
+            self.done,
+            *(self.draft, self.optimizer, self.schedule),
+            state={"run": run},
+            keep=self.run.keep,
+        )
+
+    def run_to_end(self, stop: StopRequest) -> Trained:
+        """Steps until the last, or until a signal, after which the state is saved."""
+        stopped = False
+        with Display("draft", self.steps, self.done, self.world.is_main) as display:
+            while self.done < self.steps and not stopped:
+                for batch in self.batches:
+                    self._step(batch)
+                    self._tell(display)
+                    stopped = self._wished(stop)
+                    last = self.done == self.steps
+                    if not last and (stopped or self.done % self.config.save_every == 0):
+                        self._save()
+                    if last or stopped:
+                        break
+        self.booster.close()
+        if stopped and self.done < self.steps:
+            self.say(f"stopped at step {self.done} of {self.steps}; continue with --resume")
+            return Trained(self.done, math.nan, self.parameters, False)
+        return self._finish()
+
+    def _step(self, batch: Any) -> None:
+        loss = self.learner.loss(batch, self.done)
+        self.booster.backward(loss, self.optimizer)
+        self.optimizer.clip_grad_by_norm(1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.position = self.batches.state_dict()
+        self.total, self.done = self.total + loss.detach(), self.done + 1
+
+    def _tell(self, display: Display) -> None:
+        """Shows the mean loss of the last steps, and writes it down."""
+        if self.done % EVERY and self.done < self.steps:
+            display.advance()
+            return
+        mean = float(self.total) / (self.done % EVERY or EVERY)
+        if not math.isfinite(mean):
+            raise GulliverError(
+                f"the loss is {mean} at step {self.done}: give a lower --learning-rate"
+            )
+        display.advance(loss=f"{mean:.3f}")
+        if self.world.is_main:
+            self.run.log.append({"step": self.done, "loss": mean})
+        self.total = torch.zeros((), device=self.world.device)
+
+    def _wished(self, stop: StopRequest) -> bool:
+        """Whether a rank wishes to stop."""
+        if self.world.size == 1:
+            return stop.wanted
+        wish = torch.tensor([float(stop.wanted)], device=self.world.device)
+        all_reduce(wish, op="sum")
+        return float(wish) > 0
+
+    def _finish(self) -> Trained:
+        """Judges the draft, and writes it."""
+        loss = self._held_out()
+        whole = self.booster.release(self.draft)  # every rank gathers the parameters
+        if self.world.is_main:
+            facts = {"steps": self.steps, "loss": loss, "target": str(self.config.target)}
+            weights = {name: value.detach().cpu() for name, value in whole.state_dict().items()}
+            save_draft(self.config.out, self.sizes, weights, facts)
+            shutil.rmtree(self.run.checkpoints.root, ignore_errors=True)
+            self.say(f"{self.config.out}: written, loss of held-out texts {loss:.3f}")
+        return Trained(self.steps, loss, self.parameters)
+
+    @torch.no_grad()
+    def _held_out(self) -> float:
+        """Mean loss of held-out texts, of all ranks alike."""
+        if not self.data.held_out:
+            return math.nan
+        batches = make_batches(
+            self.data.held_out,
+            tokens=max(self.config.batch_tokens, self.length),
+            length=self.length,
+            packing=False,
+            shuffle=False,
+        )
+        self.draft.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        for number, batch in enumerate(batches):
+            count = int(batch["attention_mask"][:, 1:].sum())
+            loss = float(self.learner.loss(batch, HELD_OUT + number))
+            sums += torch.tensor([loss * count, count], dtype=torch.float64)
+        self.draft.train()
+        all_reduce(sums, op="sum")
+        return float(sums[0] / sums[1])
+
+
+class _Learner:
+    """Losses of batches, with what the target says of them."""
+
+    def __init__(
+        self, target: Any, draft: Any, sizes: GlideConfig, config: TrainDraftConfig, world: World
+    ) -> None:
+        self._target, self._draft, self._sizes, self._config = target, draft, sizes, config
+        self._world = world
+
+    def loss(self, batch: Any, step: int) -> Tensor:
+        """Mean loss of a batch; the blocks of the mask begin anywhere, drawn anew at each step."""
+        device, layers = self._world.device, self._sizes.glimpses
+        tokens = batch["input_ids"].to(device)
+        labels = tokens.masked_fill(batch["attention_mask"].to(device) == 0, -100)
+        # A seed of its own for each step: a resumed run needs no saved generator.
+        offset = derive(self._config.seed, 7, step, self._world.rank) % self._sizes.block
+        seen = seen_keys(tokens.shape[1], self._sizes.block, offset).to(device)
+        if self._config.distill:
+            return self._draft(tokens, labels, seen, *lesson_of(self._target, tokens, layers))
+        keys, values = [], []
+        if layers:
+            keys, values, _ = glimpses_of(self._target, tokens, layers)
+        return self._draft(tokens, labels, seen, keys, values)
 
 
 def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
@@ -155,52 +315,6 @@ def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
         *(hidden, heads_of_own, wide, config.layers, () if config.plain else layers),
         *(model.config.model_type, heads, dim, width, config.block),
     )
-
-
-class _Learner:
-    """Losses of batches, with the target's keys and values of them."""
-
-    def __init__(
-        self, target: Any, draft: Any, sizes: GlideConfig, world: World, seed: int
-    ) -> None:
-        self._target, self._draft, self._sizes, self._device = target, draft, sizes, world.device
-        self._random = np.random.Generator(np.random.Philox(key=[seed, 1 + world.rank]))
-
-    def loss(self, batch: Any) -> Tensor:
-        """Mean loss of a batch; the blocks of the mask begin anywhere."""
-        tokens = batch["input_ids"].to(self._device)
-        labels = tokens.masked_fill(batch["attention_mask"].to(self._device) == 0, -100)
-        block, layers = self._sizes.block, self._sizes.glimpses
-        offset = int(self._random.integers(block))
-        seen = seen_keys(tokens.shape[1], block, offset).to(self._device)
-        keys, values = [], []
-        if layers:
-            keys, values, _ = glimpses_of(self._target, tokens, layers)
-        return self._draft(tokens, labels, seen, keys, values)
-
-
-@torch.no_grad()
-def _held_out(
-    learner: _Learner, draft: Any, examples: Any, config: TrainDraftConfig, length: int
-) -> float:
-    """Mean loss of held-out texts, of all ranks alike."""
-    if not examples:
-        return math.nan
-    batches = make_batches(
-        examples,
-        tokens=max(config.batch_tokens, length),
-        length=length,
-        packing=False,
-        shuffle=False,
-    )
-    draft.eval()
-    sums = torch.zeros(2, dtype=torch.float64)
-    for batch in batches:
-        count = int(batch["attention_mask"][:, 1:].sum())
-        sums += torch.tensor([float(learner.loss(batch)) * count, count], dtype=torch.float64)
-    draft.train()
-    all_reduce(sums, op="sum")
-    return float(sums[0] / sums[1])
 
 
 def _factor(config: TrainDraftConfig, step: int, steps: int) -> float:

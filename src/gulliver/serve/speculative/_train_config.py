@@ -33,6 +33,8 @@ class TrainDraftConfig(DataConfig):
     """Look at nothing, with as many parameters: to see what the looking is worth."""
     block: Annotated[int, Range(1, 64)] = 5
     """Guesses that the training prepares for: tokens of a block of the mask; 1 is no mask."""
+    distill: bool = True
+    """Learn the target's distribution of each next token; --no-distill learns the text's tokens."""
     steps: Annotated[int | None, AT_LEAST_1] = None
     """Optimizer steps; by default one epoch."""
     batch_tokens: Annotated[int, AT_LEAST_1] = 16384
@@ -47,6 +49,16 @@ class TrainDraftConfig(DataConfig):
     """Processes on this machine; 0: one per GPU, or one. Ignored under torchrun."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the target's weights; that of the files by default."""
+    save_every: Annotated[int, AT_LEAST_1] = 500
+    """Steps between checkpoints."""
+    resume: bool = False
+    """Continue from the newest checkpoint under --out, bit for bit."""
+
+
+MAY_CHANGE = frozenset(
+    {"out", "target", "data", "held_out"} | {"ranks", "stage", "save_every", "resume", "bad_rows"}
+)
+"""Options that may differ between a run and its resumption: where and how, not what."""
 
 
 def check_train_draft(config: TrainDraftConfig) -> None:
