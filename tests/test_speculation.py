@@ -42,6 +42,7 @@ from gulliver.serve.speculative import (
     best,
     make_speculator,
 )
+from gulliver.serve.speculative._guard import Guard
 from tests.serving_models import Slots, one_by_one, prompts, tiny
 
 COUNT = 16
@@ -461,6 +462,76 @@ def test_drafts_that_do_not_pay_are_not_verified_and_it_says_why(
     gain, spec = simulated(monkeypatch, coin, sequences, slope)
     assert 0.97 < gain < 1.06
     assert "times the plain tokens per second" in str(spec) or "nothing is known" in str(spec)
+
+
+class Reader(Coin):
+    """Guesses that are always right, of texts that take long to read."""
+
+    def __init__(self, seconds_of_a_token: float) -> None:
+        super().__init__(1.0, 0.9, False, 0.01)
+        self.each, self.known = seconds_of_a_token, set[int]()
+
+    def unread(self, one: Wanted) -> int:
+        return 0 if one.sequence in self.known else 100
+
+    def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
+        self.apart = sum(self.unread(one) for one in wanted) * self.each
+        self.clock += self.apart
+        self.known |= {one.sequence for one in wanted}
+        return super().propose(wanted, depth)
+
+
+def test_texts_that_take_longer_to_read_than_guesses_save_are_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick, slow = Reader(1e-4), Reader(1.0)
+    for reader in (quick, slow):
+        simulated(monkeypatch, reader, 16, 0.01, 200)
+    assert quick.known == set(range(16))
+    # A step takes a second: the four that it was tried on took 400 to read, and are read now.
+    assert slow.known == set(range(4))
+
+
+def test_what_could_not_pay_if_all_were_right_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    coin = Coin(1.0, 0.9, False, 5.0)  # guessing one token takes longer than five steps
+    spec = Speculator(coin, SpeculationOptions(depth=4))
+    monkeypatch.setattr("gulliver.serve.speculative._speculator.perf_counter", lambda: coin.clock)
+    for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        spec.cost.note(tokens, 1 + 1e-4 * tokens)
+    for sequences in (1, 4, 16):
+        spec._deeper.note(sequences, 5.0)
+    asked = SamplingParameters(temperature=0)
+    wanted = [Wanted(n, [n, 1], 1, (), 99, asked) for n in range(16)]
+    gathered = 0
+    for _ in range(2000):
+        if not spec.rests(len(wanted)):
+            gathered += 1
+            assert spec.draft(wanted, 1000) == {}
+        spec.ran(Batch(0, [Span(n, 0, [1], [], 1) for n in range(16)]), 1.0)
+    assert coin.asked == 0
+    assert "if all were right" in str(spec)
+    # Looked at again when a trial of five seconds would be one hundredth of the time.
+    assert gathered < 10
+    assert spec.told.rounds == 2000
+
+
+def test_a_rest_is_as_long_as_a_trial_is_dear() -> None:
+    guard = Guard()
+    guard.learn(4, 0.9)
+    assert guard.is_off(4)
+    assert guard.is_off(7)
+    assert not guard.is_off(8)
+    for seconds in (3.0, 0.5):
+        waited = 0
+        while not guard.may_try(seconds):
+            guard.earn(1.0)
+            waited += 1
+        assert waited == pytest.approx(seconds / 0.01, abs=1)
+        guard.pay(seconds)
+    guard.pay(2.0)  # dearer than was thought: the next one waits for it
+    guard.earn(210.0)
+    assert not guard.may_try(0.5)
+    assert not guard.is_due(0.1)
 
 
 @pytest.mark.parametrize("free", [True, False])

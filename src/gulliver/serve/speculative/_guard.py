@@ -31,7 +31,7 @@ class Guard:
     def __init__(self) -> None:
         # By the power of two of the sequences: loads of one level cost about the same.
         self._gains: dict[int, Mean] = {}
-        self._credit = 0.0
+        self._credit = self._cost = 0.0
 
     def gain(self, sequences: int) -> float | None:
         """Gain of the last rounds with about so many sequences; None where there were none."""
@@ -51,8 +51,13 @@ class Guard:
         """Counts a step: a share of its time is there for trials."""
         self._credit += TRIAL * seconds
 
+    def is_due(self, least: float) -> bool:
+        """Whether a trial as dear as the last one that was looked at, or this much, is paid for."""
+        return self._credit >= max(least, self._cost)
+
     def may_try(self, seconds: float) -> bool:
         """Whether a trial that takes so long is paid for."""
+        self._cost = seconds
         return self._credit >= seconds
 
     def pay(self, seconds: float) -> None:

@@ -2,8 +2,8 @@
 
 [Note: what is predicted] With acceptance a_1 ... a_n by depth, a round of n guesses gives
 E = 1 + a_1 + a_1 a_2 + ... tokens of each of s sequences, and takes t(s (n + 1)) + d(s) seconds
-instead of t(s): speed is E t(s) / (t(s (n + 1)) + d(s)). Seconds t and d are measured here, t by
-forwards over an empty cache; the sizes of batches beyond those that were measured are not.
+instead of t(s): speed is E t(s) / (t(s (n + 1)) + d(s)). Seconds t are measured here, by forwards
+over an empty cache, and so are those of a draft model; look-ups take d in proportion to s.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def measure_draft(
     tokens = sum(map(len, made["plain"])) - len(texts)
     rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
     acceptance = tuple(always.told.acceptance())
-    drafting = {1: always.drafting(1, depth)}
-    loads = tuple(_load(runner, always, acceptance, sequences, drafting) for sequences in LOADS)
+    drafting = always.drafting(1, depth)
+    loads = tuple(_load(runner, always, acceptance, sequences) for sequences in LOADS)
     pay = [one.sequences for one in loads if one.speed > 1.0]
     cost = {n: statistics.median(step(runner, n) for _ in range(7)) for n in (1, depth + 1)}
     per_round = always.told.guesses / max(1, always.told.drafted)
@@ -186,7 +186,7 @@ def measure_draft(
     share = always.told.drafted / max(1, always.told.rounds)
     verify = cost[1] + (cost[depth + 1] - cost[1]) * per_round / depth
     # Rounds in which nothing could be drafted take a plain step.
-    whole = share * (verify + drafting[1]) + (1 - share) * cost[1]
+    whole = share * (verify + drafting) + (1 - share) * cost[1]
     predicted = (share * expected + 1 - share) * cost[1] / whole
     runner.close()
     for drafter in (always, guarded):
@@ -222,7 +222,6 @@ def _load(
     drafter: Speculator,
     acceptance: Sequence[float],
     sequences: int,
-    drafting: dict[int, float],
 ) -> Load:
     """Predicts speculation with a number of sequences."""
 
@@ -235,14 +234,9 @@ def _load(
     reach = list(accumulate(acceptance, mul))
     for depth in {1, 2, len(acceptance) // 2, len(acceptance)} - {0}:
         verify = seconds(sequences * (depth + 1), depth + 1)
-        # Seconds of drafting grow with sequences as those of the target do: an assumption, told.
-        own = drafting[1] * depth / max(1, len(acceptance)) * plain / max(1e-9, _first(runner))
+        own = drafter.drafting(sequences, depth)
         expected = 1 + sum(reach[:depth])
         speed = expected * plain / (verify + own)
         if speed > found.speed:
             found = Load(sequences, depth, plain, verify, own, expected, speed)
     return found
-
-
-def _first(runner: LocalRunner) -> float:
-    return statistics.median(step(runner, 1) for _ in range(5))

@@ -131,7 +131,7 @@ class Speculator(Drafter):
         """Whether nothing will be drafted for so many sequences: asked before they are gathered."""
         if self.options.fixed or self._pending or not self._guard.is_off(sequences):
             return False
-        if self._guard.may_try(self.drafting(min(FEW, sequences), 1)):
+        if self._guard.is_due(self.drafting(min(FEW, sequences), 1)):
             return False
         self.told.rounds += 1
         return True
@@ -189,6 +189,7 @@ class Speculator(Drafter):
                 f"with {sequences} sequences guesses would give {most:.2f} times the plain tokens "
                 "per second if all were right"
             )
+            guard.pay(0.0)  # looked at again when a trial would be due
             return (), True
         # Texts that are read already cost nothing to try on.
         some = sorted(wanted, key=self.proposer.unread)[:FEW]
