@@ -159,7 +159,7 @@ def guard(report: Report, model: Any, folder: Path, texts: list[list[int]], roun
             told = drafters[name].told
             shown = {}
             for kind in worst:
-                plain, mine = Spread(found["none"][kind]), Spread(found[name][kind])
+                plain, mine = (Spread(tuple(found[of][kind])) for of in ("none", name))
                 shown[kind] = plain.median / mine.median
                 worst[kind] = min(worst[kind], shown[kind])
             first = statistics.median(found["none"]["clock"]) / found[name]["clock"][0]
