@@ -134,3 +134,16 @@ def test_mistakes_end_in_one_line(
     error = capsys.readouterr().err
     assert told in error
     assert error.count("\n") == 1
+
+
+def test_nodes_come_from_options_or_from_described_hardware(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("steady", "--policy", "fifo", "--json", "--hardware", "8xh100-infiniband") == 0
+    one = json.loads(capsys.readouterr().out)
+    assert run("steady", "--policy", "fifo", "--json", "--node-slots", "8", "--across", "9") == 0
+    assert json.loads(capsys.readouterr().out) == one
+    assert run("steady", "--across", "9") == 1
+    assert "say how many slots a node has" in capsys.readouterr().err
+    assert run("steady", "--hardware", "8xh100-infiniband", "--slots", "4") == 1
+    assert "--hardware says slots and nodes" in capsys.readouterr().err

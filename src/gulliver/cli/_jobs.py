@@ -46,6 +46,12 @@ class Simulate:
     """Simulate all policies beside it."""
     slots: Annotated[int | None, Range(1, 4096)] = None
     """Slots of the cluster; by default those that a drawn trace is meant for."""
+    node_slots: Annotated[int | None, Range(1, 4096)] = None
+    """Slots of a node; by default all are of one."""
+    across: Annotated[float, Range(1, 1e6)] = 1.0
+    """Times that a byte takes longer between two nodes than within one."""
+    hardware: str | None = None
+    """Described cluster, or its file, that slots, nodes and across are taken from."""
     quota: tuple[str, ...] = ()
     """Slots that tenants have a right to, as TENANT=SLOTS."""
     why: str | None = None
@@ -124,7 +130,7 @@ def simulate_jobs(config: Simulate) -> int:
 
 
 def _trace(config: Simulate) -> tuple[tuple[Job, ...], JobCluster]:
-    from gulliver.schedule import SHAPES, JobCluster, generate, read_trace
+    from gulliver.schedule import SHAPES, generate, read_trace
 
     quotas = quotas_of(config.quota)
     # A name that has no suffix is a drawn trace, or a mistake in one.
@@ -133,12 +139,27 @@ def _trace(config: Simulate) -> tuple[tuple[Job, ...], JobCluster]:
         slots = config.slots or cluster.slots
     else:
         jobs = read_trace(config.trace)
-        if config.slots is None:
+        if config.slots is None and config.hardware is None:
             raise GulliverError(
                 "--slots is missing: a file of jobs does not say how many there are"
             )
-        slots = config.slots
-    return jobs, JobCluster(slots, quotas)
+        slots = config.slots or 1
+    return jobs, _cluster(config, slots, quotas)
+
+
+def _cluster(config: Simulate, slots: int, quotas: dict[str, int]) -> JobCluster:
+    from gulliver.schedule import JobCluster
+
+    if config.hardware is None:
+        if config.across != 1.0 and config.node_slots is None:
+            raise GulliverError("--across is of nodes: say how many slots a node has, --node-slots")
+        return JobCluster(slots, quotas, config.node_slots, config.across)
+    if config.node_slots is not None or config.across != 1.0 or config.slots is not None:
+        raise GulliverError("--hardware says slots and nodes: leave --slots and the like away")
+    from gulliver.hardware import Cluster, described
+
+    path = Path(config.hardware)
+    return JobCluster.of(Cluster.load(path) if path.suffix else described(config.hardware), quotas)
 
 
 def _about(result: Result) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -45,6 +45,28 @@ class Scaling:
     def throughput(self, slots: int, batch: int) -> float:
         """Samples a second."""
         return batch / self.seconds(slots, batch)
+
+    def across(self, parts: Sequence[int], slower: float) -> Scaling:
+        """Costs where the slots lie on several nodes.
+
+        Gradients are reduced within each node, a share of them along the nodes, and back
+        (`gulliver.hardware.all_reduce_seconds` over two axes): with k slots on each of m nodes they
+        take exchange_seconds x (2 (k - 1) / k + slower x 2 (m - 1) / (m k)). Where k differs, its
+        largest counts within the nodes, and its smallest between them.
+
+        Args:
+            parts: slots on each node; zeros do not count.
+            slower: times that a byte takes between nodes what it takes within.
+        """
+        held = [part for part in parts if part]
+        slots, nodes = sum(held), len(held)
+        if nodes < 2 or slots < 2:
+            return self
+        most, least = max(held), min(held)
+        turns = 2 * (most - 1) / most + slower * 2 * (nodes - 1) / (nodes * least)
+        return replace(
+            self, exchange_seconds=self.exchange_seconds * turns * slots / 2 / (slots - 1)
+        )
 
 
 def batch_efficiency(noise: float, base: int, batch: int) -> float:

@@ -1,7 +1,8 @@
 """Policies that others are compared with: first come, shortest first, Tiresias, Optimus, Pollux.
 
-The last three are written from their papers, with their rules of who gets which slots and without
-their clusters' other parts; what differs is said at each.
+Pollux with its own rounds and search is in `_genetic.py`. The last three are written from their
+papers, with their rules of who gets which slots and without their clusters' other parts; what
+differs is said at each.
 """
 
 from __future__ import annotations
@@ -165,8 +166,8 @@ class Pollux(Policy):
     The fitness of Qiao et al. 2021, "Pollux": speed-up is goodput over that on a fair share, its
     mean is of power -1, weights fall with attained service, and a job that is moved counts less by
     (age - resizes x resize) / (age + resize). Its genetic search is replaced by exact dynamic
-    programming, as the sum of 1 / speed-up is separable; batch sizes follow goodput. Not here:
-    placement, and a cluster of changing size.
+    programming, as the sum of 1 / speed-up is separable (`PolluxInRounds` has it); batch sizes
+    follow goodput. Not here: placement in the search, and a cluster of changing size.
 
     Args:
         period: seconds between rounds; it is asked at arrivals and ends too.
@@ -181,11 +182,23 @@ class Pollux(Policy):
 
     def decide(self, view: View) -> Decision:
         """Solves the round."""
+        return self._decision(view, shared(view, self.fitness(view)[None])[0])
+
+    def _decision(self, view: View, counts: np.ndarray) -> Decision:
+        given = {
+            s.job.name: Allotment(int(n), s.job.modes(view.cluster).batches[n])
+            for s, n in zip(view.jobs, counts, strict=True)
+            if n
+        }
+        return Decision(given, view.now + self.period)
+
+    def fitness(self, view: View) -> np.ndarray:
+        """Values of every number of slots, [jobs, slots + 1]; their sum is to be highest."""
         slots = view.cluster.slots
         fair = max(1, slots // len(view.jobs))
-        values = np.full((1, len(view.jobs), slots + 1), -np.inf)
+        values = np.full((len(view.jobs), slots + 1), -np.inf)
         for row, state in enumerate(view.jobs):
-            modes = state.job.modes(slots)
+            modes = state.job.modes(view.cluster)
             share = min(fair, modes.useful)
             speed = modes.goodputs / modes.goodputs[share]
             age, cost = view.now - state.job.arrival, state.job.resize_seconds
@@ -194,15 +207,9 @@ class Pollux(Policy):
                 stays = np.arange(slots + 1) == state.count
                 speed = np.where(stays, speed, speed * max(moved, self.least))
             weight = min(1.0, self.service / max(state.service, 1.0)) ** 0.5
-            values[0, row] = -weight / np.maximum(speed, self.least)
-            values[0, row, modes.useful + 1 :] = -np.inf
-        counts = shared(view, values)
-        given = {
-            s.job.name: Allotment(int(n), s.job.modes(slots).batches[n])
-            for s, n in zip(view.jobs, counts[0], strict=True)
-            if n
-        }
-        return Decision(given, view.now + self.period)
+            values[row] = -weight / np.maximum(speed, self.least)
+            values[row, modes.useful + 1 :] = -np.inf
+        return values
 
 
 def shared(view: View, values: np.ndarray) -> np.ndarray:

@@ -1,6 +1,12 @@
 """How many samples a job has left, as a policy may know it.
 
-Where a job's samples are announced, that is no estimate. Else there are three ways:
+Where a job's samples are announced, that is no estimate. Else there are five ways:
+
+- ``curves``: a posterior. How far the loss of jobs had fallen when they ended is known of those
+  that are done; a job's own loss then says which of these it has not passed yet, and how far each
+  is. Until `LEAST` jobs are done, and before a job's first epoch, as ``lengths``;
+- ``lengths``: a posterior that looks at no loss: seconds, on the slots that they asked for, of jobs
+  that lasted longer, and a tail that halves with every doubling for those that nobody has seen.
 
 - ``progress``: a network predicts the Beta distribution of a job's progress from what is seen
   of it, and the mean of what is left follows; trained anew as jobs end (`_predictor.py`);
@@ -21,7 +27,11 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.schedule._predictor import ProgressPredictor
 from gulliver.schedule._state import JobState
 
-Way = Literal["progress", "history", "none", "perfect"]
+Way = Literal["curves", "lengths", "progress", "history", "none", "perfect"]
+LEAST = 3
+"""Jobs that must be done before their curves are looked at."""
+QUANTILES = (np.arange(16) + 0.5) / 16
+"""Quantiles that a mean is taken over: the tail has none."""
 
 
 class Estimator:
@@ -35,7 +45,7 @@ class Estimator:
         GulliverError: an unknown way.
     """
 
-    def __init__(self, way: Way = "progress", seed: int = 0) -> None:
+    def __init__(self, way: Way = "curves", seed: int = 0) -> None:
         if way not in get_args(Way):
             raise GulliverError(f"unknown estimate {way!r}: {nearest(way, get_args(Way))}")
         self.way, self.seed = way, seed
@@ -43,7 +53,7 @@ class Estimator:
 
     def begin(self) -> None:
         """Forgets what it has learned."""
-        self.totals = np.zeros(0)
+        self.totals, self.seconds, self.falls = np.zeros(0), np.zeros(0), np.zeros(0)
         self.predictor = ProgressPredictor(self.seed)
 
     def learn(self, finished: Sequence[JobState]) -> None:
@@ -53,6 +63,8 @@ class Estimator:
         if len(finished) < len(self.totals):
             self.begin()
         self.totals = np.array([state.done for state in finished])
+        self.seconds = np.sort([state.done / _asked_rate(state) for state in finished])
+        self.falls = np.sort([_fallen(state) for state in finished])
         if self.way == "progress" and any(not s.job.announced for s in finished):
             self.predictor.learn(finished)
 
@@ -61,6 +73,8 @@ class Estimator:
         job = state.job
         if job.announced or self.way == "perfect":
             return job.samples - state.done
+        if self.way in ("curves", "lengths"):
+            return float(self._quantiles(state, QUANTILES).mean())
         # Nobody knows less than the part of an epoch that is left, nor of a new job than one epoch.
         least = job.epoch_samples * (1 - state.epochs % 1)
         if self.way == "progress" and state.epochs >= 1 and self.predictor.trained:
@@ -70,3 +84,43 @@ class Estimator:
         longer = self.totals[self.totals > state.done]
         guess = float(longer.mean()) - state.done if len(longer) else state.done
         return max(least, guess)
+
+    def draws(self, state: JobState, count: int, draw: np.random.Generator) -> np.ndarray:
+        """Draws what a job may have left, [count]: one of each part of its posterior, shuffled.
+
+        Ways that have no posterior, and announced lengths, give the same `count` times.
+        """
+        if state.job.announced or self.way not in ("curves", "lengths"):
+            return np.full(count, self.remaining(state))
+        return self._quantiles(state, draw.permutation((np.arange(count) + 0.5) / count))
+
+    def _quantiles(self, state: JobState, at: np.ndarray) -> np.ndarray:
+        """Quantiles of the samples that a job has left."""
+        least = state.job.epoch_samples * (1 - state.epochs % 1)
+        fallen = _fallen(state)
+        if self.way == "curves" and len(self.falls) >= LEAST and state.epochs >= 1:
+            ends = self.falls[self.falls > fallen]
+            # Nobody's loss has fallen so far: it is at its end, as far as one can tell.
+            ends = ends if len(ends) else np.array([fallen])
+            ratios = np.quantile(ends, at) / fallen - 1
+            return np.maximum(least, state.done * ratios)
+        rate = _asked_rate(state)
+        served = max(state.done, least) / rate
+        longer = self.seconds[self.seconds > served]
+        # One job that nobody has seen is counted among those that were.
+        tail = 1 / (len(longer) + 1)
+        unseen = served / np.maximum(np.minimum(at / tail, 1.0), 1e-3)
+        if not len(longer):
+            return np.maximum(least, unseen * rate - state.done)
+        known = np.quantile(longer, np.clip((at - tail) / (1 - tail), 0, 1))
+        return np.maximum(least, np.where(at < tail, unseen, known) * rate - state.done)
+
+
+def _asked_rate(state: JobState) -> float:
+    """Samples a second on the slots and with the batch size that its user asked for."""
+    return state.job.scaling.throughput(state.job.slots, state.job.batch)
+
+
+def _fallen(state: JobState) -> float:
+    """Logarithm of how far the loss has fallen, which every training script sees."""
+    return state.job.curvature * state.done / state.job.samples

@@ -9,7 +9,7 @@ alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gulliver.errors import GulliverError
-from gulliver.hardware import Scaling, batch_efficiency, best_batch
+from gulliver.hardware import Cluster, Scaling, batch_efficiency, best_batch
+from gulliver.schedule._placement import Parts
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,26 @@ class Job:
         """Samples of an epoch."""
         return self.samples / 20 if self.epoch is None else self.epoch
 
-    def goodput(self, slots: int, batch: int) -> float:
-        """Samples a second, counted as those of its own batch size."""
-        worth = batch_efficiency(self.noise, self.batch, batch) if batch != self.batch else 1.0
-        return self.scaling.throughput(slots, batch) * worth
+    def goodput(self, slots: int, batch: int, scaling: Scaling | None = None) -> float:
+        """Samples a second, counted as those of its own batch size.
 
-    def modes(self, slots: int) -> Modes:
-        """Returns what it does on 0 to `slots` slots."""
-        return _modes(self, slots)
+        Args:
+            slots: number of slots.
+            batch: global batch size.
+            scaling: its costs where the slots lie; None for those of slots of one node.
+        """
+        worth = batch_efficiency(self.noise, self.batch, batch) if batch != self.batch else 1.0
+        return (scaling or self.scaling).throughput(slots, batch) * worth
+
+    def modes(self, within: int | JobCluster) -> Modes:
+        """Returns what it does on 0 to all slots: of one node, or of a cluster where they lie best.
+
+        Args:
+            within: number of slots of one node, or a cluster.
+        """
+        if isinstance(within, int):
+            return _modes(self, within, within, 1.0)
+        return _modes(self, within.slots, within.node_slots or within.slots, within.across)
 
 
 def _number(
@@ -149,16 +162,29 @@ class Modes(NamedTuple):
     useful: int
 
 
+def best_parts(scaling: Scaling, slots: int, node_slots: int, nodes: int, slower: float) -> Parts:
+    """Splits slots over nodes so that their exchange is fastest: evenly over the right number."""
+    fewest = -(-slots // node_slots)
+    even = [
+        tuple((slots + place) // count for place in range(count))
+        for count in range(fewest, min(nodes, slots) + 1)
+    ]
+    return min(even, key=lambda parts: scaling.across(parts, slower).exchange_seconds)
+
+
 @lru_cache(maxsize=4096)
-def _modes(job: Job, slots: int) -> Modes:
+def _modes(job: Job, slots: int, node_slots: int, slower: float) -> Modes:
     most = min(slots, job.most_slots or slots)
     batches, goodputs = [0] * (slots + 1), np.zeros(slots + 1)
     for count in range(1, most + 1):
-        batch = job.batch
+        batch, scaling = job.batch, job.scaling
+        if node_slots < slots:
+            parts = best_parts(scaling, count, node_slots, slots // node_slots, slower)
+            scaling = scaling.across(parts, slower)
         if job.elastic_batch:
             limits = (job.smallest, job.largest)
-            batch = best_batch(job.scaling, count, job.noise, job.batch, *limits)
-        batches[count], goodputs[count] = batch, job.goodput(count, batch)
+            batch = best_batch(scaling, count, job.noise, job.batch, *limits)
+        batches[count], goodputs[count] = batch, job.goodput(count, batch, scaling)
     goodputs.flags.writeable = False
     return Modes(tuple(batches), goodputs, int(goodputs.argmax()))
 
@@ -171,13 +197,25 @@ class JobCluster:
         slots: number of slots.
         quotas: slots that a tenant has a right to. What the others leave idle it may have beyond
             that, until they want it: then its jobs shrink or pause.
+        node_slots: slots of a node; None where all are of one.
+        across: times that a byte takes between two nodes what it takes within one.
     """
 
     slots: int
     quotas: Mapping[str, int] = field(default_factory=dict)
+    node_slots: int | None = None
+    across: float = 1.0
 
     def __post_init__(self) -> None:
         _number("slots of the cluster", self.slots, 1, whole=True)
+        _number("across of the cluster", self.across, 1)
+        if self.node_slots is not None:
+            _number("node_slots of the cluster", self.node_slots, 1, whole=True)
+            if self.slots % self.node_slots:
+                raise GulliverError(
+                    f"the cluster has {self.slots} slots and nodes have {self.node_slots}: give "
+                    "node_slots that divides slots"
+                )
         for tenant, quota in self.quotas.items():
             _number(f"quota of {tenant!r}", quota, 0, whole=True)
         if sum(self.quotas.values()) > self.slots:
@@ -185,6 +223,45 @@ class JobCluster:
                 f"quotas add up to {sum(self.quotas.values())} slots and the cluster has "
                 f"{self.slots}: lower them"
             )
+
+    @classmethod
+    def of(cls, hardware: Cluster, quotas: Mapping[str, int] | None = None) -> JobCluster:
+        """Takes nodes and links from one of `gulliver.hardware`; a node is its innermost axis.
+
+        Between nodes the slowest of the outer links counts.
+
+        Args:
+            hardware: cluster, measured or described.
+            quotas: slots that a tenant has a right to.
+        """
+        links = [(size, link) for size, link in hardware.links() if size > 1]
+        if len(links) < 2:
+            return cls(hardware.size, quotas or {})
+        size, inner = links[-1]
+        slowest = min(link.bandwidth for _, link in links[:-1])
+        return cls(hardware.size, quotas or {}, size, max(1.0, inner.bandwidth / slowest))
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.slots // (self.node_slots or self.slots)
+
+    def parts(self, slots: Sequence[int]) -> Parts:
+        """Counts slots by the node that they are of, [nodes]."""
+        size, found = self.node_slots or self.slots, [0] * self.nodes
+        for slot in slots:
+            found[slot // size] += 1
+        return tuple(found)
+
+    def loss(self, job: Job, batch: int, parts: Parts) -> float:
+        """Share of its goodput that a job loses by where its slots lie, beside the best place."""
+        count = sum(parts)
+        if count < 2 or self.nodes < 2:
+            return 0.0
+        here = job.scaling.across(parts, self.across)
+        best = best_parts(job.scaling, count, self.slots // self.nodes, self.nodes, self.across)
+        there = job.scaling.across(best, self.across)
+        return 1 - job.goodput(count, batch, here) / job.goodput(count, batch, there)
 
     def limits(self, wanted: Mapping[str, int], borrow: bool = True) -> dict[str, int]:
         """Returns the most slots of each tenant, so that all others keep what they want of theirs.

@@ -18,16 +18,16 @@ from typing import Literal
 
 import numpy as np
 
-from gulliver.schedule._classic import shares
+from gulliver.schedule._classic import Pollux, shares
 from gulliver.schedule._estimates import Estimator
-from gulliver.schedule._rollout import LATE, RULES, Jobs, Outcome, Worlds, jobs_of
+from gulliver.schedule._futures import Futures, futures_of
+from gulliver.schedule._jobs import JobCluster
+from gulliver.schedule._rollout import CALM, LATE, RULES, Jobs, Outcome, Rule, Worlds, jobs_of
 from gulliver.schedule._state import Allotment, Decision, Policy, View
 from gulliver.solve import fluid_bound, fluid_bound_by_lp
 
 MOVES = 64
 """Most first steps that are tried in a round of moves."""
-LEAST_SEEN = 5
-"""Jobs that must have come before their rate counts."""
 Bound = Literal["closed form", "lp", "none"]
 
 
@@ -35,12 +35,15 @@ class Rollout(Policy):
     """Shares slots by the best predicted future.
 
     Args:
-        estimator: samples that are left of jobs that do not announce theirs.
+        estimator: samples that are left of jobs that do not announce theirs; by default from how
+            far the losses of jobs fall.
         margin: share of the predicted sum that a change has to save.
-        moves: rounds of moving slots between jobs; 0 takes the rules as they are.
+        moves: rounds of moving slots between jobs where nobody is expected; 0 for none.
         period: seconds between looks while jobs are there whose samples are estimated.
-        price: how much the delay of jobs that are still to come counts.
+        futures: futures that are drawn.
+        coming: jobs that come in each of them; 0 expects nobody.
         bound: bound that predictions are laid beside; ``lp`` needs scipy and takes longer.
+        seed: seed of the futures.
     """
 
     name, what = "rollout", "ours: the sharing whose predicted future is best, resizes included"
@@ -48,25 +51,36 @@ class Rollout(Policy):
     def __init__(
         self,
         estimator: Estimator | None = None,
-        margin: float = 0.01,
+        margin: float = 0.003,
         moves: int = 2,
-        period: float = 30.0,
+        period: float = 60.0,
+        futures: int = 8,
+        coming: int = 12,
         bound: Bound = "closed form",
-        price: float = 0.02,
+        seed: int = 0,
     ) -> None:
         self.estimator = estimator or Estimator()
-        self.price = price
+        self.futures, self.coming, self.seed = futures, coming, seed
         self.margin, self.moves, self.period, self.bound = margin, moves, period, bound
+        self.pollux = Pollux()
+
+    def begin(self, cluster: JobCluster) -> None:
+        """Forgets everything."""
+        super().begin(cluster)
+        self.estimator.begin()
 
     def decide(self, view: View) -> Decision:
         """Chooses the slots of every job."""
         self.estimator.learn(view.finished)
-        left = [self.estimator.remaining(state) for state in view.jobs]
-        jobs = jobs_of(view, left)
-        best, stays = self._best(jobs, view)
+        jobs = jobs_of(view, [self.estimator.remaining(state) for state in view.jobs])
+        futures = futures_of(view, self.estimator, self.futures, self.coming, self.seed)
+        if len(futures.there) == 1 and futures.present == futures.there.shape[1]:
+            best, stays = self._best(jobs, view)
+        else:
+            best, stays = self._best_over(futures, jobs, view)
         counts = best.counts[0]
         given = {
-            s.job.name: Allotment(int(n), s.job.modes(view.cluster.slots).batches[n])
+            s.job.name: Allotment(int(n), s.job.modes(view.cluster).batches[n])
             for s, n in zip(view.jobs, counts, strict=True)
             if n
         }
@@ -80,18 +94,53 @@ class Rollout(Policy):
             self._bound(jobs, view.cluster.slots),
         )
 
-    def _crowd(self, view: View) -> float:
-        """Jobs that have come in a second so far."""
-        seen = len(view.jobs) + len(view.finished)
-        return self.price * seen / view.now if view.now > 0 and seen >= LEAST_SEEN else 0.0
-
-    def _best(self, jobs: Jobs, view: View) -> tuple[Outcome, float]:
-        """Finds the best world, and the cost of the best one that takes no slot away."""
-        share, limited = shares(view), bool(view.cluster.quotas)
-        crowd, rules = self._crowd(view), RULES
+    def _rules(self, jobs: Jobs) -> tuple[Rule, ...]:
+        rules = (*RULES, CALM, CALM._replace(lazy=True))
         if np.isfinite(jobs.slack).any():
             rules = (*rules, *(rule._replace(reserving=True) for rule in rules))
-        found = Worlds(jobs, rules, share, None, limited, crowd).follow()
+        return rules
+
+    def _best_over(self, futures: Futures, jobs: Jobs, view: View) -> tuple[Outcome, float]:
+        """Finds the first step that is best in the mean of many futures."""
+        share, limited = shares(view), bool(view.cluster.quotas)
+        rules = self._rules(jobs)
+        calm = CALM._replace(reserving=bool(np.isfinite(jobs.slack).any()))
+        # Each rule's first step, Pollux' and what is held now; that of the calm rule comes first.
+        rules = (calm, *rules)
+        firsts = list(Worlds(jobs, rules, share, None, limited).shared())
+        quiet = [n for n, rule in enumerate(rules) if rule.lazy]
+        asked = self.pollux.decide(view).allotments
+        firsts.append(np.array([_count(asked.get(state.job.name)) for state in view.jobs]))
+        firsts.append(jobs.held)
+        keeps = {first.tobytes(): n in quiet for n, first in reversed([*enumerate(firsts)])}
+        unique = {first.tobytes(): first for first in firsts if self._allowed(first, view)}
+        keeps = [keeps[key] or key == jobs.held.tobytes() for key in unique]
+        tried = np.stack([first for first in unique.values() if first.any()])
+        count = len(futures.there)
+        ahead = np.zeros((len(tried) * count, futures.there.shape[1]), dtype=np.int64)
+        ahead[:, : futures.present] = np.repeat(tried, count, axis=0)
+        found = Worlds(
+            futures.jobs._replace(left=np.tile(futures.jobs.left, (len(tried), 1))),
+            (calm,) * len(ahead),
+            share,
+            ahead,
+            limited,
+            np.tile(futures.there, (len(tried), 1)),
+        ).follow()
+        cost = found.cost.reshape(len(tried), count).mean(axis=1)
+        best = int(cost.argmin())
+        if cost[best] > cost[0] * (1 - self.margin):
+            best = 0
+        alone = Worlds(jobs, (calm,), share, tried[best][None], limited).follow()
+        lazy = [float(c) for c, keep in zip(cost, keeps, strict=False) if keep]
+        gain = min(lazy) - float(cost[best]) if lazy else 0.0
+        return alone, float(alone.cost[0]) + gain
+
+    def _best(self, jobs: Jobs, view: View) -> tuple[Outcome, float]:
+        """Finds the best world where nobody comes, and the cost of the best that takes nothing."""
+        share, limited = shares(view), bool(view.cluster.quotas)
+        rules = self._rules(jobs)
+        found = Worlds(jobs, rules, share, None, limited).follow()
         place = int(found.cost.argmin())
         best, rule = _world(found, place), rules[place]
         lazy = np.array([rule.lazy for rule in rules])
@@ -103,7 +152,7 @@ class Rollout(Policy):
         for _ in range(max(1, self.moves)):
             tried = [stays, *(self._moved(best.counts[0], jobs, view) if self.moves else [])]
             first = np.stack(tried)
-            again = Worlds(jobs, (rule,) * len(first), share, first, limited, crowd).follow()
+            again = Worlds(jobs, (rule,) * len(first), share, first, limited).follow()
             if float(again.cost[0]) < float(found.cost[quiet]):
                 found.cost[quiet] = again.cost[0]
                 found.ends[quiet], found.starts[quiet] = again.ends[0], again.starts[0]
@@ -158,6 +207,10 @@ class Rollout(Policy):
             return None
         by = fluid_bound_by_lp if self.bound == "lp" else fluid_bound
         return by(list(jobs.left), jobs.goodputs, [0.0] * len(jobs.left), slots)
+
+
+def _count(given: Allotment | None) -> int:
+    return 0 if given is None else given.slots if isinstance(given.slots, int) else len(given.slots)
 
 
 def _world(found: Outcome, place: int) -> Outcome:

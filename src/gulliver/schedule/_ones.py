@@ -68,7 +68,7 @@ class Ones(Policy):
         self.speeds: dict[str, dict[int, float]] = {}
         self.genomes: list[Genome] = []
         self.was_running: set[str] = set()
-        self.shrunk: dict[str, float] = {}
+        self.scaled: dict[str, tuple[int, float]] = {}
 
     def decide(self, view: View) -> Decision:
         """Learns, moves the limits, searches, and applies what the gate lets through."""
@@ -113,7 +113,11 @@ class Ones(Policy):
         for state in view.jobs:
             name = state.job.name
             limit = self.limits.setdefault(name, 1)
-            if state.slots and state.count >= limit and state.epochs_since >= 2:
+            count, since = self.scaled.get(name, (0, 0.0))
+            if count != state.count:
+                # A move to other slots is no scaling: epochs go on counting.
+                count, since = self.scaled[name] = (state.count, state.epochs - state.epochs_since)
+            if state.slots and state.count >= limit and state.epochs - since >= 2:
                 limit = min(slots, 2 * limit)
             elif not state.slots and name in self.was_running:
                 limit = max(1, limit // 2)

@@ -158,21 +158,29 @@ class Result:
         )
 
 
-_bounds: dict[tuple[tuple[Job, ...], int], float] = {}
+_bounds: dict[tuple[object, ...], float] = {}
 
 
-def bound_of(jobs: tuple[Job, ...], cluster: JobCluster) -> float:
+def bound_of(jobs: tuple[Job, ...], cluster: JobCluster, intervals: int = 40) -> float:
     """Returns a mean completion time in seconds that no schedule is below.
 
     It is that of `gulliver.solve.fluid_bound_by_lp` where there is scipy, and else of
     `fluid_bound`: slots may be cut, resizing is free, all arrivals are known, quotas are not there.
+
+    Args:
+        jobs: jobs.
+        cluster: slots, and nodes.
+        intervals: intervals that the linear programme cuts time into; more are tighter and slower.
     """
-    key = (jobs, cluster.slots)
+    key = (jobs, cluster.slots, cluster.node_slots, cluster.across, intervals)
     if key not in _bounds:
-        rates = np.stack([job.modes(cluster.slots).goodputs for job in jobs])
+        rates = np.stack([job.modes(cluster).goodputs for job in jobs])
         arrivals = [job.arrival for job in jobs]
         found = find_spec("scipy") is not None
-        best = fluid_bound_by_lp if found and len(jobs) <= 400 else fluid_bound
-        total = best([job.samples for job in jobs], rates, arrivals, cluster.slots)
+        work = [job.samples for job in jobs]
+        if found and len(jobs) <= 400:
+            total = fluid_bound_by_lp(work, rates, arrivals, cluster.slots, intervals)
+        else:
+            total = fluid_bound(work, rates, arrivals, cluster.slots)
         _bounds[key] = (total - math.fsum(arrivals)) / len(jobs)
     return _bounds[key]

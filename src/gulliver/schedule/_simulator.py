@@ -5,7 +5,8 @@ closed form: a job comes, a job ends, or the policy asks to be woken. At each ev
 what every job has from then on. A job whose slots change makes no progress for its resize seconds,
 while it holds the new slots. Read `simulate`, then `_Run`.
 
-It does not know how long a step is delayed by its neighbours, nor where slots are: all are alike.
+Of several nodes, `_nodes.py` says which slots a job gets, unless its policy names them. It does not
+know how long a step is delayed by its neighbours.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import replace
 
 from gulliver.errors import GulliverError
 from gulliver.schedule._jobs import Job, JobCluster, check_trace
+from gulliver.schedule._nodes import on_nodes
 from gulliver.schedule._result import Change, Result, Round, Segment
 from gulliver.schedule._state import Decision, JobState, Policy, View, limits_of, placed
 
@@ -189,6 +191,8 @@ class _Run:
     def _apply(self, decision: Decision, cause: str) -> None:
         """Gives slots as the policy says."""
         chosen = placed(self.present, decision, range(self.cluster.slots))
+        if self.cluster.nodes > 1:
+            chosen.update(on_nodes(self.present, decision, chosen, self.cluster, self.now))
         self._check(chosen)
         changes = []
         for state in self.present:
@@ -205,6 +209,9 @@ class _Run:
                     state.started = self.now if state.started is None else state.started
                 state.changed, state.epochs_since = self.now, 0.0
             state.slots, state.batch = slots, batch
+            parts = self.cluster.parts(slots)
+            spans = sum(part > 0 for part in parts) > 1
+            state.scaling = state.job.scaling.across(parts, self.cluster.across) if spans else None
         known = decision.predicted is not None
         if changes or known:
             self.result.rounds.append(
@@ -236,4 +243,5 @@ class _Run:
 
 def _drawn_per_sample(state: JobState) -> float:
     """Samples that are processed for one that counts."""
-    return state.job.scaling.throughput(state.count, state.batch) / state.rate
+    costs = state.scaling or state.job.scaling
+    return costs.throughput(state.count, state.batch) / state.rate

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from gulliver.errors import GulliverError
+from gulliver.hardware import Scaling
 from gulliver.schedule._jobs import Job, JobCluster
 
 
@@ -26,6 +27,7 @@ class JobState:
         service: slot-seconds that it has held.
         epochs_since: epochs done since its slots last changed.
         resizes: times that it has lost its resize seconds.
+        scaling: costs where its slots lie; None while they are of one node.
     """
 
     job: Job
@@ -39,6 +41,7 @@ class JobState:
     service: float = 0.0
     epochs_since: float = 0.0
     resizes: int = 0
+    scaling: Scaling | None = None
 
     @property
     def count(self) -> int:
@@ -53,7 +56,7 @@ class JobState:
     @property
     def rate(self) -> float:
         """Samples a second that count, once it is ready."""
-        return self.job.goodput(self.count, self.batch) if self.slots else 0.0
+        return self.job.goodput(self.count, self.batch, self.scaling) if self.slots else 0.0
 
     def overhead(self, now: float, count: int) -> float:
         """Seconds without progress if it is to have so many slots now."""
@@ -142,7 +145,7 @@ def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -
     """Returns the most slots of each tenant, from what its jobs could use now."""
     wanted: dict[str, int] = {}
     for state in states:
-        useful = max(state.job.slots, state.job.modes(cluster.slots).useful)
+        useful = max(state.job.slots, state.job.modes(cluster).useful)
         wanted[state.job.tenant] = wanted.get(state.job.tenant, 0) + useful
     return cluster.limits(wanted, policy.preempts)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.schedule._jobs import Job, JobCluster
-from gulliver.schedule._result import Result, Round
+from gulliver.schedule._result import Result, Round, Segment
 from gulliver.schedule._simulator import simulate
 from gulliver.schedule._state import Policy
 
@@ -68,12 +68,23 @@ def _now(result: Result, job: Job, moment: float) -> str:
         state = "runs" if segment.rate else "resizes, and makes no progress yet"
         return (
             f"{state} on {len(segment.slots)} slots (asked for {job.slots}), batch {segment.batch}"
+            + _where(result.cluster, job, segment)
         )
     used = sum(len(segment.slots) for segment in held.values())
     others = ", ".join(
         f"{s.job} {len(s.slots)}" for s in sorted(held.values(), key=lambda s: -len(s.slots))[:6]
     )
     return f"waits: {used} of {result.cluster.slots} slots are held ({others or 'nobody'})"
+
+
+def _where(cluster: JobCluster, job: Job, segment: Segment) -> str:
+    """Tells the nodes, and what it loses by lying on several of them."""
+    if cluster.nodes == 1:
+        return ""
+    parts = cluster.parts(segment.slots)
+    told = " + ".join(f"{part} of node {node}" for node, part in enumerate(parts) if part)
+    loss = cluster.loss(job, segment.batch, parts)
+    return f"; {told}" + (f", {loss:.1%} slower than where it would lie best" * (loss > 0))
 
 
 def _history(result: Result, name: str, moment: float) -> list[str]:

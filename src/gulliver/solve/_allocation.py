@@ -67,7 +67,10 @@ def _shared(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     windows = np.lib.stride_tricks.sliding_window_view(padded, width, axis=1)[:, :, ::-1]
     choices = np.zeros((jobs, worlds, width), dtype=np.int64)
     for job in range(jobs):
-        sums = windows + values[:, job, None, :]
+        # Numbers of slots that no world allows need no look: of 64, few jobs can use more than 16.
+        possible = np.flatnonzero((values[:, job] > MINUS).any(axis=0))
+        most = int(possible[-1]) + 1 if len(possible) else 1
+        sums = windows[:, :, :most] + values[:, job, None, :most]
         choices[job] = sums.argmax(axis=2)
         best[:] = np.take_along_axis(sums, choices[job][:, :, None], axis=2)[:, :, 0]
     return best.copy(), choices

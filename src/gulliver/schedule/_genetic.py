@@ -1,0 +1,81 @@
+"""Pollux in the form that it was published in: rounds of 60 s, and a genetic search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from gulliver.schedule._classic import Pollux
+from gulliver.schedule._jobs import JobCluster
+from gulliver.schedule._state import Decision, View
+
+
+class PolluxInRounds(Pollux):
+    """Shares slots as `Pollux` does, but in rounds only, and by its genetic search.
+
+    Who comes waits for the next round, and what is set free stays idle until then. In a round a
+    population of allocations is mutated (each number with probability 1 / jobs, to any other),
+    crossed job by job with one chosen by tournament, repaired where there are not so many slots,
+    and the best are kept (Qiao et al. 2021, "Pollux", section 4.2.1; 100 allocations, 100
+    generations). It begins from what jobs hold; the published one from its last population.
+
+    Args:
+        period: seconds between rounds.
+        population: allocations that are kept.
+        generations: generations of a round.
+        seed: seed of the search.
+    """
+
+    name, what = "pollux-rounds", "pollux as published: rounds of 60 s, and a genetic search"
+    knows_quotas = False
+
+    def __init__(
+        self,
+        period: float = 60.0,
+        population: int = 100,
+        generations: int = 100,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(period)
+        self.population, self.generations, self.seed = population, generations, seed
+        self.next = 0.0
+
+    def begin(self, cluster: JobCluster) -> None:
+        """Forgets everything."""
+        super().begin(cluster)
+        self.draw, self.next = np.random.default_rng(self.seed), 0.0
+
+    def decide(self, view: View) -> Decision:
+        """Searches if a round is due; until then everything stays."""
+        held = np.array([state.count for state in view.jobs])
+        if view.now < self.next:
+            return replace(self._decision(view, held), wake=self.next)
+        self.next = view.now + self.period
+        return self._decision(view, self._search(self.fitness(view), held))
+
+    def _search(self, values: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """Returns the best counts found, [jobs]."""
+        jobs, width = values.shape
+        slots, row = width - 1, np.arange(jobs)
+        most = (values > -np.inf).cumsum(axis=1).argmax(axis=1)
+        found = np.tile(held, (self.population, 1))
+        for _ in range(self.generations):
+            scores = values[row, found].sum(axis=1)
+            rivals = self.draw.integers(len(found), size=(2, len(found)))
+            mates = found[np.where(scores[rivals[0]] > scores[rivals[1]], *rivals)]
+            children = np.where(self.draw.random(found.shape) < 0.5, found, mates)
+            changed = self.draw.random(found.shape) < 1 / jobs
+            children = np.where(changed, self.draw.integers(width, size=found.shape), children)
+            every = np.concatenate([found, self._repaired(np.minimum(children, most), slots)])
+            order = np.argsort(-values[row, every].sum(axis=1), kind="stable")
+            found = every[order[: self.population]]
+        return found[0]
+
+    def _repaired(self, counts: np.ndarray, slots: int) -> np.ndarray:
+        """Takes slots away from jobs that come last in an order drawn for each allocation."""
+        order = self.draw.random(counts.shape).argsort(axis=1)
+        fits = np.minimum(np.take_along_axis(counts, order, axis=1).cumsum(axis=1), slots)
+        repaired = np.empty_like(counts)
+        np.put_along_axis(repaired, order, np.diff(fits, axis=1, prepend=0), axis=1)
+        return repaired

@@ -1,0 +1,97 @@
+"""Places jobs on nodes, so that few of them exchange gradients over the slower link.
+
+A policy says how many slots a job has; here it is said which. Jobs whose number stays are left
+where they are, as a move costs a resize; the others start or resize anyway, and may lie anywhere.
+What is least is the sum of the shares of their speed that they lose by where they lie, and then the
+number of slots that lie scattered. Few jobs on few nodes are placed exactly: all ways to split each
+job over nodes, remembered by what is left free. Others go largest first into the node that they
+fill best (best-fit decreasing; Johnson 1973, "Near-optimal bin packing algorithms").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+Parts = tuple[int, ...]
+"""Slots of a job on each node."""
+Loss = Callable[[int, Parts], float]
+EXACT_NODES, EXACT_SLOTS, EXACT_JOBS = 4, 8, 6
+"""Nodes, slots of a node and jobs up to which the placement is exact."""
+SCATTERED = 1e-7
+"""What a free slot that lies apart counts, so that it only decides between equals."""
+
+
+def place(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]:
+    """Splits jobs over nodes.
+
+    Args:
+        counts: slots of each job; together they are free.
+        free: free slots of each node.
+        loss: share of its speed that a job loses, from its number and its parts.
+
+    Returns:
+        Slots of each job on each node.
+    """
+    assert sum(counts) <= sum(free), "more slots than there are"
+    small = len(free) <= EXACT_NODES and max(free, default=0) <= EXACT_SLOTS
+    exact = small and len(counts) <= EXACT_JOBS
+    return (_exact if exact else _greedy)(counts, free, loss)
+
+
+def scattered(free: Sequence[int]) -> float:
+    """What free slots count by how they lie: less where they are together."""
+    return -SCATTERED * sum(room * room for room in free)
+
+
+def splits(count: int, free: Sequence[int]) -> Iterator[Parts]:
+    """All ways to take `count` slots from nodes."""
+    if not free:
+        if count == 0:
+            yield ()
+        return
+    for here in range(max(0, count - sum(free[1:])), min(count, free[0]) + 1):
+        for rest in splits(count - here, free[1:]):
+            yield (here, *rest)
+
+
+def _exact(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]:
+    # Nodes are alike, so what is left is remembered in falling order, and put back afterwards.
+    @cache
+    def best(job: int, room: Parts) -> tuple[float, Parts]:
+        if job == len(counts):
+            return scattered(room), ()
+        found: tuple[float, Parts] | None = None
+        for parts in splits(counts[job], room):
+            behind = tuple(sorted((r - p for r, p in zip(room, parts, strict=True)), reverse=True))
+            cost = loss(job, parts) + best(job + 1, behind)[0]
+            if found is None or cost < found[0]:
+                found = cost, parts
+        assert found is not None
+        return found
+
+    left, placed = list(free), []
+    for job in range(len(counts)):
+        order = sorted(range(len(left)), key=lambda node: -left[node])
+        parts = best(job, tuple(left[node] for node in order))[1]
+        own = dict(zip(order, parts, strict=True))
+        placed.append(tuple(own[node] for node in range(len(left))))
+        left = [room - part for room, part in zip(left, placed[-1], strict=True)]
+    return placed
+
+
+def _greedy(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]:
+    del loss
+    left = list(free)
+    placed: dict[int, Parts] = {}
+    for job in sorted(range(len(counts)), key=lambda number: -counts[number]):
+        parts, count = [0] * len(left), counts[job]
+        fits = [node for node, room in enumerate(left) if room >= count]
+        if count and fits:
+            parts[min(fits, key=lambda node: left[node])] = count
+        else:
+            for node in sorted(range(len(left)), key=lambda number: -left[number]):
+                parts[node] = min(left[node], count - sum(parts))
+        left = [room - part for room, part in zip(left, parts, strict=True)]
+        placed[job] = tuple(parts)
+    return [placed[job] for job in range(len(counts))]
