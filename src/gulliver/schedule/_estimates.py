@@ -30,6 +30,8 @@ from gulliver.schedule._state import JobState
 Way = Literal["curves", "lengths", "progress", "history", "none", "perfect"]
 LEAST = 3
 """Jobs that must be done before their curves are looked at."""
+FLAT = 1e-6
+"""A loss that has not fallen by more says nothing: nobody has told it."""
 QUANTILES = (np.arange(16) + 0.5) / 16
 """Quantiles that a mean is taken over: the tail has none."""
 
@@ -64,7 +66,8 @@ class Estimator:
             self.begin()
         self.totals = np.array([state.done for state in finished])
         self.seconds = np.sort([state.done / _asked_rate(state) for state in finished])
-        self.falls = np.sort([_fallen(state) for state in finished])
+        falls = [_fallen(state) for state in finished if not state.job.announced]
+        self.falls = np.sort([fall for fall in falls if fall > FLAT])
         if self.way == "progress" and any(not s.job.announced for s in finished):
             self.predictor.learn(finished)
 
@@ -98,7 +101,8 @@ class Estimator:
         """Quantiles of the samples that a job has left."""
         least = state.job.epoch_samples * (1 - state.epochs % 1)
         fallen = _fallen(state)
-        if self.way == "curves" and len(self.falls) >= LEAST and state.epochs >= 1:
+        known = len(self.falls) >= LEAST and state.epochs >= 1 and fallen > FLAT
+        if self.way == "curves" and known:
             ends = self.falls[self.falls > fallen]
             # Nobody's loss has fallen so far: it is at its end, as far as one can tell.
             ends = ends if len(ends) else np.array([fallen])
@@ -112,8 +116,8 @@ class Estimator:
         unseen = served / np.maximum(np.minimum(at / tail, 1.0), 1e-3)
         if not len(longer):
             return np.maximum(least, unseen * rate - state.done)
-        known = np.quantile(longer, np.clip((at - tail) / (1 - tail), 0, 1))
-        return np.maximum(least, np.where(at < tail, unseen, known) * rate - state.done)
+        seen = np.quantile(longer, np.clip((at - tail) / (1 - tail), 0, 1))
+        return np.maximum(least, np.where(at < tail, unseen, seen) * rate - state.done)
 
 
 def _asked_rate(state: JobState) -> float:
