@@ -189,7 +189,7 @@ def kinds(options: Options) -> None:
     finish(report, options.keep)
 
 
-ROUNDS, INTERVALS = 150, 80
+ROUNDS, INTERVALS = 80, 60
 """Rounds of the clairvoyant search, and intervals of the linear programme."""
 
 
