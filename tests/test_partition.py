@@ -90,6 +90,15 @@ def test_many_devices_come_with_a_bound() -> None:
     assert place_layers(fleet, 1).exact
 
 
+def test_light_layers_do_not_loosen_the_bound_of_endless_micro_batches() -> None:
+    # In less than 7 seconds 13 devices do 6 whole layers and one 3: four too few, while each of
+    # the 13 could take a light layer besides.
+    work = np.array([0.05, *[1.0] * 85, 0.05])
+    fleet = Fleet(np.outer([*[1.0] * 13, 2.0], work))
+    assert lower_bound(fleet, math.inf) >= 7.0 * (1 - 1e-9)
+    assert place_layers(fleet, math.inf, tries=4).gap < 1e-6
+
+
 def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(GulliverError, match="links are"):
         Fleet(np.ones((2, 3)), links=np.ones((2, 2, 2)))

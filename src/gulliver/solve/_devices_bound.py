@@ -42,7 +42,10 @@ def lower_bound(fleet: Fleet, micro_batches: float) -> float:
         fleet: layers, devices and links.
         micro_batches: number of micro-batches; `math.inf`: endless.
     """
-    works = (np.ones(fleet.layers), fleet.seconds.mean(axis=0))
+    each = fleet.seconds.mean(axis=0)
+    # Light layers fill what whole heavy ones leave of a limit, on more devices than there are such
+    # layers, since runs may overlap: heavy ones alone are a third work, which they cannot fill.
+    works = (np.ones(fleet.layers), each, (each >= each.max() / 2).astype(float))
     found = [_Runs(fleet, work).bound(micro_batches) for work in works if work.sum() > 0]
     return max([_of_split_layers(fleet, micro_batches), *(SAFE * value for value in found)])
 
