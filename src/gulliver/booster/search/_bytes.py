@@ -213,8 +213,15 @@ class RankBytes:
         self, grid: Grid, stage: Stage, flying: float
     ) -> Iterator[tuple[_Gradients, float]]:
         """Yields backwards of a step, and how many micro-batches are kept besides their own."""
-        several = grid.micro_batches > 1
-        if grid.axes.pipeline > 1 and several:
+        several, ranks = grid.micro_batches > 1, grid.axes.pipeline
+        if grid.schedule == "dualpipev" and stage.first and grid.micro_batches == 2 * ranks:
+            # The first rank has run all forwards of its first stage before it has a backward of
+            # it; gradients of its last stage, half of all, are there by then.
+            first = self._gradients(grid, stage, 1)
+            come = first.rate * self._learns * self._sums(stage, grid.axes.tensor)[0] / 2
+            yield replace(first, begin=first.begin + come, rate=first.rate / 2), flying - 1
+            yield self._gradients(grid, stage), flying - 1.5
+        elif ranks > 1 and several:
             # With the first one gradients come; after it a forward follows, if there is one.
             yield self._gradients(grid, stage, 1), flying - 1
             runs_on = grid.schedule != "gpipe" and grid.micro_batches > flying
