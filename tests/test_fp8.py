@@ -268,6 +268,40 @@ def test_weights_that_are_not_kept_give_the_same_gradients() -> None:
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "delayed"])
+def test_an_evaluation_in_inference_mode_changes_nothing_of_training(scaling: str) -> None:
+    def run(evaluate: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        convert_to_fp8(model, scaling, emulate=True)
+        optimizer, x, found = torch.optim.SGD(model.parameters(), lr=0.1), draw("normal", 16, 32), []
+        for _ in range(3):
+            if evaluate:
+                with torch.no_grad():
+                    expected = model(x)
+                with torch.inference_mode():
+                    assert torch.equal(model(x), expected)
+                    assert torch.equal(model(x.clone()), expected)
+            model(x).square().mean().backward()
+            optimizer.step()
+            found += [parameter.detach().clone() for parameter in model.parameters()]
+            optimizer.zero_grad()
+        return found
+
+    for with_it, without in zip(run(True), run(False), strict=True):
+        assert torch.equal(with_it, without)
+
+
+def test_a_model_made_in_inference_mode_runs_in_it() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+        convert_to_fp8(model, emulate=True)
+        x = draw("normal", 16, 32)
+        before = model(x)
+        model[0].weight.mul_(2)
+        assert error(model(x) - model[1].bias, (2 * (before - model[1].bias)).double()) < 0.5
+
+
 def test_layers_of_one_input_quantise_and_save_it_once() -> None:
     model, saved = net(), []
     convert_to_fp8(model, emulate=True)

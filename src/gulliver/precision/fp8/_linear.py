@@ -84,7 +84,8 @@ _uncompiled: Any = torch.compiler.disable(_product)
 
 def _input(given: Tensor, rows: Tensor, state: LayerState, dim: int | None) -> Scaled:
     """Returns the input in FP8, as another layer may have left it on the tensor."""
-    if state.eager_only:
+    # What inference mode makes counts no versions, and cannot be saved for a backward later on.
+    if state.eager_only or torch.is_inference_mode_enabled() or given.is_inference():
         return state.cast("input", rows.detach(), dim)
     known, key = vars(given).get("_fp8"), (given._version, rows.dtype, dim)
     if known is None or known[0] != key:

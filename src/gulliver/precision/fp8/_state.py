@@ -209,12 +209,16 @@ class LayerState:
             weight: matrix ``[outputs, inputs]``.
             dim: dim whose magnitudes are reduced; None for all of it.
         """
+        if weight.is_inference():  # it may be written unnoticed
+            return self.cast("weight", weight.detach(), dim)
         key = weight.data_ptr(), weight._version
         if key != self._key:
             self._weights, self._key = {}, key
         found = self._weights.get(dim)
         if found is None:
-            found = self.cast("weight", weight.detach(), dim)
+            # A copy that an evaluation in inference mode made serves training, too.
+            with torch.inference_mode(False), torch.no_grad():
+                found = self.cast("weight", weight.detach(), dim)
             self.weight_casts += 1
             if self.keep_weights:
                 self._weights[dim] = found
@@ -222,8 +226,9 @@ class LayerState:
 
     def begin(self, weight: Tensor) -> None:
         """Notes a forward: with a new version of the weights a step has begun."""
-        if self._version != weight._version:
-            self._version = weight._version
+        version = None if weight.is_inference() else weight._version
+        if self._version != version:
+            self._version = version
             for history in self._histories.values():
                 history.step()
 
