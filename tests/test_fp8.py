@@ -274,7 +274,11 @@ def test_an_evaluation_in_inference_mode_changes_nothing_of_training(scaling: st
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
         convert_to_fp8(model, scaling, emulate=True)
-        optimizer, x, found = torch.optim.SGD(model.parameters(), lr=0.1), draw("normal", 16, 32), []
+        optimizer, x, found = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            draw("normal", 16, 32),
+            [],
+        )
         for _ in range(3):
             if evaluate:
                 with torch.no_grad():

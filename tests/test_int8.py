@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gulliver
 from gulliver.booster import Booster
@@ -468,3 +468,42 @@ def test_a_compiled_model_computes_what_it_computes_eagerly():
     x = torch.randn(3, 128)
     with torch.no_grad():
         assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
+
+
+class _Casting(nn.Module):
+    """Casts what it gives to the dtype of a layer's weight, as CLIP and SigLIP do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.body = nn.Conv2d(3, 64, 4), nn.Sequential(nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x.to(self.patches.weight.dtype))
+        return self.body(x.flatten(2).transpose(1, 2))
+
+
+@torch.no_grad()
+def test_layers_whose_weights_are_asked_for_their_dtype_are_kept() -> None:
+    torch.manual_seed(0)
+    model, x = _Casting().eval(), torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    gulliver.replace_module(model)
+    (kept,) = report_of(model).kept
+    assert kept.path == "patches"
+    assert "_Casting.forward reads its weight" in kept.why
+    assert (model(x) - expected).norm() < 0.02 * expected.norm()
+    with pytest.raises(GulliverError, match=r"body.0 takes floats, not int8.*exclude=\['body.0'\]"):
+        model.body(torch.zeros(1, 64, dtype=torch.int8))
+
+
+def test_nothing_replaced_lazy_layers_and_untied_weights_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gulliver.replace_module(nn.Linear(8, 8))
+    assert "replaced nothing" in caplog.text
+    with pytest.raises(GulliverError, match=r"0.weight has no shape yet"):
+        gulliver.replace_module(nn.Sequential(nn.LazyLinear(8)))
+    model = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 32, bias=False))
+    model[1].weight = model[0].weight
+    gulliver.replace_module(model)
+    assert "untied: 0 keeps the weight" in str(report_of(model))

@@ -139,6 +139,17 @@ class QuantizedLayer(nn.Module, ABC):
     def run(self, x: Tensor) -> Tensor:
         """Returns the output, which has no gradient."""
 
+    def _activations(self, x: Tensor) -> Tensor:
+        """Returns an input as autocast wants it; whole numbers are refused."""
+        if not (x.is_floating_point() or x.is_complex()):
+            raise GulliverError(
+                f"{self.path} takes floats, not {_name(x.dtype)}: a model that casts its input to "
+                f"{self.path}.weight.dtype has rounded it to whole numbers now that the weight is "
+                f"quantised; keep that layer: exclude=[{self.path!r}]"
+            )
+        device = x.device.type
+        return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stored": None}
 
@@ -166,8 +177,7 @@ class QuantizedLinear(QuantizedLayer):
 
     def multiply(self, x: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
         """Returns the product; `largest` as for `gulliver.precision.int8.product`."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = self._activations(x)
         if x.shape[-1] != self.inputs:
             raise GulliverError(f"{self.path} has {self.inputs} inputs, not {x.shape[-1]}")
         rows = x.reshape(math.prod(x.shape[:-1]), self.inputs)
@@ -197,8 +207,7 @@ class QuantizedConvolution(QuantizedLayer):
 
     def run(self, x: Tensor) -> Tensor:
         """Returns the convolution with the weight that the int8 values stand for."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = self._activations(x)
         values = self.weight.flatten(1)
         weight = from_int8(values, self.weight_scale, x.dtype).view(self.weight.shape)
         padding = self.padding

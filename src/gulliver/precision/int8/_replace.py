@@ -9,15 +9,19 @@ their own.
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from gulliver._compat import share_forward_hooks
@@ -40,6 +44,7 @@ from gulliver.precision.int8._modules import (
 )
 from gulliver.precision.int8._products import MODES, chosen_kernels
 
+LOG = logging.getLogger("gulliver")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Model = TypeVar("Model", bound=nn.Module)
 NOTE = "_quantisation"
@@ -300,6 +305,11 @@ def _check(model: nn.Module, mode: str, threshold: float | None) -> None:
         raise GulliverError(f"unknown mode {mode!r}: {nearest(mode, MODES)}")
     if threshold is not None and not threshold > 0:
         raise GulliverError(f"outlier_threshold is {threshold}: it is above 0, or None")
+    for path, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise GulliverError(
+                f"{path} has no shape yet: run the model once before replace_module"
+            )
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
             raise GulliverError(
@@ -352,8 +362,22 @@ class _Replacing:
         for _, module, made in layers:
             share_forward_hooks(module, made)
             made.train(module.training)
+        self._note_untied(new)
+        if not layers:
+            LOG.warning("replace_module replaced nothing: see report_of(model)")
         self.report.after = model_bytes(self.model)
         vars(self.model)[NOTE] = self.report
+
+    def _note_untied(self, new: Mapping[int, nn.Module | None]) -> None:
+        """Says of quantised layers that others have their weight still as it was."""
+        kept = {
+            id(_matrix_in(m)): path for path, m in self.modules.items() if new.get(id(m), m) is None
+        }
+        for place, layer in enumerate(self.report.layers):
+            other = kept.get(id(_matrix_in(self.modules[layer.path])))
+            if layer.format and other is not None:
+                why = "; ".join(filter(None, (layer.why, f"untied: {other} keeps the weight")))
+                self.report.layers[place] = replace(layer, why=why)
 
     def _why_kept(self, path: str, module: nn.Module) -> tuple[str, str]:
         """Returns why a layer is kept, or an empty text, and the mode that it will be in."""
@@ -365,6 +389,8 @@ class _Replacing:
             return "it is the model itself", mode
         if isinstance(parent, nn.MultiheadAttention | nn.TransformerEncoderLayer):
             return f"nn.{type(parent).__name__} reads its weights past the layer", mode
+        if _reads_weight(parent, path.rpartition(".")[2]):
+            return f"{type(parent).__name__}.forward reads its weight past the layer", mode
         hooked = "weight" in vars(module)  # by nn.utils.weight_norm or spectral_norm
         if parametrize.is_parametrized(module) or hooked:
             return "its weight is computed anew each time (parametrised)", mode
@@ -437,6 +463,24 @@ def matrix_of(module: Any) -> Tensor:
     """Returns a linear layer's weight as ``[outputs, inputs]``, detached."""
     weight = module.weight.detach()
     return weight.t() if is_conv1d(module) or getattr(module, "transposed", False) else weight
+
+
+def _reads_weight(parent: nn.Module | None, name: str) -> bool:
+    """Whether a module's forward reads its layer's weight itself, as CLIP asks for its dtype.
+
+    Forwards that mention int8 are taken to know of quantised weights, as T5's does.
+    """
+    source = "" if parent is None else _source(type(parent))
+    asked = re.search(rf"\bself\.{re.escape(name)}\.weight\b", source)
+    return asked is not None and "int8" not in source
+
+
+@cache
+def _source(kind: type[nn.Module]) -> str:
+    try:
+        return inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return ""
 
 
 def _relative(weight: Tensor, back: Tensor) -> float:
