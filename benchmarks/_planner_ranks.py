@@ -13,6 +13,7 @@ through both. Nothing is fitted to a step of several ranks.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -139,6 +140,7 @@ class Row:
         planned: seconds that the plan of the grid predicts.
         measured: seconds of a step of the slowest rank; None where it does not run.
         why: why it does not run.
+        spread: seconds between its fastest and its slowest measured step, on the slowest rank.
     """
 
     grid: str
@@ -146,6 +148,7 @@ class Row:
     planned: float = 0.0
     measured: float | None = None
     why: str = ""
+    spread: float = 0.0
 
 
 @dataclass
@@ -294,7 +297,7 @@ def _of_model(sizes: Sizes, cluster: Cluster, steps: int) -> Truth:
     for name in PEERS:
         # DTensor cuts heads of keys and values, half as many, and cannot share one.
         if name == FSDP2 or sizes.heads // 2 % dist.get_world_size() == 0:
-            truth.peers[name] = _peer(name, sizes, steps)
+            truth.peers[name] = _peer(name, sizes, steps)[0]
             tell(f"{name}: {truth.peers[name]:.3f} s")
     return truth
 
@@ -337,16 +340,16 @@ def _row(grid: Grid, sizes: Sizes, scorer: Scorer, found: Found, steps: int) -> 
     grid = replace(grid, recomputed=min(grid.recomputed, sizes.blocks))
     scored = scorer.score(grid)
     try:
-        planned, seconds = _run(scored, sizes, scorer, found, steps)
+        planned, (seconds, spread) = _run(scored, sizes, scorer, found, steps)
     except GulliverError as error:
         return Row(str(grid), scored.seconds.step, why=str(error))
-    return Row(str(grid), scored.seconds.step, planned, seconds)
+    return Row(str(grid), scored.seconds.step, planned, seconds, "", spread)
 
 
 def _run(
     scored: Scored, sizes: Sizes, scorer: Scorer, found: Found, steps: int
-) -> tuple[float, float]:
-    """Seconds of a step as the plan predicts them, and as they are."""
+) -> tuple[float, tuple[float, float]]:
+    """Seconds of a step as the plan predicts them, and as they are, with their spread."""
     grid, model = scored.grid, sizes.model()
     inner = _adamw(model)
     plan = plan_of(scored, found, model, inner, "fp32")
@@ -365,21 +368,22 @@ def _run(
     return plan.predicted.seconds.step, _seconds(step, steps)
 
 
-def _peer(name: str, sizes: Sizes, steps: int) -> float:
+def _peer(name: str, sizes: Sizes, steps: int) -> tuple[float, float]:
     peer: Contestant = (data_parallel if name == FSDP2 else dtensor)(name, sizes)
     return _seconds(peer.advance, steps)
 
 
-def _seconds(step: Callable[[], object], steps: int) -> float:
-    """Seconds of a step among others in a row, the mean of those of the slowest rank.
+def _seconds(step: Callable[[], object], steps: int) -> tuple[float, float]:
+    """Seconds of a step among others in a row, the mean of those of the slowest rank; their spread.
 
     Nothing is waited for between steps: what a step leaves on its way belongs to the next.
     """
     barrier()
     step()
-    begun = time.perf_counter()
+    ends = [time.perf_counter()]
     for _ in range(steps):
         step()
-    took = (time.perf_counter() - begun) / steps
+        ends.append(time.perf_counter())
+    each = [later - earlier for earlier, later in itertools.pairwise(ends)]
     barrier()
-    return max(gather_objects(took))
+    return max(gather_objects(((ends[-1] - ends[0]) / steps, max(each) - min(each))))

@@ -84,6 +84,17 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
     return 2 * sum(signs) / max(1, len(signs)) - 1
 
 
+def told_apart(rows: Sequence[Row]) -> tuple[float, int, int]:
+    """Kendall's tau of the pairs whose steps differ by more than both spreads; those and all."""
+    signs = list[bool]()
+    pairs = list(itertools.combinations(rows, 2))
+    for one, other in pairs:
+        first, second = one.measured or 0.0, other.measured or 0.0
+        if abs(first - second) > max(one.spread, other.spread):
+            signs.append((one.searched > other.searched) == (first > second))
+    return 2 * sum(signs) / max(1, len(signs)) - 1, len(signs), len(pairs)
+
+
 def add_truth(report: Report, options: Options) -> None:
     """Runs grids on every network."""
     chosen: dict[tuple[str, str], str] = {}
@@ -122,6 +133,12 @@ def _add_model(report: Report, name: str, truth: Truth) -> None:
         at_least(f"{name}: Kendall tau", kendall([r.searched for r in ran], measured), 0.8),
         at_most(f"{name}: median error of seconds", statistics.median(errors), 0.15),
     ]
+    tau, apart, pairs = told_apart(ran)
+    report.figures[f"{name}: Kendall tau of what differs"] = [tau, apart, pairs]
+    report.notes.append(
+        f"{name}: {apart} of {pairs} pairs of grids differ by more than their steps spread; "
+        f"Kendall tau of those {tau:.2f}"
+    )
     report.notes.append(
         f"{name}: launching an operator takes {1e6 * truth.fitted[0]:.0f} us, memory moves "
         f"{truth.fitted[1] / 1e9:.2f} GB/s (passes of one process, four at once), an update "

@@ -194,7 +194,13 @@ def _pairs(world: World, sizes: tuple[int, ...], shape: tuple[int, ...], seed: i
 
 @pytest.mark.parametrize(
     ("sizes", "shape", "count"),
-    [((2, 2), (4, 8), 70), ((2, 2), (5, 3), 50), ((4,), (3, 6), 16), ((2, 2), (2, 3, 5), 20)],
+    [
+        ((2, 2), (4, 8), 70),
+        ((2, 2), (5, 3), 50),
+        ((4,), (3, 6), 16),
+        ((2, 2), (2, 3, 5), 20),
+        ((2, 2), (3, 0), 30),
+    ],
 )
 def test_values_and_gradients_are_those_of_whole_tensors(pool: Pool, sizes, shape, count) -> None:
     ranks = math.prod(sizes)

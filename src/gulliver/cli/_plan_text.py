@@ -15,6 +15,7 @@ from gulliver.booster.search import (
     Scored,
     kinds_of_bytes,
     kinds_of_time,
+    least_bytes,
     saved_by_a_gib,
 )
 from gulliver.cli._options import Search
@@ -98,6 +99,7 @@ def lines_of(answer: Answer, options: Search) -> list[str]:
     lines.append(
         f"{found.looked:,} grids of {meshes - left} of {meshes} meshes in "
         f"{seconds_text(sum(found.seconds))}, at most {size_text(found.limit)} on a rank"
+        + _beyond(found)
     )
     if found.best:
         best = found.best[0]
@@ -113,6 +115,12 @@ def lines_of(answer: Answer, options: Search) -> list[str]:
             + f", {100 * share:.0f} % of the rate of {name}"
         )
     return lines
+
+
+def _beyond(found: Found) -> str:
+    """Says of a limit that the device has less."""
+    has = found.cluster.device.memory_bytes
+    return f": {found.cluster.device.name} has {size_text(has)}" if found.limit > has > 0 else ""
 
 
 def not_counted(found: Found) -> list[str]:
@@ -238,10 +246,14 @@ def _after(answer: Answer, options: Search) -> list[str]:
             lines.append(f"{use}: {one.why_none()}")
             continue
         best = one.best[0]
+        if one is found:
+            least, grid = need.bytes, need.grid
+        else:  # a search looks at no mesh that a bound leaves out
+            least, grid = least_bytes(one.facts, one.cluster, options.batch)
         lines.append(
             f"{use}: {size_text(best.bytes)} of a rank ({_kinds(best)}), "
             f"{seconds_text(best.seconds.step)} a step, {best.grid}; the least of a rank is "
-            f"{size_at_least(one.least.bytes)}, {one.least.grid}"
+            f"{size_at_least(least)}, {grid}"
         )
         if one.facts.cached:
             lines.append(_inference(one, answer.subject.sample))

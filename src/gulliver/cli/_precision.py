@@ -146,7 +146,8 @@ def _show(report: Report, reason: str) -> None:
     )
     console.print(
         f"memory: {size_text(report.copies)} of FP8 weights are kept where parameters are whole "
-        f"(none under ZeRO 3); inputs saved for backward {size_text(report.saved_fp8)} instead of "
+        f"(none under ZeRO 3, none by compiled graphs); inputs saved for backward "
+        f"{size_text(report.saved_fp8)} instead of "
         f"{size_text(report.saved_plain)}, at most: layers with one input share it"
     )
     console.print(reason, soft_wrap=True)

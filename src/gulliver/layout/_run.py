@@ -132,7 +132,8 @@ def _gather(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
     most, after = move.elements[0], place.box(move.after, place.here)
     blocks = _filled(local, most).view(1, most)
     for axis in move.axes:  # the slowest links carry what is still small
-        blocks = _gathered(blocks.reshape(-1), axis, place).view(-1, most)
+        rows = len(blocks) * place.sizes[axis]
+        blocks = _gathered(blocks.reshape(-1), axis, place).view(rows, most)
     whole = local.new_empty(_shape(after))
     # The axis gathered last has become the outermost of the blocks.
     for block, coordinate in zip(blocks, place.beside(move.axes[::-1]), strict=True):

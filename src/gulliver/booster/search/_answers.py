@@ -210,10 +210,10 @@ def least_bytes(facts: Facts, cluster: Cluster, samples: int, limit: int = 0) ->
         GulliverError: no mesh of so many ranks can run the model.
     """
     scorer, meshes = _scorer(facts, cluster, samples)
-    again = len(facts.recomputable)
+    again, trains = len(facts.recomputable), facts.optimizer is not None
     best: tuple[int, Grid] | None = None
     for axes in meshes:
-        for grid in grids_of(axes, samples, len(facts.blocks)):
+        for grid in grids_of(axes, samples, len(facts.blocks), trains):
             held = scorer.bytes_of(replace(grid, recomputed=again))
             if best is None or held < best[0]:
                 best = held, replace(grid, recomputed=again)

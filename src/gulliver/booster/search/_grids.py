@@ -121,13 +121,18 @@ def axes_of(ranks: int, batch: int, blocks: int, modes: Sequence[str]) -> Iterat
                     yield Axes(data, sequence, tensor, pipeline, "split_gather")
 
 
-def grids_of(axes: Axes, batch: int, blocks: int) -> Iterator[Grid]:
+FORWARD_ONLY = ("gpipe", "interleaved")
+"""Schedules that differ where there is no backward."""
+
+
+def grids_of(axes: Axes, batch: int, blocks: int, trains: bool = True) -> Iterator[Grid]:
     """Every grid on a mesh, nothing recomputed.
 
     Args:
         axes: the mesh.
         batch: number of samples of a step.
         blocks: number of blocks.
+        trains: whether there are backwards.
     """
     stages = STAGES if axes.data * axes.sequence > 1 else (0,)
     for micro in divisors(batch // axes.data):
@@ -136,6 +141,8 @@ def grids_of(axes: Axes, batch: int, blocks: int) -> Iterator[Grid]:
             continue
         for name, style in STYLES.items():
             cuts = style.chunks * axes.pipeline
+            if not trains and name not in FORWARD_ONLY:
+                continue
             if cuts > blocks or not _ordered(name, cuts, axes.pipeline, micro):
                 continue
             yield from (Grid(axes, stage, micro, name, style.chunks) for stage in stages)

@@ -90,14 +90,14 @@ class Found:
         return (
             f"nothing fits {size_at_least(self.limit)} on a rank: the least is "
             f"{size_at_least(least.bytes)} ({least.grid}), of which {largest.replace('_', ' ')} "
-            f"take {size_text(kinds[largest])}; give more memory, more ranks or a smaller batch"
+            f"are {size_text(kinds[largest])}; give more memory, more ranks or a smaller batch"
             + self._off_load()
         )
 
     def _off_load(self) -> str:
         """Says what would do if what does not fit left."""
         if self.offloaded is None or self.offloaded.bytes >= self.least.bytes:
-            return ""
+            return f"; off-load to {self.behind} helps nothing" if self.behind else ""
         where = "the host" if self.cluster.device.to_device_rate is not None else "a disk"
         least = self.offloaded
         told = f"; off-load to {where} needs at least {size_at_least(least.bytes)} ({least})"
@@ -165,7 +165,7 @@ def search_grids(
             break
         used += 1
         fastest: Scored | None = None
-        for grid in grids_of(axes, samples, len(facts.blocks)):
+        for grid in grids_of(axes, samples, len(facts.blocks), facts.optimizer is not None):
             looked += 1
             scored = scorer.least(grid, limit)
             small = scored.grid if scored else replace(grid, recomputed=recomputable)

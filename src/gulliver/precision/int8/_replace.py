@@ -363,10 +363,23 @@ class _Replacing:
             share_forward_hooks(module, made)
             made.train(module.training)
         self._note_untied(new)
-        if not layers:
-            LOG.warning("replace_module replaced nothing: see report_of(model)")
+        self._warn(bool(layers))
         self.report.after = model_bytes(self.model)
         vars(self.model)[NOTE] = self.report
+
+    def _warn(self, some: bool) -> None:
+        """Says in the log that most of a model, such as fused experts, is what it was."""
+        whole = sum(layer.before for layer in self.report.layers)
+        kept = {layer.path: layer.before for layer in self.report.kept}
+        if not some:
+            LOG.warning("replace_module replaced nothing: see report_of(model)")
+        elif sum(kept.values()) > whole / 2:
+            LOG.warning(
+                "replace_module kept %.0f %% of the weights as they were, the largest in %s: see "
+                "report_of(model)",
+                100 * sum(kept.values()) / whole,
+                max(kept, key=lambda path: kept[path]),
+            )
 
     def _note_untied(self, new: Mapping[int, nn.Module | None]) -> None:
         """Says of quantised layers that others have their weight still as it was."""
