@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -74,6 +75,8 @@ from gulliver.hardware import (
 )
 from gulliver.plan import Work
 
+ROUNDS = 2
+"""Rounds in which passes of one process are measured."""
 TURNS = 3
 PROBED = (1 << 12, 1 << 18, 1 << 22)
 """Turns and bytes of each collective that is probed: fewer than `gulliver probe` takes."""
@@ -277,11 +280,11 @@ def _of_model(sizes: Sizes, cluster: Cluster, steps: int) -> Truth:
     model, sample = sizes.model(), _batch(sizes, 0, 1)
     inner = _adamw(model)
     facts = facts_of(model, inner, sample, cluster.device, "fp32", True)
-    plugin, works = plugin_of(Grid(Axes(data=4), 1)), dict[int, Work]()
-    for samples in (1, sizes.batch // 2):
+    plugin, works = plugin_of(Grid(Axes(data=4), 1)), dict[int, list[Work]]()
+    for samples in (1, sizes.batch // 2) * ROUNDS:
         part = {name: value[:samples] for name, value in sample.items()}
-        works[samples] = plugin.make_plan(model, inner, cluster, part).work
-    facts, update_s = calibrated(facts, works), works[1].update_s
+        works.setdefault(samples, []).append(plugin.make_plan(model, inner, cluster, part).work)
+    facts, update_s = calibrated(facts, works), works[1][0].update_s
     cluster = replace(cluster, device=facts.device)
     found = search_grids(model, inner, sample, cluster, sizes.batch, precision="fp32", facts=facts)
     scorer = Scorer(facts, cluster, sizes.batch, "cpu", 1.0)
@@ -302,15 +305,18 @@ def _of_model(sizes: Sizes, cluster: Cluster, steps: int) -> Truth:
     return truth
 
 
-def calibrated(facts: Facts, works: dict[int, Work]) -> Facts:
+def calibrated(facts: Facts, works: dict[int, list[Work]]) -> Facts:
     """Facts with launches and a memory that take what passes of two sizes took; all ranks call it.
 
     Args:
         facts: model on the device as it was probed.
-        works: passes as they were measured in one process, by the number of samples.
+        works: passes as they were measured in one process, by the number of samples; the median of
+            all ranks' counts.
     """
-    (few, one), (many, whole) = sorted(works.items())
-    begun, ended = (work.forward_s + work.backward_s for work in (one, whole))
+    own = {n: [work.forward_s + work.backward_s for work in found] for n, found in works.items()}
+    told = gather_objects(own)
+    few, many = sorted(works)
+    begun, ended = (statistics.median(s for one in told for s in one[n]) for n in (few, many))
     each = (ended - begun) / (many - few)
     launches = sum(facts.launches) / facts.device.launch_s
     endless = facts.on(replace(facts.device, memory_rate=math.inf, memory_curve=None))
