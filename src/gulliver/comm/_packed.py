@@ -20,9 +20,8 @@ the same sum. They must find the same bits, so there it is rounded to the neares
 
 [Note: error feedback] Who passes `error` has what the last packing lost added to what is packed
 now, and finds there what this one lost. So what small elements lose in one step is made up for in
-later ones (Seide et al., 1-bit SGD, 2014; Karimireddy et al., 2019, arXiv 1901.09847). An
-all-reduce along one axis makes up for what its sums have lost, too; over a torus, where several
-ranks pack the same sum, for the terms alone.
+later ones (Seide et al., 1-bit SGD, 2014; Karimireddy et al., 2019, arXiv 1901.09847). That
+is of the terms: what the sums of an all-reduce lose on their way back is not made up for.
 """
 
 from __future__ import annotations
@@ -243,10 +242,6 @@ def _all_reduced(
     yield messages
     for place, part in enumerate(parts):
         unpack(own if place == group.rank else found[place], packer.wire, len(part), out=part)
-    if lost is not None and not depth:
-        # What the sums have lost is made up for by who has packed them, in its own term.
-        terms = math.prod(one.size for one in packer.rank_groups) if mean else 1
-        lost[group.rank].copy_((total - parts[group.rank]).mul_(terms))
     packer.give([own], found)
 
 
