@@ -237,7 +237,8 @@ def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     claim = "planner"
     if options.parts == ("truth",):  # takes minutes a network: kept network by network
-        claim = "-".join(("planner-truth", *options.networks)).replace(" ", "-")
+        some = () if set(options.models) == set(MODELS) else options.models
+        claim = "-".join(("planner-truth", *some, *options.networks)).replace(" ", "-")
     report = Report(
         claim,
         "Grids: predicted by the search, predicted by the plan, measured",
