@@ -402,7 +402,8 @@ class _Replacing:
             return "it is the model itself", mode
         if isinstance(parent, nn.MultiheadAttention | nn.TransformerEncoderLayer):
             return f"nn.{type(parent).__name__} reads its weights past the layer", mode
-        if _reads_weight(parent, path.rpartition(".")[2]):
+        what = "" if isinstance(module, nn.Embedding) else ".dtype"
+        if _reads_weight(parent, path.rpartition(".")[2], what):
             return f"{type(parent).__name__}.forward reads its weight past the layer", mode
         hooked = "weight" in vars(module)  # by nn.utils.weight_norm or spectral_norm
         if parametrize.is_parametrized(module) or hooked:
@@ -478,13 +479,14 @@ def matrix_of(module: Any) -> Tensor:
     return weight.t() if is_conv1d(module) or getattr(module, "transposed", False) else weight
 
 
-def _reads_weight(parent: nn.Module | None, name: str) -> bool:
+def _reads_weight(parent: nn.Module | None, name: str, what: str) -> bool:
     """Whether a module's forward reads its layer's weight itself, as CLIP asks for its dtype.
 
-    Forwards that mention int8 are taken to know of quantised weights, as T5's does.
+    Forwards that mention int8 are taken to know of quantised weights, as T5's does. BLOOM's has a
+    branch for slices of its weights that nobody takes, so that other uses than dtypes do not count.
     """
     source = "" if parent is None else _source(type(parent))
-    asked = re.search(rf"\bself\.{re.escape(name)}\.weight\b", source)
+    asked = re.search(rf"\bself\.{re.escape(name)}\.weight{re.escape(what)}\b", source)
     return asked is not None and "int8" not in source
 
 
