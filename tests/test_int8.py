@@ -496,6 +496,25 @@ def test_layers_whose_weights_are_asked_for_their_dtype_are_kept() -> None:
         model.body(torch.zeros(1, 64, dtype=torch.int8))
 
 
+class _Slicing(nn.Module):
+    """Has a branch for slices of a weight, as BLOOM does, and adds rows of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.places = nn.Linear(64, 64), nn.Embedding(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 99:
+            return x @ self.dense.weight[:, :32]
+        return self.dense(x + self.places.weight)
+
+
+def test_branches_for_slices_of_a_weight_keep_no_layer() -> None:
+    model = nn.Sequential(_Slicing())
+    gulliver.replace_module(model, embeddings=True)
+    assert [layer.path for layer in report_of(model).replaced] == ["0.dense"]
+
+
 def test_nothing_replaced_lazy_layers_and_untied_weights_are_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
