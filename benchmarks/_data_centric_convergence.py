@@ -22,9 +22,9 @@ from gulliver.video import (
     train_judges,
 )
 
-SHAPES = ("1x24x24:3", "1x32x32:2", "1x24x40:2", "5x24x24:1")
+SHAPES = ("1x16x16:4", "1x16x24:2", "1x24x24:2", "5x16x16:2")
 WAYS = ("plain", "data-centric")
-CLIPS = 40
+CLIPS = 80
 """Judged clips of a shape."""
 
 
@@ -39,6 +39,7 @@ class Trained:
         held_out: loss of held-out clips at the end, the mean over shapes.
         digits: share of made clips with the right digit, all shapes alike.
         seconds: wall time of training, from its first line to its end.
+        processor: seconds of processors in it, which others on the machine do not lengthen.
     """
 
     way: str
@@ -47,6 +48,7 @@ class Trained:
     held_out: float
     digits: float
     seconds: float
+    processor: float
 
 
 def runs(folder: Path, seeds: int, steps: int) -> list[Trained]:
@@ -58,20 +60,25 @@ def runs(folder: Path, seeds: int, steps: int) -> list[Trained]:
         steps: optimizer steps of each.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found, autoencoder = [], folder / "coder" / "autoencoder.safetensors"
+    found = []
     if not (folder / "coder" / "checkpoints").is_dir():  # once, and in nobody's seconds
         train(_config(folder / "coder", "plain", 0, 1))
     for seed in range(seeds):
         # In turns, so that a busy machine is charged to both.
         for way in WAYS if seed % 2 == 0 else reversed(WAYS):
-            kept = folder / f"{way}-{seed}-{steps}.json"
-            if not kept.is_file():
-                config = _config(folder / f"{way}-{seed}-{steps}", way, seed, steps)
-                config = replace(config, autoencoder=AutoencoderConfig(path=autoencoder))
-                result = _run(config, way, seed)
-                kept.write_text(json.dumps(vars(result)))
-            found.append(Trained(**json.loads(kept.read_text())))
+            found.append(one_run(folder, way, seed, steps))
     return found
+
+
+def one_run(folder: Path, way: str, seed: int, steps: int) -> Trained:
+    """Trains and judges one way with one seed, or reads what it gave before."""
+    name = f"{way}-{seed}-{steps}"
+    kept = folder / f"{name}.json"
+    if not kept.is_file():
+        autoencoder = AutoencoderConfig(path=folder / "coder" / "autoencoder.safetensors")
+        config = replace(_config(folder / name, way, seed, steps), autoencoder=autoencoder)
+        kept.write_text(json.dumps(vars(_run(config, way, seed))))
+    return Trained(**json.loads(kept.read_text()))
 
 
 def spread(values: list[float]) -> float:
@@ -97,17 +104,19 @@ def _config(out: Path, way: str, seed: int, steps: int) -> TrainConfig:
 
 
 def _run(config: TrainConfig, way: str, seed: int) -> Trained:
-    whole, begun = not config.out.exists(), time.perf_counter()
+    whole, begun, used = not config.out.exists(), time.perf_counter(), time.process_time()
     if not train(config).finished:
         raise SystemExit(f"{config.out} was stopped: call again, it goes on")
     # Of a run that was stopped in between nobody knows them.
-    seconds = time.perf_counter() - begun if whole else float("nan")
+    nobody = float("nan")
+    seconds = time.perf_counter() - begun if whole else nobody
+    processor = time.process_time() - used if whole else nobody
     log = [json.loads(line) for line in (config.out / "log.jsonl").read_text().splitlines()]
     losses, tenth = [line["loss"] for line in log], max(1, len(log) // 10)
     means = [statistics.mean(losses[n : n + tenth]) for n in range(0, len(losses), tenth)]
     lines = (config.out / "validation.jsonl").read_text().splitlines()
     held_out = json.loads(lines[-1])["loss"]
-    return Trained(way, seed, means, held_out, _digits(config.out), seconds)
+    return Trained(way, seed, means, held_out, _digits(config.out), seconds, processor)
 
 
 def _digits(folder: Path) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gulliver.data import StepEnds
 from gulliver.hardware import TableCosts
 
 
@@ -40,8 +41,8 @@ def workload(model: str, short: bool, ranks: int) -> Workload:
         shapes = {"64": 64, "128": 128, "256": 256, "2048": LONGEST}
     else:
         shapes = {"1x8x8": 64, "2x8x8": 128, "4x8x8": 256, "8x16x16": LONGEST}
-    shares = (0.55, 0.3, 0.13, 0.02) if short else (0.1, 0.2, 0.4, 0.3)
-    samples, step = (96, 48) if short else (32, 16)
+    shares = (0.56, 0.3, 0.13, 0.01) if short else (0.1, 0.2, 0.4, 0.3)
+    samples, step = (192, 96) if short else (32, 16)
     memory = LONGEST * 5 // 4 // ranks
     return Workload(model, shapes, dict(zip(shapes, shares, strict=True)), memory, samples, step)
 
@@ -128,43 +129,55 @@ last sends gradients. Ranks that share cores have to run beside each other long 
 SMALL = 256
 """Tokens of a rank below which a micro-batch is small."""
 
+Run = Callable[[list[Any]], list[tuple[list[float], float]]]
+"""Runs plans one after the other; gives seconds of this rank's micro-batches and of each step."""
 
-def measured_costs(
-    work: Workload, run: Callable[[Any], tuple[list[float], float]], ranks: int
-) -> tuple[TableCosts, float]:
+
+def measured_costs(work: Workload, run: Run, ranks: int) -> tuple[TableCosts, StepEnds]:
     """Seconds of micro-batches by shape, degree and batch, all ranks busy as in a step.
 
     Args:
         work: workload.
-        run: runs a plan; gives seconds of this rank's micro-batches and of the whole step.
+        run: runs plans.
         ranks: all of them.
 
     Returns:
-        The costs, and the seconds that a step takes besides: gradients and update.
+        The costs, and what a step takes besides at both ends.
     """
     from gulliver.comm import broadcast_object, gather_objects
     from gulliver.data import MicroBatch, RankGroup, StepPlan
 
     shapes = table(work)
     seconds: dict[str, dict[int, dict[int, float]]] = {}
-    besides = []
+    ends: dict[tuple[str, bool], list[float]] = {}
     for name, tokens in work.shapes.items():
         index = shapes.index(name)
         for degree in (d for d in (1, 2, 4) if d <= ranks):
             most = min(work.step, work.memory * degree // tokens)
-            for batch in sorted({1, -(-most // 4), most} if most else ()):
+            for batch in sorted({1, most} if most else ()):
                 micro = MicroBatch(name, (index,) * batch)
                 rows = [tuple(range(n, n + degree)) for n in range(0, ranks, degree)]
                 times = AGAIN if batch * tokens > SMALL * degree else MOST
-                groups = tuple(RankGroup(row, (micro,) * times) for row in rows)
-                found, whole = run(StepPlan(0, 0, groups, 0.0, 0.0))
+                plan = StepPlan(
+                    0, 0, tuple(RankGroup(row, (micro,) * times) for row in rows), 0.0, 0.0
+                )
+                # Of two steps the second begins while parameters are on their way.
+                found = gather_objects(run([plan, plan] if batch == most else [plan]))
                 # The mean over all ranks: cores that are shared serve one after the other.
-                middle = statistics.mean(s for rank in gather_objects(found) for s in rank[1:-1])
+                middle = statistics.mean(s for rank in found for one, _ in rank for s in one[1:-1])
                 seconds.setdefault(name, {}).setdefault(degree, {})[batch] = middle
-                besides.append(whole - sum(found[:-1]) - middle)
+                if batch == most:
+                    begin = statistics.mean(rank[1][0][0] for rank in found) - middle
+                    last = max(whole - sum(one[:-1]) for rank in found for one, whole in rank[1:])
+                    ends.setdefault(("first", degree > 1), []).append(begin)
+                    ends.setdefault(("last", degree > 1), []).append(last - middle)
     # Of the first rank: plans must be equal on all.
-    found, rest = broadcast_object((_ordered(seconds), statistics.median(besides)))
-    return TableCosts(found, work.shapes, memory=float(work.memory), model=work.model), rest
+    order = [(name, shared) for name in ("first", "last") for shared in (False, True)]
+    told = [max(0.0, statistics.median(ends.get(key, [0.0]))) for key in order]
+    found, told = broadcast_object((_ordered(seconds), told))
+    return TableCosts(found, work.shapes, memory=float(work.memory), model=work.model), StepEnds(
+        *told
+    )
 
 
 def _ordered(seconds: dict[str, dict[int, dict[int, float]]]) -> Any:
@@ -178,31 +191,42 @@ def _ordered(seconds: dict[str, dict[int, dict[int, float]]]) -> Any:
     }
 
 
-def run_workload(
-    work: Workload, rounds: int
-) -> tuple[dict[str, list[float]], list[float], dict[str, tuple[float, float, float]]]:
-    """Trains epochs under each planner in turn, on all ranks of a network.
+@dataclass(frozen=True)
+class Measured:
+    """What a workload gave under each planner.
 
-    Returns:
-        Samples a second of each planner and round, measured over predicted seconds of our steps,
-        and of each planner predicted samples a second, imbalance, and samples of a step.
+    Attributes:
+        speeds: samples a second of each epoch, by planner.
+        ratios: measured over predicted seconds of our steps.
+        predicted: predicted samples a second, by planner.
+        imbalance: mean imbalance, by planner.
+        step: mean samples of a step, by planner.
+        ends: what a step takes besides.
     """
+
+    speeds: dict[str, list[float]]
+    ratios: list[float]
+    predicted: dict[str, float]
+    imbalance: dict[str, float]
+    step: dict[str, float]
+    ends: StepEnds
+
+
+def run_workloads(works: list[Workload], rounds: int) -> list[Measured]:
+    """Trains epochs of workloads of one model, under each planner in turn, on all ranks."""
     import torch
 
     from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin
-    from gulliver.comm import barrier, broadcast_object, gather_objects, init_world
-    from gulliver.data import DataCentricPlanner, Samples
+    from gulliver.comm import barrier, init_world
 
-    world, model = init_world(), make(work)
+    world, model = init_world(), make(works[0])
     plugin = DataCentricPlugin(1, chunk_mb=4, verbose=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
-    shapes = table(work)
-    data = Data(work, shapes)
 
-    def epoch(planner: Any) -> tuple[float, list[Any], list[tuple[float, float]]]:
-        loader = DataCentricLoader(planner, data, model, optimizer)
-        measured, steps = [], []
+    def epoch(planner: Any, work: Workload) -> tuple[float, list[Ran]]:
+        loader = DataCentricLoader(planner, Data(work, table(work)), model, optimizer)
+        steps: list[Ran] = []
         barrier()
         begun = time.perf_counter()
         for step in loader:
@@ -211,42 +235,74 @@ def run_workload(
                 step.backward(loss_of(model, batch.data))
             optimizer.step()
             optimizer.zero_grad()
-            measured += step.measured
-            steps.append((step.plan.seconds, time.perf_counter() - started))
+            taken = [seconds for *_, seconds in step.measured]
+            steps.append(Ran(step.plan, taken, time.perf_counter() - started))
         barrier()
-        return time.perf_counter() - begun, measured, steps
+        return time.perf_counter() - begun, steps
 
-    def run(plan: Any) -> tuple[list[float], float]:
-        _, found, ((_, whole),) = epoch(OneGroup(None, [plan], world.size, (1, 2, 4)))
-        return [seconds for *_, seconds in found], whole
+    def run(plans: list[Any]) -> list[tuple[list[float], float]]:
+        _, steps = epoch(OneGroup(None, plans, world.size, (1, 2, 4)), works[0])
+        return [(step.taken, step.whole) for step in steps]
 
-    costs, besides = measured_costs(work, run, world.size)
+    costs, ends = measured_costs(works[0], run, world.size)
+    return [_compared(work, costs, ends, epoch, world.size, rounds) for work in works]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step that this rank ran: its plan, seconds of its micro-batches, and of all of it."""
+
+    plan: Any
+    taken: list[float]
+    whole: float
+
+
+def _compared(
+    work: Workload,
+    costs: TableCosts,
+    ends: StepEnds,
+    epoch: Callable[[Any, Workload], tuple[float, list[Ran]]],
+    ranks: int,
+    rounds: int,
+) -> Measured:
+    """Epochs of a workload under each planner in turn; bucketing, which is far off, only once."""
+    from gulliver.comm import broadcast_object, gather_objects
+    from gulliver.data import DataCentricPlanner, Samples
+
+    shapes, budget = table(work), Samples(work.step)
     longest = max(work.shapes.values())
     fixed = next(d for d in (1, 2, 4) if d * work.memory >= longest)
-    budget = Samples(work.step)
+    one: dict[str, Any] = {"pac": False, "intra": False, "degree": fixed, "ends": ends}
     planners = {
-        "ours": DataCentricPlanner(costs, shapes, world.size, budget, pac=False),
-        "fixed degree, packed": DataCentricPlanner(
-            costs, shapes, world.size, budget, pac=False, intra=False, degree=fixed
-        ),
-        "bucketing": DataCentricPlanner(
-            costs, shapes, world.size, budget, pac=False, intra=False, degree=fixed, inter=False
-        ),
+        "ours": DataCentricPlanner(costs, shapes, ranks, budget, pac=False, ends=ends),
+        "fixed degree, packed": DataCentricPlanner(costs, shapes, ranks, budget, **one),
+        "bucketing": DataCentricPlanner(costs, shapes, ranks, budget, inter=False, **one),
     }
     speeds: dict[str, list[float]] = {name: [] for name in planners}
     ratios = []
     for number in range(rounds):  # the costs have warmed all of them up
         for name in planners if number % 2 == 0 else reversed(planners):
-            seconds, _, steps = epoch(planners[name])
+            if number and name == "bucketing":
+                continue
+            seconds, steps = epoch(planners[name], work)
             speeds[name].append(broadcast_object(len(shapes) / seconds))
             if name == "ours":
-                ranks = gather_objects([took for _, took in steps])
-                most = [max(took) for took in zip(*ranks, strict=True)]
-                ratios += [m / (p + besides) for m, (p, _) in zip(most, steps, strict=True)]
-    told = {}
+                took = gather_objects([step.whole for step in steps])
+                most = [max(found) for found in zip(*took, strict=True)]
+                ratios += [
+                    real / _predicted(step.plan, ends, n == 0)
+                    for n, (real, step) in enumerate(zip(most, steps, strict=True))
+                ]
+    predicted, imbalance, samples = {}, {}, {}
     for name, planner in planners.items():
         plans = list(planner)
-        predicted = sum(plan.seconds + besides for plan in plans)
-        imbalance = statistics.mean(plan.imbalance for plan in plans)
-        told[name] = len(shapes) / predicted, imbalance, len(shapes) / len(plans)
-    return speeds, ratios, told
+        seconds = sum(_predicted(plan, ends, n == 0) for n, plan in enumerate(plans))
+        predicted[name] = len(shapes) / seconds
+        imbalance[name] = statistics.mean(plan.imbalance for plan in plans)
+        samples[name] = len(shapes) / len(plans)
+    return Measured(speeds, ratios, predicted, imbalance, samples, ends)
+
+
+def _predicted(plan: Any, ends: StepEnds, is_first: bool) -> float:
+    """Predicted seconds of a step; before the first of an epoch nothing is on its way."""
+    return plan.seconds + plan.ends - (ends.first(plan.groups) if is_first else 0.0)

@@ -112,10 +112,9 @@ class RandomPlans:
             yield StepPlan(step, 0, groups, 0.0, 0.0, (), tuple(later))
 
     def _phases(self, step: int) -> list[tuple[RankGroup, ...]]:
-        """Every second step in two phases, whose groups differ."""
-        samples = self.samples(step)
-        cut = len(samples) // 2 if step % 2 else len(samples)
-        parts = [part for part in (samples[:cut], samples[cut:]) if part]
+        """Steps of one, two and three phases in turn, whose groups differ."""
+        samples, phases = self.samples(step), step % 3 + 1
+        parts = [part for n in range(phases) if (part := samples[n::phases])]
         return [self._groups(step, number, part) for number, part in enumerate(parts)]
 
     def _groups(self, step: int, phase: int, samples: list[int]) -> tuple[RankGroup, ...]:

@@ -21,6 +21,7 @@ from gulliver.data._replay import (
 from gulliver.data._resolutions import resolution
 from gulliver.data._sampler import BucketSampler, ResumableSampler, Step
 from gulliver.data._scores import STYLES, with_scores
+from gulliver.data._step_ends import StepEnds
 from gulliver.data._step_pictures import Shares, shares_of, step_lines, steps_page
 from gulliver.data._steps import MicroBatch, RankGroup, StepPlan
 from gulliver.data._table import (
@@ -62,6 +63,7 @@ __all__ = [
     "Seconds",
     "Shares",
     "Step",
+    "StepEnds",
     "StepPlan",
     "Tokens",
     "choose_bucket",

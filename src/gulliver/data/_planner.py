@@ -7,7 +7,8 @@
 Samples are drawn in the order of arrival into a window. Inside it, samples of a shape wait for each
 other until they make an efficient micro-batch, and such lots are spread evenly over the window, so
 that all its steps are of a kind (`_windows.py`); a step takes the next ones up to its budget and
-`gulliver.solve.StepSolver` deals them to groups of ranks.
+`gulliver.solve.StepSolver` deals them to groups of ranks. With ``arrange=`` samples are put
+together that fill so many ranks (`_arrangement.py`).
 
 [Note: once each] Whatever was drawn is either in a step that was given out or in the queue, in
 order. The state is the position in the stream and that queue, so it resumes exactly, and on any
@@ -26,14 +27,16 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from gulliver.data._arrangement import WINDOW, Arrangement
 from gulliver.data._budgets import Budget, Samples, Seconds, Tokens, check_sample, total, weight
 from gulliver.data._position import check_position
+from gulliver.data._step_ends import StepEnds
 from gulliver.data._steps import MicroBatch, RankGroup, Shape, StepPlan
 from gulliver.data._windows import Queue, Stream, Window, lots
 from gulliver.errors import GulliverError
 from gulliver.hardware import BatchCosts, Refinement
 from gulliver.options import size_text
-from gulliver.solve import BalancedStep, StepSolver
+from gulliver.solve import BalancedStep, StepSolver, halves
 
 STEPS_AHEAD = 16
 """Steps that the default window is as long as."""
@@ -94,6 +97,12 @@ class DataCentricPlanner:
         degree: degree of every group without `intra`.
         together: samples of a shape wait in the window for an efficient micro-batch; else a step
             takes them as they come.
+        arrange: number of ranks, mostly `ranks`: samples of the window are put together that fill
+            these ranks, in steps of up to 45 % more or fewer tokens than the budget, which has to
+            be of tokens. None: in the order of arrival. Which samples a step has then hangs on this
+            number and the costs: keep both where a run goes on on other ranks.
+        ends: seconds of a step besides its micro-batches. With them, samples that need wide groups
+            run first, last, or between those of single ranks, whatever ends soonest.
         unfit: what becomes of samples that fit at no degree: refused, or skipped and counted in
             `skipped`.
         shuffle: samples of a table come in random order; else in the table's.
@@ -122,6 +131,8 @@ class DataCentricPlanner:
         pac: bool = True,
         degree: int | None = None,
         together: bool = True,
+        arrange: int | None = None,
+        ends: StepEnds | None = None,
         unfit: Literal["refuse", "skip"] = "refuse",
         shuffle: bool = True,
         seed: int = 0,
@@ -136,7 +147,7 @@ class DataCentricPlanner:
             costs = replace(costs, memory=memory)  # type: ignore[type-var]
         self.costs, self.ranks, self.budget = costs, ranks, budget
         self.intra, self.inter, self.pac, self.together = intra, inter, pac, together
-        self.unfit, self.seed = unfit, seed
+        self.unfit, self.seed, self.ends = unfit, seed, ends
         self.refinement = Refinement()
         self.skipped: Counter[Shape] = Counter()
         self.left_out: Counter[Shape] = Counter()
@@ -149,6 +160,7 @@ class DataCentricPlanner:
         self._fits: dict[Shape, bool] = {}
         self._least: dict[Shape, int] = {}
         self._queue = Queue()
+        self.arrange, self._arranged = arrange, self._checked_arrangement(arrange)
         if self._stream.counts is not None:
             self._check_table(self._stream.counts)
         self.window = self._checked_window(window)
@@ -167,6 +179,19 @@ class DataCentricPlanner:
             )
         return (degree,)
 
+    def _checked_arrangement(self, ranks: int | None) -> Arrangement | None:
+        if ranks is None:
+            return None
+        if not (self.intra and self.inter):
+            raise GulliverError("arrange= needs intra and inter: it chooses degrees and repeats")
+        return Arrangement(ranks, self.budget, self._rows)
+
+    def _rows(self, shape: Shape, ranks: int) -> dict[int, np.ndarray]:
+        """Seconds of a shape's micro-batches on so many ranks, as far as they are known now."""
+        factor = self.refinement.factor(shape)
+        rows = {d: self.costs.batches(shape, d, self.pac) for d in self.costs.degrees(ranks)}
+        return {d: factor * row.seconds for d, row in rows.items() if len(row)}
+
     def _checked_window(self, window: int | None) -> int:
         if isinstance(self.budget, Samples):
             window = STEPS_AHEAD * self.budget.count if window is None else window
@@ -175,7 +200,8 @@ class DataCentricPlanner:
                     f"window={window} holds no step of {self.budget}: give at least "
                     f"{self.budget.count}"
                 )
-        window = 4096 if window is None else window
+        usual = 4096 if self.arrange is None else WINDOW
+        window = usual if window is None else window
         if window < 1:
             raise GulliverError(f"window={window}: give at least 1 sample")
         return window
@@ -215,6 +241,8 @@ class DataCentricPlanner:
         for degree, row in rows.items():
             self._facts[shape, degree] = _facts(row, factor)
         self._lots[shape] = _lot(self.costs, shape, self.pac) if self.together else 1
+        if self._arranged is not None:
+            self._arranged.meet(shape, tokens)
 
     def observe(self, measured: Iterable[tuple[Shape, float, float]]) -> None:
         """Refines the costs by real seconds; every rank must be told the same.
@@ -234,6 +262,7 @@ class DataCentricPlanner:
         """Takes the costs of all known shapes anew."""
         known = [shape for shape, fits in self._fits.items() if fits]
         self._solver = StepSolver({}, self.ranks, self.inter)
+        self._arranged = self._checked_arrangement(self.arrange)
         for shape in known:
             self._meet(shape, -1)
 
@@ -257,25 +286,44 @@ class DataCentricPlanner:
 
     def _fill(self, window: Window) -> None:
         """Draws another window where the queue has no whole step."""
-        needed = total(self.budget, self.ranks)
-        while not window.is_over and self._queue.weight < needed:
+        while not window.is_over and not self._has_step:
             indices, shapes = window.draw(self.window)
             self._queue.drawn += len(indices)
             for index, shape in zip(indices.tolist(), shapes, strict=True):
                 if shape not in self._fits:
                     self._meet(shape, index)
             indices, shapes = self._usable(indices, shapes)
+            if self._arranged is not None:
+                # What is in no arranged step yet waits for better company.
+                waiting, others = self._queue.take(len(self._queue))
+                indices = np.concatenate((np.array(waiting, dtype=np.int64), indices))
+                shapes = others + shapes
             if not len(indices):
                 continue
             key = [abs(self.seed), window.epoch]
             draw = np.random.Generator(np.random.Philox(key=key, counter=self._queue.drawn))
-            order = lots(shapes, self._lots, draw, self.together)
+            order = self._ordered(shapes, draw, window.is_over)
             names = [shapes[place] for place in order]
-            weights = {
-                shape: weight(self.budget, self.costs.tokens(shape), self._time_of(shape))
-                for shape in set(names)
-            }
+            weights = {shape: self._weights(shape) for shape in set(names)}
             self._queue.extend(indices[order], names, np.array([weights[name] for name in names]))
+
+    @property
+    def _has_step(self) -> bool:
+        """Whether a whole step is in the queue."""
+        if self._arranged is not None:
+            return bool(self._queue.cuts)
+        return self._queue.weight >= total(self.budget, self.ranks)
+
+    def _ordered(self, shapes: list[Shape], draw: np.random.Generator, is_last: bool) -> np.ndarray:
+        """Order in which steps take waiting samples."""
+        if self._arranged is None:
+            return lots(shapes, self._lots, draw, self.together)
+        order, self._queue.cuts = self._arranged.order(shapes, draw)
+        first = sum(self._queue.cuts)
+        if is_last:  # what waits for nothing more
+            rest = [shapes[place] for place in order[first:]]
+            order[first:] = order[first:][lots(rest, self._lots, draw, self.together)]
+        return order
 
     def _time_of(self, shape: Shape) -> float:
         return self._solver.rank_seconds(shape) if isinstance(self.budget, Seconds) else 0.0
@@ -291,8 +339,7 @@ class DataCentricPlanner:
 
     def _planned(self, epoch: int) -> StepPlan:
         """Plans the next step of what is in the queue."""
-        nearest = isinstance(self.budget, Tokens)
-        count = self._queue.up_to(total(self.budget, self.ranks), nearest)
+        count = self._count()
         solved = self._solved(count)
         while isinstance(self.budget, Seconds) and solved.seconds > self.budget.seconds:
             if count == 1:
@@ -304,19 +351,30 @@ class DataCentricPlanner:
         members: dict[Shape, list[int]] = {}
         for index, shape in zip(indices, shapes, strict=True):
             members.setdefault(shape, []).append(index)
-        groups, *later = (self._groups(part, members) for part in solved.parts)
+        phases = [self._groups(part, members) for part in solved.parts]
         aside = [(index, shape) for shape in members for index in members[shape]]
         if aside:
             self._queue.put_back(aside, self._weights)
+        ends = 0.0
+        if self.ends is not None:
+            ends = self.ends.first(phases[0]) + self.ends.last(phases[-1])
         return StepPlan(
             self.step,
             epoch,
-            groups,
+            phases[0],
             solved.seconds,
             solved.bound,
             tuple(index for index, _ in aside),
-            tuple(later),
+            tuple(phases[1:]),
+            ends,
         )
+
+    def _count(self) -> int:
+        """Samples of the next step, the first ones of the queue."""
+        if self._queue.cuts:
+            return self._queue.cuts.pop(0)
+        nearest = isinstance(self.budget, Tokens)
+        return self._queue.up_to(total(self.budget, self.ranks), nearest)
 
     def _solved(self, count: int) -> _Solved:
         """Deals samples to groups: of one kind in the whole step, or wide ones and then others."""
@@ -330,11 +388,32 @@ class DataCentricPlanner:
             others = {s: n for s, n in shapes.items() if s not in wide}
             if not others:
                 continue
-            parts = tuple(self._solver.plan_step(Counter(some)) for some in (wide, others))
-            seconds = sum(part.seconds for part in parts)
-            if seconds < best.seconds:
-                best = _Solved(parts, seconds, whole.bound)
+            parts = (self._solver.plan_step(Counter(some)) for some in (wide, others))
+            for found in self._orders(*parts):
+                seconds = sum(part.seconds for part in found)
+                if seconds + self._around(found) < best.seconds + self._around(best.parts):
+                    best = _Solved(found, seconds, whole.bound)
         return best
+
+    def _orders(
+        self, wide: BalancedStep, others: BalancedStep
+    ) -> Iterator[tuple[BalancedStep, ...]]:
+        """Ways in which two parts of a step may follow one another."""
+        yield wide, others
+        if self.ends is None:
+            return
+        yield others, wide
+        for early, late in halves(others, self._solver.seconds_of):
+            yield early, wide, late
+
+    def _around(self, parts: Sequence[BalancedStep]) -> float:
+        """Seconds at both ends of a step."""
+        if self.ends is None:
+            return 0.0
+        first, last = (any(work.degree > 1 for work in parts[n].groups) for n in (0, -1))
+        ends = self.ends
+        begin = ends.first_shared if first else ends.first_alone
+        return begin + (ends.last_shared if last else ends.last_alone)
 
     def _weights(self, shape: Shape) -> float:
         return weight(self.budget, self.costs.tokens(shape), self._time_of(shape))
@@ -381,7 +460,8 @@ class DataCentricPlanner:
         """Digest of all that plans depend on: ranks with the same one plan the same."""
         digest = hashlib.blake2b(digest_size=8)
         settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
-        told = (*settings, self._degrees, self.together, self.unfit, self.costs.memory)
+        more = self._degrees, self.together, self.arrange, self.unfit, self.costs.memory
+        told = (*settings, *more, self.ends)
         digest.update(repr((told, self._stream.digest, self.costs.identity)).encode())
         for (shape, degree), facts in sorted(self._facts.items(), key=repr):
             digest.update(repr((shape, degree, facts[0], facts[-1])).encode())
@@ -395,6 +475,7 @@ class DataCentricPlanner:
             "step": self.step,
             "drawn": self._queue.drawn,
             "queue": self._queue.indices,
+            "cuts": list(self._queue.cuts),
             "data": self._stream.digest,
             "model": self.costs.identity,
             "refinement": self.refinement.state_dict(),
@@ -421,6 +502,7 @@ class DataCentricPlanner:
             )
         check_position(state["epoch"], state["step"], None)
         queue = self._stream.restored(state["epoch"], state["drawn"], state["queue"])
+        cuts = _cuts(state.get("cuts", []), len(queue))
         self.refinement.load_state_dict(state["refinement"])
         self.epoch, self.step = state["epoch"], state["step"]
         for index, shape in queue:
@@ -432,14 +514,18 @@ class DataCentricPlanner:
             indices, shapes = (list(column) for column in zip(*queue, strict=True))
             weights = np.array([self._weights(shape) for shape in shapes])
             self._queue.extend(np.array(indices), shapes, weights)
+            self._queue.cuts = cuts
 
     def describe(self) -> str:
         """Says in one line what is planned and with what."""
         on = [name for name in ("intra", "inter", "pac") if getattr(self, name)]
         degrees = ", ".join(map(str, self._degrees))
+        ahead = f"{self.window:,} samples looked at ahead"
+        if self.arrange is not None:
+            ahead += f" and arranged for {self.arrange} ranks"
         return (
             f"{self.ranks} ranks, {self.budget}, degrees {degrees}, {' + '.join(on) or 'none'} on, "
-            f"{self.window:,} samples looked at ahead, costs of {self.costs.identity}"
+            f"{ahead}, costs of {self.costs.identity}"
         )
 
 
@@ -453,6 +539,14 @@ def _facts(row: BatchCosts, factor: float) -> list[_Facts]:
     seconds = ((factor * s).tolist() for s in (row.seconds, row.communication, row.recomputing))
     size = np.ceil(row.bytes).astype(np.int64).tolist()
     return list(zip(totals, kinds, *seconds, size, strict=True))
+
+
+def _cuts(found: Any, most: int) -> list[int]:
+    """Checks the numbers of samples of arranged steps that a state has."""
+    whole = isinstance(found, list) and all(type(n) is int and n > 0 for n in found)
+    if not whole or sum(found) > most:
+        raise GulliverError("the saved position is broken: its steps have more samples than wait")
+    return list(found)
 
 
 def _lot(costs: Costs, shape: Hashable, pac: bool) -> int:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -58,6 +58,8 @@ class Replayed:
         spread: largest weight of a sample over the smallest in one step.
         gap: predicted seconds over the bounds of the steps, less 1; None where there is no bound.
         planning: processor seconds of planning.
+        few: samples of a small step: one in twenty has fewer.
+        many: samples of a large step: one in twenty has more.
     """
 
     name: str
@@ -71,6 +73,8 @@ class Replayed:
     spread: float
     gap: float | None
     planning: float
+    few: float
+    many: float
 
     @property
     def speed(self) -> float:
@@ -130,21 +134,28 @@ def replay_published(
     plan = published_plan(method, costs, Counter(shapes), ranks, seed)
     planning = time.process_time() - begun
     seconds = busy = 0.0
-    samples = tokens = 0
+    tokens = 0
+    sizes: list[int] = []
     shares, spreads = [], [1.0]
     for step in plan.steps:
         longest = max(share.total for share in step)
         seconds += longest
         busy += sum(share.degree * share.total for share in step)
-        samples += sum(share.batch * share.repeats for share in step)
+        sizes.append(sum(share.batch * share.repeats for share in step))
         tokens += sum(share.batch * share.repeats * costs.tokens(share.shape) for share in step)
         effective, spread = _weights(step)
         shares.append(effective)
         spreads.append(spread)
     imbalance = 1 - busy / (ranks * seconds) if seconds else 0.0
     effective = float(np.mean(shares)) if shares else 0.0
-    told = (imbalance, effective, max(spreads), None, planning)
-    return Replayed(method, len(plan.steps), samples, plan.dropped, tokens, seconds, *told)
+    told = (imbalance, effective, max(spreads), None, planning, *_range(sizes))
+    return Replayed(method, len(plan.steps), sum(sizes), plan.dropped, tokens, seconds, *told)
+
+
+def _range(sizes: Sequence[int]) -> tuple[float, float]:
+    """Samples of small and of large steps: one in twenty lies below, one above."""
+    low, high = np.quantile(sizes, (0.05, 0.95)) if len(sizes) else (0.0, 0.0)
+    return float(low), float(high)
 
 
 def _weights(step: Sequence[Share]) -> tuple[float, float]:
@@ -161,7 +172,7 @@ def replay_ours(
     ranks: int,
     budget: Budget,
     name: str = "ours",
-    **settings: bool,
+    **settings: Any,
 ) -> Replayed:
     """Runs our planner over an epoch.
 
@@ -174,13 +185,14 @@ def replay_ours(
         settings: switches of `DataCentricPlanner`.
     """
     begun = time.process_time()
-    planner = DataCentricPlanner(costs, shapes, ranks, budget, **settings)  # type: ignore[arg-type]
+    planner = DataCentricPlanner(costs, shapes, ranks, budget, **settings)
     plans = list(planner)
     planning = time.process_time() - begun
     tokens = sum(len(b.samples) * costs.tokens(b.shape) for plan in plans for _, b in plan)
     used = {index for plan in plans for _, batch in plan for index in batch.samples}
     seconds, busy, bound = sums(plans)
-    told = (1 - busy / (ranks * seconds), 1.0, 1.0, seconds / bound - 1, planning)
+    sizes = _range([plan.samples for plan in plans])
+    told = (1 - busy / (ranks * seconds), 1.0, 1.0, seconds / bound - 1, planning, *sizes)
     return Replayed(name, len(plans), len(used), len(shapes) - len(used), tokens, seconds, *told)
 
 

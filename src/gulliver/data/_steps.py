@@ -79,6 +79,8 @@ class StepPlan:
         set_aside: samples that were drawn for this step and wait for the next one.
         later: other groups of the same ranks that follow, such as single ranks after a sample that
             takes all of them. A rank goes on when its own group has ended.
+        ends: predicted seconds besides, of messages at both ends of the step and of the update;
+            0 where they are not known.
     """
 
     step: int
@@ -88,6 +90,7 @@ class StepPlan:
     bound: float
     set_aside: tuple[int, ...] = ()
     later: tuple[tuple[RankGroup, ...], ...] = ()
+    ends: float = 0.0
 
     @property
     def phases(self) -> tuple[tuple[RankGroup, ...], ...]:

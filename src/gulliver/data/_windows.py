@@ -115,12 +115,19 @@ class Queue:
 
     Args:
         drawn: samples of the epoch that were drawn, in steps or not.
+
+    Attributes:
+        drawn: the same, as it grows.
+        indices: samples.
+        shapes: shape of each.
+        cuts: samples of the first steps, where it is arranged which make one.
     """
 
     def __init__(self, drawn: int = 0) -> None:
         self.drawn = drawn
         self.indices: list[int] = []
         self.shapes: list[Shape] = []
+        self.cuts: list[int] = []
         self._ends = np.zeros(0)
         self._start = 0.0
 
@@ -157,6 +164,8 @@ class Queue:
     def take(self, count: int) -> tuple[list[int], list[Shape]]:
         """Takes the first samples out."""
         taken = self.indices[:count], self.shapes[:count]
+        if not count:
+            return taken
         self._start = float(self._ends[count - 1])
         self._ends = self._ends[count:]
         del self.indices[:count], self.shapes[:count]

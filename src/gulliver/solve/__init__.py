@@ -9,10 +9,11 @@ how long a step of ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.p
 are sharded, recomputed and moved jointly (`_joint.py`, then `_joint_search.py`), how a chain is
 recomputed with checkpoints inside checkpoints (`_rematerialize.py`), which of several unequal
 devices takes which layers (`_devices.py`), which ranks share which samples in a step (`_steps.py`,
-over `_accumulation.py`), which rows of a table a cache holds (`_row_replacement.py`, with
-`_row_index.py` and `_sketch.py`), how tables share ranks (`_table_placement.py`) and memory
-(`_miss_ratio.py`), how many slots of a cluster each job has (`_allocation.py`), and when all jobs
-could be done at best (`_fluid.py`).
+over `_accumulation.py`; which samples make one: `_arrange.py`; what runs between two halves of one:
+`_halves.py`), which rows of a table a cache holds (`_row_replacement.py`, with `_row_index.py` and
+`_sketch.py`), how tables share ranks (`_table_placement.py`) and memory (`_miss_ratio.py`), how
+many slots of a cluster each job has (`_allocation.py`), and when all jobs could be done at best
+(`_fluid.py`).
 """
 
 from gulliver.solve._accumulation import accumulated, covering, split_batches
@@ -26,6 +27,7 @@ from gulliver.solve._activations import (
     least_room,
 )
 from gulliver.solve._allocation import allocate, concave_hull, relaxed_value
+from gulliver.solve._arrange import StepArranger
 from gulliver.solve._balance import balanced_parts
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._conversion import (
@@ -43,6 +45,7 @@ from gulliver.solve._devices_bound import lower_bound
 from gulliver.solve._extents import PAGE, Extents, size_class
 from gulliver.solve._fleet import Fleet, Placement, makespan
 from gulliver.solve._fluid import fluid_bound, fluid_bound_by_lp
+from gulliver.solve._halves import halves
 from gulliver.solve._joint import (
     ENTRY,
     Block,
@@ -152,6 +155,7 @@ __all__ = [
     "SharedCache",
     "Stage",
     "Step",
+    "StepArranger",
     "StepSolver",
     "StepTimes",
     "Strategy",
@@ -175,6 +179,7 @@ __all__ = [
     "fluid_bound_by_lp",
     "gathers_in_backward",
     "geometric_sizes",
+    "halves",
     "index_bytes",
     "joint_by_milp",
     "joint_cost",

@@ -42,6 +42,8 @@ OTHERWISE = ((0.5, 1, 0.02), (2.0, 1, 0.06), (0.0, 2, 0.06), (0.0, 4, 0.06))
 """Second tries: how much of the time that a shape's samples leave in a group counts as lost, what
 part of the ranks a group may have (one wide group makes all samples pay for its messages), and the
 gap to the bound from which on it is tried."""
+REMEMBERED = 4096
+"""Steps whose plans are kept: arranged ones come again."""
 SHORTER = 0.01
 """Share by which each of those is shorter than the best so far."""
 
@@ -70,7 +72,7 @@ class GroupWork:
 
 @dataclass(frozen=True)
 class BalancedStep:
-    """A step: groups, the widestt first.
+    """A step: groups, the widest first.
 
     Attributes:
         groups: groups with work; ranks that are in none have none.
@@ -118,6 +120,7 @@ class StepSolver:
         self._least: dict[Hashable, list[float]] = {}
         self._rate: dict[Hashable, float] = {}
         self._one: dict[Hashable, float] = {}
+        self._plans: dict[frozenset[tuple[Hashable, int]], BalancedStep] = {}
         for shape, rows in seconds.items():
             self.add(shape, rows)
 
@@ -132,6 +135,7 @@ class StepSolver:
             raise GulliverError(f"shape {shape!r} fits at no degree of up to {self.ranks} ranks")
         self._seconds[shape], self._names[shape], self._known[shape] = fit, repr(shape), 0
         self._one[shape] = min(float(t.min()) for t in fit.values())
+        self._plans.clear()
         self._learn(shape, 16)
 
     def _learn(self, shape: Hashable, count: int) -> None:
@@ -157,6 +161,58 @@ class StepSolver:
         """The least seconds that a micro-batch with such a sample takes."""
         return self._one[shape]
 
+    def seconds_of(self, shape: Hashable, degree: int, samples: int) -> float:
+        """Seconds of a micro-batch."""
+        return float(self._seconds[shape][degree][samples - 1])
+
+    def first_ends(self, shape: Hashable, count: int) -> list[float]:
+        """Seconds in which 1, 2, ... samples of a shape end on a group, at every degree."""
+        return [end for ends in self._ends[shape].values() for end in ends[1 : count + 1]]
+
+    def lot_seconds(self, shape: Hashable) -> float:
+        """Seconds of the micro-batch of least rank seconds a sample, at the least degree."""
+        seconds = next(iter(self._seconds[shape].values()))
+        return float(seconds[int(np.argmin(seconds / np.arange(1, len(seconds) + 1)))])
+
+    def fill(
+        self,
+        counts: Mapping[Hashable, int],
+        limit: float,
+        small: Mapping[Hashable, int] | None = None,
+        until: float = 0.0,
+    ) -> tuple[dict[Hashable, int], float] | None:
+        """Fills all ranks up to a time with some of many samples, the largest first.
+
+        Args:
+            counts: samples of each shape.
+            limit: seconds that no group runs longer than.
+            small: samples that may follow, of other shapes, in order.
+            until: seconds up to which those do.
+
+        Returns:
+            Samples that found a place, by shape, and seconds of the longest group; None where
+            there are none.
+        """
+        for shape, count in [*counts.items(), *(small or {}).items()]:
+            self._learn(shape, count)
+        fitting = {s: n for s, n in counts.items() if min(self.first_ends(s, 1)) <= limit}
+        packed = self._pack(fitting, limit, 0.0, {}, partly=True) if fitting else ([], {})
+        if packed is None:
+            return None
+        groups, left = packed
+        taken = {s: n - left[s] for s, n in fitting.items() if n > left[s]}
+        longest = max((seconds for _, seconds, _ in groups), default=0.0)
+        if small:
+            rest = dict(small)
+            order = list(rest)
+            free = self.ranks - sum(degree for degree, *_ in groups)
+            each = [*groups, *[(1, 0.0, [])] * free]
+            for degree, seconds, _ in each:
+                more, _ = self._fill(order, rest, degree, until - seconds)
+                longest = max(longest, seconds + more)
+            taken |= {s: n - rest[s] for s, n in small.items() if n > rest[s]}
+        return (taken, longest) if taken else None
+
     def bound(self, counts: Mapping[Hashable, int]) -> float:
         """Seconds that no plan of so many samples of each shape can be under."""
         together = 0.0
@@ -176,6 +232,14 @@ class StepSolver:
         """
         if not counts:
             return BalancedStep((), 0.0, 0.0, {})
+        key = frozenset(counts.items())
+        if key not in self._plans:
+            if len(self._plans) >= REMEMBERED:
+                self._plans.clear()
+            self._plans[key] = self._planned(counts)
+        return self._plans[key]
+
+    def _planned(self, counts: Mapping[Hashable, int]) -> BalancedStep:
         # The order of a mapping is the order of arrival: answers must not hang on it.
         counts = {shape: counts[shape] for shape in sorted(counts, key=self._names.__getitem__)}
         for shape, count in counts.items():
