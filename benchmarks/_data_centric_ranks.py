@@ -42,7 +42,7 @@ def workload(model: str, short: bool, ranks: int) -> Workload:
     else:
         shapes = {"1x8x8": 64, "2x8x8": 128, "4x8x8": 256, "8x16x16": LONGEST}
     shares = (0.56, 0.3, 0.13, 0.01) if short else (0.1, 0.2, 0.4, 0.3)
-    samples, step = (192, 96) if short else (32, 16)
+    samples, step = (256, 128) if short else (32, 16)
     memory = LONGEST * 5 // 4 // ranks
     return Workload(model, shapes, dict(zip(shapes, shares, strict=True)), memory, samples, step)
 
@@ -55,7 +55,10 @@ def table(work: Workload, seed: int = 0) -> list[str]:
     """The shape of every sample, equal on all ranks."""
     draw = random.Random(seed)
     found = [n for n, share in work.shares.items() for _ in range(round(share * work.samples))]
-    found += [next(iter(work.shapes))] * (work.samples - len(found))
+    first = next(iter(work.shapes))  # takes what rounding leaves, or has too much
+    while len(found) > work.samples:
+        found.remove(first)
+    found += [first] * (work.samples - len(found))
     draw.shuffle(found)
     return found
 

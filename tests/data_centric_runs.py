@@ -163,6 +163,7 @@ class Case:
     mode: str = "all_to_all"
     steps: int = 20
     seed: int = 0
+    tensor: int = 1
 
 
 @computed_once
@@ -197,9 +198,11 @@ def alone(
 def errors(world: World, case: Case) -> dict[str, float]:
     """Largest relative errors of gradients of any step, of losses, and of weights at the end."""
     model = make_model(case.family, wired=world.size > 1)
-    plugin = DataCentricPlugin(case.stage, case.mode, chunk_mb=0.01, verbose=False)
+    plugin = DataCentricPlugin(
+        case.stage, case.mode, chunk_mb=0.01, verbose=False, tp_size=case.tensor
+    )
     model, optimizer, *_ = Booster(plugin=plugin).boost(model, make_optimizer(model))
-    plans = RandomPlans(case.family, world.size, case.steps, case.seed)
+    plans = RandomPlans(case.family, world.size // case.tensor, case.steps, case.seed)
     counted = weights(case.family, case.by_tokens)
     collate = pack_documents if case.family == "documents" else None
     data = Uneven(case.family)

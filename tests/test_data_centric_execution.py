@@ -45,6 +45,7 @@ DEFAULT = {
         Case("llama", 1, clip=0.5, steps=20),
         Case("documents", 3, by_tokens=True, mode="ring_attn", steps=3),
         Case("stdit3", 2, steps=2),
+        Case("llama", 2, clip=0.5, steps=3, tensor=2),
     ],
 }
 FULL = [
@@ -54,6 +55,12 @@ FULL = [
     for clip in (0.0, 0.5)
     for tokens in ((False, True) if family == "llama" else (family == "documents",))
     for mode in ("all_to_all", "ring_attn")
+]
+TENSOR = [
+    Case(family, stage, 0.5, False, mode, seed=stage, tensor=tensor)
+    for family in ("llama", "stdit3")
+    for stage in (0, 1, 2, 3)
+    for mode, tensor in (("all_to_all", 2), ("ring_attn", 2), ("all_to_all", 4))
 ]
 """Every one of them for 20 steps."""
 
@@ -83,6 +90,18 @@ def test_every_gradient_of_any_setting_is_that_of_one_process(
     pool: Pool, ranks: int, case: Case
 ) -> None:
     for rank, (of,) in enumerate(pool.run(_several, ranks, [case], deadline_s=300)):
+        assert of["gradients"] <= 1e-10, (rank, of)
+        assert of["losses"] <= 1e-10, (rank, of)
+        assert of["weights"] <= 1e-10, (rank, of)
+
+
+@pytest.mark.full
+@pytest.mark.deadline(600)
+@pytest.mark.parametrize("case", TENSOR, ids=str)
+def test_every_gradient_with_tensor_ranks_inside_is_that_of_one_process(
+    pool: Pool, case: Case
+) -> None:
+    for rank, (of,) in enumerate(pool.run(_several, 4, [case], deadline_s=300)):
         assert of["gradients"] <= 1e-10, (rank, of)
         assert of["losses"] <= 1e-10, (rank, of)
         assert of["weights"] <= 1e-10, (rank, of)
@@ -277,8 +296,8 @@ def test_wrong_use_is_refused_with_what_would_be_right(pool: Pool) -> None:
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(GulliverError, match="ranks of their own"):
         DataCentricPlugin(sequence_parallelism_mode="split_gather")
-    with pytest.raises(GulliverError, match="no argument 'tp_size'"):
-        DataCentricPlugin(tp_size=2)  # type: ignore[call-arg]
+    with pytest.raises(GulliverError, match="no argument 'pp_size'"):
+        DataCentricPlugin(pp_size=2)  # type: ignore[call-arg]
     with pytest.raises(GulliverError, match="the costs know 3 blocks"):
         RecomputeSwitch(make_model("llama", wired=False), [("layers", 3)])
     assert planned(2).degrees == (1, 2)

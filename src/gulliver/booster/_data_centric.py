@@ -5,6 +5,7 @@ Plans of steps are made by `gulliver.data.DataCentricPlanner`; `_step_loader.py`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -26,7 +27,8 @@ class DataCentricPlugin(HybridParallelPlugin):
     """ZeRO over all ranks, of which any neighbours may share sequences, others in every step.
 
     A model of a known family is wired for sequences of the whole world; a `DataCentricLoader` then
-    lets groups of fewer ranks run side by side. Of any other model every group has one rank.
+    lets groups of fewer ranks run side by side. Of any other model every group has one rank. With
+    `tp_size` each of these ranks is so many, which share each layer's tensors in every step.
 
     Args:
         zero_stage: what is sharded over the ranks between steps: 0 nothing, 1 the optimizer, 2 the
@@ -40,6 +42,10 @@ class DataCentricPlugin(HybridParallelPlugin):
         assume_per_parameter: the user's word that an optimizer looks at one parameter at a time.
         check_batches: compare what the ranks of a group read.
         verbose: print the plan when the model is boosted.
+        tp_size: ranks that share each layer's tensors; a planner plans for the ranks of the world
+            over this number.
+        tensor_rules: the same as in `HybridParallelPlugin`, as is the next one.
+        replicate_rest: keep modules that no rule knows whole on every rank.
 
     Raises:
         GulliverError: an argument that is not supported.
@@ -56,6 +62,9 @@ class DataCentricPlugin(HybridParallelPlugin):
         assume_per_parameter: bool = False,
         check_batches: bool = True,
         verbose: bool = True,
+        tp_size: int = 1,
+        tensor_rules: Mapping[str, str] | None = None,
+        replicate_rest: bool = False,
     ) -> None:
         if sequence_parallelism_mode not in MODES:
             raise GulliverError(
@@ -64,6 +73,9 @@ class DataCentricPlugin(HybridParallelPlugin):
             )
         self.ways, self._heads = sequence_parallelism_mode, 0
         super().__init__(
+            tp_size=tp_size,
+            tensor_rules=tensor_rules,
+            replicate_rest=replicate_rest,
             zero_stage=zero_stage,
             precision=precision,
             max_norm=max_norm,
@@ -75,8 +87,10 @@ class DataCentricPlugin(HybridParallelPlugin):
         )
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """All ranks on the sequence axis."""
-        self._share(ranks)
+        """All ranks on the sequence axis, beside those of the tensors inside."""
+        if ranks % self.tp_size:
+            raise GulliverError(f"tp_size={self.tp_size} does not divide {ranks} ranks")
+        self._share(ranks // self.tp_size)
         return super().choices(ranks, precision)
 
     def _share(self, ranks: int) -> None:
@@ -98,16 +112,17 @@ class DataCentricPlugin(HybridParallelPlugin):
         cluster: Cluster | None,
     ) -> Plan:
         """Shares sequences where the model's attention is known, else nothing but ZeRO."""
-        ranks, alone = plan.mesh.size, _why_alone(model)
+        ranks, alone = plan.mesh.size // self.tp_size, _why_alone(model)
         self._share(1 if alone else ranks)
-        self._heads = _heads_of(model)
+        # A tensor rank has its part of the heads.
+        self._heads = _heads_of(model) // self.tp_size
         if not alone and ranks > 1 and dropouts_of(model):
             raise GulliverError(
                 "dropout where sequences lie on other ranks in every step would be drawn by each "
                 f"rank for itself ({dropouts_of(model)[0]}): set it to 0"
             )
         if alone:
-            one = super().choices(ranks, plan.precision.autocast)
+            one = super().choices(plan.mesh.size, plan.precision.autocast)
             plan = replace(plan, mesh=one.mesh, sequence=one.sequence)
         found = super().for_model(plan, model, optimizer, cluster)
         told = alone or f"any neighbours of {ranks} ranks share sequences, as each step is planned"

@@ -269,7 +269,8 @@ class DataCentricLoader:
     def observe(self, measured: Sequence[tuple[Any, float, float]]) -> None:
         """Tells the planner what all ranks have measured, where it shall refine its costs."""
         if self._refine:
-            found = gather_objects(list(measured), self.optimizer.group)
+            # Of the whole world: tensor ranks have to plan alike as well.
+            found = gather_objects(list(measured))
             self.planner.observe([one for rank in found for one in rank])
 
     def state_dict(self) -> dict[str, Any]:
@@ -294,11 +295,6 @@ def _check(loader: DataCentricLoader) -> None:
             "optimizer: give it as many"
         )
     check_uneven(optimizer)
-    if current_world().size != optimizer.size:
-        raise GulliverError(
-            f"{current_world().size} ranks, of which {optimizer.size} share the optimizer: with "
-            "tensor parallelism groups of changing ranks are not supported"
-        )
     wide = [degree for degree in planner.degrees if degree > 1]
     if wide and optimizer.size > 1:
         if loader.degree is None:
@@ -308,7 +304,7 @@ def _check(loader: DataCentricLoader) -> None:
                 "plan with intra=False, degree=1"
             )
         loader.degree.of_rows([range(optimizer.size)])
-    signatures = gather_objects(planner.signature, optimizer.group)
+    signatures = gather_objects(planner.signature)
     others = [rank for rank, found in enumerate(signatures) if found != signatures[0]]
     if others:
         raise GulliverError(

@@ -443,6 +443,8 @@ class PlanData:
     """Groups run several micro-batches in a step; else one each."""
     together: bool = True
     """Samples of a shape wait in the window for an efficient micro-batch."""
+    arrange: Annotated[int | None, Range(1, 4096)] = None
+    """Ranks that steps are put together for, mostly --ranks; with --tokens."""
     degree: Annotated[int | None, Range(1, 4096)] = None
     """Degree of all groups, with --no-intra."""
     unfit: Literal["refuse", "skip"] = "refuse"

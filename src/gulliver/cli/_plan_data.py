@@ -56,6 +56,8 @@ def gains(options: PlanData, costs: TableCosts, shapes: Sequence[str], speed: fl
                 budget,
                 {**settings, name: True} | ({"degree": None} if name == "intra" else {}),
             )
+    if options.tokens is not None and options.arrange is None and options.intra and options.inter:
+        tried[f"--arrange {options.ranks}"] = budget, {**settings, "arrange": options.ranks}
     tried["twice the budget of a step"] = _budget(options, 2), dict(settings)
     if options.window is not None:
         tried["twice the window"] = budget, {**settings, "window": 2 * options.window}
@@ -90,7 +92,7 @@ def _fits(costs: TableCosts, shape: str, options: PlanData) -> bool:
 
 
 def _settings(options: PlanData) -> dict[str, Any]:
-    names = ("window", "intra", "inter", "together", "degree", "unfit", "seed")
+    names = ("window", "intra", "inter", "together", "arrange", "degree", "unfit", "seed")
     return {name: getattr(options, name) for name in names}
 
 

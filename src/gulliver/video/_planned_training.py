@@ -62,6 +62,7 @@ class PlannedTrainer(Trainer):
             inter=config.planner.inter,
             pac=config.planner.pac,
             degree=config.planner.degree,
+            arrange=config.planner.arrange,
             unfit=config.planner.unfit,
             seed=derive(config.seed, 6),
         )

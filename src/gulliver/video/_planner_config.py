@@ -31,6 +31,8 @@ class PlannerConfig:
     """Groups run several micro-batches in a step; else one each."""
     pac: bool = True
     """Memory that is left keeps activations; else every block is computed again."""
+    arrange: Annotated[int | None, Range(1, 4096)] = None
+    """Ranks that steps are put together for, in steps of unequal tokens; with --planner.tokens."""
     unfit: Literal["refuse", "skip"] = "refuse"
     """What becomes of clips that fit at no degree."""
     costs: Path | None = None
@@ -91,6 +93,12 @@ def check_planner(config: Any) -> None:
         raise GulliverError(
             f"--planner.tokens {planner.tokens} and --planner.seconds {planner.seconds:g} exclude "
             "each other: give one budget of a step"
+        )
+    whole = planner.tokens is not None and planner.intra and planner.inter
+    if planner.arrange is not None and not whole:
+        raise GulliverError(
+            f"--planner.arrange {planner.arrange} needs --planner.tokens, and neither "
+            "--planner.no-intra nor --planner.no-inter"
         )
     if planner.intra and planner.degree is not None:
         raise GulliverError(

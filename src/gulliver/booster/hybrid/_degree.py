@@ -80,28 +80,34 @@ class Degree:
         return self._made[degree]
 
     def of_rows(self, rows: Sequence[Sequence[int]]) -> SequenceGroups:
-        """Groups of other numbers of ranks side by side, where the whole world shares sequences.
+        """Groups of other numbers of ranks side by side, where all ranks share sequences.
 
-        Every rank of the world calls it with the same rows; groups that are new are made.
+        Every rank of the world calls it with the same rows; groups that are new are made. Where a
+        sequence lies on tensor ranks too, there are groups of the first ones, of the second ones,
+        and so on.
 
         Args:
-            rows: ranks of each group; together they name every rank once.
+            rows: ranks of each group, counted along the sequence axis; together they name every
+                one of them once.
 
         Raises:
             GulliverError: the degree is fixed, or the model's plan leaves ranks of other kinds.
         """
         if self.fixed:
             raise GulliverError(f"groups that change from step to step: not where {self.fixed}")
-        if len(self.planned.sequences) != 1:
-            raise GulliverError(
-                f"groups of any ranks need one sequence axis of the whole world, and there are "
-                f"{len(self.planned.sequences)} of {self.planned.plan}: take DataCentricPlugin"
-            )
         key = tuple(tuple(row) for row in rows)
+        named = sorted(rank for row in key for rank in row)
+        if named != list(range(self.planned.plan.degree)):
+            raise GulliverError(
+                f"groups of any ranks need one sequence axis of all {len(named)} that share the "
+                f"optimizer, and its axis is {self.planned.plan}: take DataCentricPlugin"
+            )
         if key not in self._mixed:
             if len(self._mixed) >= REMEMBERED:  # the process groups in it are kept elsewhere
                 del self._mixed[next(iter(self._mixed))]
-            self._mixed[key] = make_mixed_groups([self._plan(len(row)) for row in key], key)
+            whole = self.planned.sequences or [[0]]
+            found = [[ranks[place] for place in row] for ranks in whole for row in key]
+            self._mixed[key] = make_mixed_groups([self._plan(len(row)) for row in found], found)
         return self._mixed[key]
 
     def _plan(self, degree: int) -> SequencePlan:
