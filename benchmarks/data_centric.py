@@ -338,9 +338,11 @@ def measured(options: Options) -> Report:
         "them.",
         f"The longest sample has {LONGEST:,} tokens, and a rank room for a quarter more than its "
         "share of it over all ranks: the fixed degree is all ranks, as the longest sample needs. "
-        "'bucketing' runs one micro-batch of one shape a step, and so updates more often; "
-        "'fixed degree, packed' has equal samples a step as ours. Predicted: with the seconds of "
-        "gradients and update of a step, measured once.",
+        "'bucketing' runs one micro-batch of one shape a step, and so updates more often, and runs "
+        "in the first round only; 'fixed degree, packed' has equal samples a step as ours. "
+        "Predicted: with what gradients, update and arriving parameters take at the ends of a "
+        "step, measured once. Short dominated: 56, 30, 13 and 1 % of the samples have 64, 128, 256 "
+        "and 2,048 tokens; long dominated: 10, 20, 40 and 30 %.",
     ]
     return report
 
