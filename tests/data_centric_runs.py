@@ -27,7 +27,13 @@ from gulliver.data import (
     pack_documents,
 )
 from gulliver.hardware import BlockKind, FunctionCosts
-from tests.hybrid_cells import exact_norms, make_optimizer, next_token_loss, relative
+from tests.hybrid_cells import (
+    exact_norms,
+    make_optimizer,
+    next_token_loss,
+    relative,
+    saved_weights,
+)
 from tests.hybrid_models import VOCABULARY, build
 from tests.references import computed_once
 
@@ -201,7 +207,8 @@ def errors(world: World, case: Case) -> dict[str, float]:
     plugin = DataCentricPlugin(
         case.stage, case.mode, chunk_mb=0.01, verbose=False, tp_size=case.tensor
     )
-    model, optimizer, *_ = Booster(plugin=plugin).boost(model, make_optimizer(model))
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
     plans = RandomPlans(case.family, world.size // case.tensor, case.steps, case.seed)
     counted = weights(case.family, case.by_tokens)
     collate = pack_documents if case.family == "documents" else None
@@ -230,7 +237,7 @@ def errors(world: World, case: Case) -> dict[str, float]:
             optimizer.clip_grad_by_norm(case.clip)
         optimizer.step()
         optimizer.zero_grad()
-    whole = dict(model.named_parameters())
+    whole = dict(model.named_parameters()) if case.tensor == 1 else saved_weights(booster, model)
     found["weights"] = max(relative(whole[n].detach(), w) for n, w in wanted[2].items())
     return found
 

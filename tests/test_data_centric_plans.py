@@ -156,6 +156,25 @@ def test_equal_ranks_resume_to_the_same_plans(case: dict[str, Any], stop: int) -
         assert list(again) == whole[min(stop, len(whole) - 1) :]
 
 
+@pytest.mark.parametrize("arrange", [None, 4])
+@pytest.mark.parametrize("then", [1, 2])
+def test_what_was_drawn_and_fits_fewer_ranks_no_more_is_skipped(
+    then: int, arrange: int | None
+) -> None:
+    lengths = [10, 150, 20, 30, 150, 10, 10, 20]
+    costs = FunctionCosts(lambda n: n, lambda n: n, 50, allowed=(1, 2, 4))
+    made, again = (
+        DataCentricPlanner(costs, lengths, ranks, Tokens(150), unfit="skip", arrange=arrange)
+        for ranks in (4, then)
+    )
+    plan = next(iter(made))
+    again.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    used = indices([plan, *again])
+    assert len(used) == len(set(used))
+    assert set(used) | {1, 4} == set(range(8)), "all that fits"
+    assert again.skipped.keys() <= {150}
+
+
 def test_samples_of_a_step_do_not_depend_on_the_ranks() -> None:
     lengths = np.random.default_rng(0).choice([3, 8, 20, 50], 300).tolist()
     steps = [

@@ -23,6 +23,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -510,11 +511,16 @@ class DataCentricPlanner:
                 self._meet(shape, index)
         self._again()
         self._queue = Queue(state["drawn"])
-        if queue:
-            indices, shapes = (list(column) for column in zip(*queue, strict=True))
-            weights = np.array([self._weights(shape) for shape in shapes])
-            self._queue.extend(np.array(indices), shapes, weights)
-            self._queue.cuts = cuts
+        indices = np.array([index for index, _ in queue], dtype=np.int64)
+        shapes = [shape for _, shape in queue]
+        # Fewer ranks, or less memory, may be too small for what others have drawn.
+        fits = [self._fits[shape] for shape in shapes]
+        ends = [0, *accumulate(cuts)]
+        cuts = [sum(fits[start:end]) for start, end in pairwise(ends)]
+        indices, shapes = self._usable(indices, shapes)
+        weights = np.array([self._weights(shape) for shape in shapes])
+        self._queue.extend(indices, shapes, weights)
+        self._queue.cuts = [count for count in cuts if count]
 
     def describe(self) -> str:
         """Says in one line what is planned and with what."""

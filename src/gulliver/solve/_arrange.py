@@ -33,8 +33,8 @@ NEAR = 0.02
 """Share up to which a step counts as a mean one."""
 APART = 0.004
 """Share by which times that are tried differ."""
-REPEATS = 6
-"""Samples of one shape after whose ends patterns may end."""
+REPEATS, MOST_TIMES = 6, 64
+"""Samples of one shape after whose ends patterns may end; times that are tried at most."""
 SMALL, MOST_SMALL = 0.05, 0.35
 """Share of a step's rank seconds below which a sample is small; the most that small ones take."""
 GOOD = 0.985
@@ -197,4 +197,6 @@ class _Pool:
         ends |= {low + part * (high - low) for part in (0.25, 0.5, 0.75)}
         found = sorted(end for end in ends if low <= end <= high)
         kept = [end for end, later in pairwise([*found, np.inf]) if later > end * (1 + APART)]
-        return [end * (1 + 1e-9) for end in kept]
+        # Of many shapes there are more ends than it takes to find good patterns.
+        thinned = kept[:: -(-len(kept) // MOST_TIMES)] if kept else []
+        return [end * (1 + 1e-9) for end in thinned]
