@@ -24,9 +24,6 @@ from gulliver.video import (
 
 SHAPES = ("1x16x16:4", "1x16x24:2", "1x24x24:2", "5x16x16:2")
 WAYS = ("plain", "data-centric")
-RATE = 1.5e-3
-"""Peak learning rate. At the usual 3e-3 planned steps learn slower than plain ones, in spite of
-gradients of less noise: see the lab notes."""
 CLIPS = 80
 """Judged clips of a shape."""
 
@@ -54,32 +51,33 @@ class Trained:
     processor: float
 
 
-def runs(folder: Path, seeds: int, steps: int) -> list[Trained]:
+def runs(folder: Path, seeds: int, steps: int, rate: float) -> list[Trained]:
     """Trains and judges each way with each seed; goes on where an earlier call was stopped.
 
     Args:
         folder: folder of the runs and of what they gave.
         seeds: number of seeds.
         steps: optimizer steps of each.
+        rate: peak learning rate of each.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = []
     if not (folder / "coder" / "checkpoints").is_dir():  # once, and in nobody's seconds
-        train(_config(folder / "coder", "plain", 0, 1))
+        train(_config(folder / "coder", "plain", 0, 1, rate))
     for seed in range(seeds):
         # In turns, so that a busy machine is charged to both.
         for way in WAYS if seed % 2 == 0 else reversed(WAYS):
-            found.append(one_run(folder, way, seed, steps))
+            found.append(one_run(folder, way, seed, steps, rate))
     return found
 
 
-def one_run(folder: Path, way: str, seed: int, steps: int) -> Trained:
+def one_run(folder: Path, way: str, seed: int, steps: int, rate: float) -> Trained:
     """Trains and judges one way with one seed, or reads what it gave before."""
-    name = f"{way}-{seed}-{steps}"
+    name = f"{way}-{seed}-{steps}-{rate:g}"
     kept = folder / f"{name}.json"
     if not kept.is_file():
         autoencoder = AutoencoderConfig(path=folder / "coder" / "autoencoder.safetensors")
-        config = replace(_config(folder / name, way, seed, steps), autoencoder=autoencoder)
+        config = replace(_config(folder / name, way, seed, steps, rate), autoencoder=autoencoder)
         kept.write_text(json.dumps(vars(_run(config, way, seed))))
     return Trained(**json.loads(kept.read_text()))
 
@@ -89,19 +87,19 @@ def spread(values: list[float]) -> float:
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("inf")
 
 
-def _config(out: Path, way: str, seed: int, steps: int) -> TrainConfig:
+def _config(out: Path, way: str, seed: int, steps: int, rate: float) -> TrainConfig:
     return TrainConfig(
         out=out,
         steps=steps,
         seed=seed,
         ranks=1,
-        save_every=steps,
+        save_every=100,
         log_every=1,
         resume=True,
         data_centric=way == "data-centric",
         data=DataConfig(shapes=SHAPES, batch_size=48, clips=48 * steps),
         autoencoder=AutoencoderConfig(steps=250),
-        optimizer=OptimizerConfig(learning_rate=RATE, ema=0.98),
+        optimizer=OptimizerConfig(learning_rate=rate, ema=0.98),
         validation=ValidationConfig(every=steps, clips=48, levels=5),
     )
 

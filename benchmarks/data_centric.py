@@ -72,6 +72,7 @@ class Options:
         rounds: epochs of each planner there.
         seeds: seeds of the convergence part.
         steps: optimizer steps of each of its runs.
+        rate: peak learning rate of each of its runs.
         folder: folder of its runs, where a call goes on that was stopped.
         keep: write the result file.
     """
@@ -86,6 +87,7 @@ class Options:
     rounds: int = 2
     seeds: int = 3
     steps: int = 600
+    rate: float = 3e-3
     folder: Path = Path("runs/data-centric-convergence")
     keep: bool = False
 
@@ -366,13 +368,24 @@ def convergence(options: Options) -> Report:
     """The moving digits on mixed sizes, in planned steps and in batches of one shape."""
     from benchmarks._data_centric_convergence import SHAPES, WAYS, runs, spread
 
-    columns = ("steps", "seed", "loss, last tenth", "held-out loss", "right digits", "seconds")
-    report = Report("data-centric-convergence", "Digits on mixed sizes, 48 samples a step", columns)
-    found = runs(options.folder, options.seeds, options.steps)
+    columns = (
+        "steps",
+        "seed",
+        "loss, last tenth",
+        "held-out loss",
+        "right digits",
+        "seconds",
+        "of processors",
+    )
+    usual = options.rate == Options().rate
+    claim = "data-centric-convergence" + ("" if usual else f"-{options.rate:g}")
+    report = Report(claim, "Digits on mixed sizes, 48 samples a step", columns)
+    found = runs(options.folder, options.seeds, options.steps, options.rate)
     means: dict[str, dict[str, list[float]]] = {}
     for one in found:
         told = (f"{one.losses[-1]:.4f}", f"{one.held_out:.4f}", f"{one.digits:.1%}")
-        report.rows.append((one.way, str(one.seed), *told, f"{one.seconds:.0f}"))
+        times = (f"{one.seconds:.0f}", f"{one.processor:.0f}")
+        report.rows.append((one.way, str(one.seed), *told, *times))
         figures = means.setdefault(one.way, {"loss": [], "held-out": [], "digits": []})
         values = (one.losses[-1], one.held_out, one.digits)
         for name, value in zip(figures, values, strict=True):
@@ -388,9 +401,10 @@ def convergence(options: Options) -> Report:
     report.bars.append(at_most("points of right digits below plain", points, 2.0))
     report.notes = [
         f"Shapes {', '.join(SHAPES)} (frames x height x width : weight), {options.steps} steps of "
-        "48 samples, every sample once, one process: steps are the same on any ranks, which tests "
-        "hold to 1e-9. Plain batches are of one shape. Seconds are of a machine that others used "
-        "as well. The training loss of a plain step is of its shape alone, and so jumps more.",
+        f"48 samples, peak learning rate {options.rate:g}, every sample once, one process: steps "
+        "are the same on any ranks, which tests hold to 1e-9. Plain batches are of one shape. "
+        "Seconds are of a machine that others used as well, those of processors are not. The "
+        "training loss of a plain step is of its shape alone, and so jumps more.",
     ]
     return report
 
