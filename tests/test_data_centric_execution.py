@@ -162,8 +162,19 @@ def test_documents_are_packed_without_padding() -> None:
     assert len({shape.tokens for shape in document_shapes(range(1, 4097))}) <= 80
     with pytest.raises(GulliverError, match="text 1 has 0 tokens"):
         document_shapes([3, 0])
+    for length in (2.5, math.nan):
+        with pytest.raises(GulliverError, match="the length of text 0 must be a whole number"):
+            document_shapes([length])  # type: ignore[list-item]
     with pytest.raises(GulliverError, match="equal lengths"):
         pack_documents([{"input_ids": [1, 2], "labels": [1]}])
+    padded = pack_documents([[5, 6]], least=5)
+    assert padded["input_ids"].tolist() == [[5, 6, 0, 0, 0]]
+    assert padded["labels"].tolist() == [[-100, 6, -100, -100, -100]]
+    assert padded["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
+    with pytest.raises(GulliverError, match="no texts to pack"):
+        pack_documents([])
+    with pytest.raises(GulliverError, match="give whole numbers"):
+        pack_documents([[1.5, 2.0]])
 
 
 def test_costs_of_functions_are_a_line_through_samples() -> None:
@@ -179,6 +190,15 @@ def test_costs_of_functions_are_a_line_through_samples() -> None:
             FunctionCosts(lambda n, c=cost: c, lambda n, t=length: t, 100).batches(30, 1)
     with pytest.raises(GulliverError, match="at least 1"):
         FunctionCosts(lambda n: n, lambda n: n, 100, allowed=(0,))
+    with pytest.raises(GulliverError, match=r"a degree in allowed must be a whole number, not 1.5"):
+        FunctionCosts(lambda n: n, lambda n: n, 100, allowed=(1.5,))  # type: ignore[arg-type]
+    falling = FunctionCosts(lambda n: 1000 - n, lambda n: n, 1000)
+    falling.batches(10, 1)
+    with pytest.raises(GulliverError, match="900 tokens cost 100 and 10 cost 990"):
+        falling.batches(900, 1)
+    told = iter([1.0, 2.0])
+    with pytest.raises(GulliverError, match="something else when it is asked again"):
+        FunctionCosts(lambda n: next(told), lambda n: n, 100).batches(10, 1)
 
 
 class _Net(nn.Module):
@@ -256,10 +276,15 @@ def _refused(world: World) -> list[str]:
     plain, early, *_ = boosted(backward)
     say(lambda: DataCentricLoader(_one_shape(2), data, plain, early))
 
+    norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    plugin = DataCentricPlugin(1, verbose=False)
+    norm, slow, *_ = Booster(plugin=plugin).boost(norm, torch.optim.SGD(norm.parameters(), lr=0.1))
+    say(lambda: DataCentricLoader(_one_shape(2), data, norm, slow))
     loader = DataCentricLoader(_one_shape(2), [torch.zeros(4)] * 12, model, optimizer, shape_of=len)
     say(lambda: [list(step) for step in loader])
     loader = DataCentricLoader(_one_shape(2), data, model, optimizer)
     step = next(iter(loader))
+    say(lambda: step.backward(torch.zeros(1)))
     say(lambda: step.backward(torch.zeros(())))
     say(lambda: list(step))
     say(lambda: list(step))
@@ -281,7 +306,9 @@ def test_wrong_use_is_refused_with_what_would_be_right(pool: Pool) -> None:
             "shares no sequences",
             "boosted with DataCentricPlugin",
             "step_in_backward",
+            "1 mixes the samples of a batch",
             "its lengths lie",
+            "a loss of shape (1,): give the mean",
             "belongs into the loop",
             "had no backward",
             "each step once",

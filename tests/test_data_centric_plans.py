@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -271,16 +272,23 @@ def test_a_sample_that_fits_nowhere_is_named_and_counted() -> None:
     [
         ({"budget": Samples(9)}, "a step of 9 samples is longer than the data set, which has 3"),
         ({"budget": Samples(2), "window": 1}, "window=1 holds no step of 2 samples"),
-        ({"budget": Tokens(4)}, r"sample 1 \(8\) has 8 tokens; give at least as many"),
+        ({"budget": Tokens(4)}, r"sample 2 \(20\) has 20 tokens; give at least as many"),
         ({"budget": Seconds(0.2)}, r"no step meets at most 0.2 s .* on 2 ranks at best"),
         ({"intra": False}, "intra=False needs one degree="),
         ({"intra": False, "degree": 3}, "divides 2 ranks: 1, 2; not 3"),
         ({"degree": 2}, "degree= is for intra=False"),
+        ({"intra": False, "degree": 2, "ranks": 0}, "ranks=0"),
         ({"shapes": []}, "the data set is empty"),
         ({"window": 0, "budget": Tokens(64)}, "window=0: give at least 1"),
         ({"unfit": "Skip"}, "unfit='Skip': give 'refuse' or 'skip'"),
         ({"budget": 2}, r"budget=2: give Samples\(n\)"),
         ({"ranks": 2.5}, "ranks=2.5: give a whole number"),
+        ({"window": 2.5}, "window must be a whole number, not 2.5"),
+        ({"seed": 1.5}, "seed must be a whole number, not 1.5"),
+        ({"seed": 2**70}, r"give a number below 2\^63"),
+        ({"memory": -1}, "memory must be positive, not -1"),
+        ({"shapes": [3, [8]]}, r"the shape of sample 1 is a list, \[8\]: give something hashable"),
+        ({"shapes": torch.tensor([3, 8])}, r"shapes are a tensor: give a list"),
     ],
 )
 def test_what_no_plan_can_meet_is_refused(changes: dict[str, Any], told: str) -> None:
@@ -304,7 +312,15 @@ def test_another_model_or_other_data_do_not_resume() -> None:
     other = DataCentricPlanner(LengthCosts(), [3, 8, 20, 8], 2, Samples(2))
     with pytest.raises(GulliverError, match="other data or another seed"):
         other.load_state_dict(state)
-    for broken in ({**state, "queue": [0, 0]}, {**state, "queue": [9]}, {**state, "drawn": -1}):
+    kept, done = state["queue"], min({0, 1, 2, 3} - {*state["queue"]})
+    for broken in (
+        {**state, "queue": [0, 0]},
+        {**state, "queue": [9]},
+        {**state, "drawn": -1},
+        {**state, "drawn": 999},
+        {**state, "queue": kept[1:]},
+        {**state, "queue": [*kept[1:], done]},
+    ):
         with pytest.raises(GulliverError, match="broken"):
             made.load_state_dict(broken)
 

@@ -194,6 +194,7 @@ def test_between_and_beyond_the_points_of_a_table_lie_straight_lines() -> None:
         ({"a": {1: {1: 5.0}}, "b": {1: {1: 1.0}}}, {"a": 9, "b": 90}, "lengths lie: 'b' has more"),
         ({"a": {1: {1: 5.0}}}, {}, "has no tokens"),
         ({"a": {1: {1: -1.0}}}, {"a": 9}, "must be above 0"),
+        ({"a": {"1": {1: 1.0}}}, {"a": 9}, "of shape 'a' must be a whole number, not '1'"),
         ({}, {}, "is empty"),
     ],
 )

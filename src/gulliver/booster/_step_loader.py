@@ -29,11 +29,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from gulliver._compat import is_batch_norm
 from gulliver.booster._model import unwrapped
 from gulliver.booster._recomputed import RecomputeSwitch
 from gulliver.booster.hybrid import degree_of, sequence_rows
 from gulliver.comm import all_reduce, current_world, gather_objects
-from gulliver.data import DataCentricPlanner, MicroBatch, StepPlan, move_tensors
+from gulliver.data import (
+    DataCentricPlanner,
+    MicroBatch,
+    StepPlan,
+    move_tensors,
+    pack_documents,
+)
 from gulliver.errors import GulliverError
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.parallel.zero import UnevenStep, check_uneven, uneven_step
@@ -129,8 +136,12 @@ class TrainingStep:
         """Backward of the loss of the present micro-batch: the mean over what it counts.
 
         Raises:
-            GulliverError: there is no micro-batch, or it had its backward.
+            GulliverError: there is no micro-batch, or it had its backward; the loss has dims.
         """
+        if loss.dim():
+            raise GulliverError(
+                f"a loss of shape {tuple(loss.shape)}: give the mean over the micro-batch, a scalar"
+            )
         batch, uneven = self._open, self._uneven
         if batch is None or uneven is None:
             raise GulliverError(
@@ -235,21 +246,24 @@ class DataCentricLoader:
         if not batches:
             return
         with ThreadPoolExecutor(1, "gulliver-samples") as pool:
-            coming: Future[Any] = pool.submit(self._samples, batches[0][0])
+            coming: Future[Any] = pool.submit(self._samples, *batches[0])
             for number, (batch, degree) in enumerate(batches):
                 data = coming.result()
                 if number + 1 < len(batches):
-                    coming = pool.submit(self._samples, batches[number + 1][0])
+                    coming = pool.submit(self._samples, *batches[number + 1])
                 weight = sum(map(self.weigh, batch.samples))
                 seeds = tuple(self._seed(plan.epoch, index) for index in batch.samples)
                 data = move_tensors(data, current_world().device)
                 yield LoadedBatch(data, batch.samples, batch.shape, weight, degree, seeds)
 
-    def _samples(self, batch: MicroBatch) -> Any:
+    def _samples(self, batch: MicroBatch, degree: int) -> Any:
         samples = [self.dataset[index] for index in batch.samples]
         if self._shape_of is not None:
             for index, sample in zip(batch.samples, samples, strict=True):
                 self.planner.check_sample(index, batch.shape, self._shape_of(sample))
+        if self._collate is pack_documents and degree > 1:
+            # Zigzag gives each rank two pieces: a row needs a token for each of them.
+            return pack_documents(samples, least=2 * degree)
         return self._collate(samples)
 
     def _seed(self, epoch: int, index: int) -> int:
@@ -295,6 +309,12 @@ def _check(loader: DataCentricLoader) -> None:
             "optimizer: give it as many"
         )
     check_uneven(optimizer)
+    mixing = [n for n, m in loader.model.named_modules() if is_batch_norm(m) and m.training]
+    if mixing:
+        raise GulliverError(
+            f"{mixing[0]} mixes the samples of a batch, so that gradients would depend on how they "
+            "are grouped: put it into eval(), or take a norm of single samples such as GroupNorm"
+        )
     wide = [degree for degree in planner.degrees if degree > 1]
     if wide and optimizer.size > 1:
         if loader.degree is None:

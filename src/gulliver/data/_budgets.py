@@ -67,6 +67,11 @@ def total(budget: Budget, ranks: int) -> float:
     return budget.seconds * ranks
 
 
+def check_key(budget: Budget, tokens: int, least: float) -> float:
+    """What a sample needs of a budget at least: tokens or seconds."""
+    return least if isinstance(budget, Seconds) else float(tokens)
+
+
 def check_sample(
     budget: Budget, index: int, shape: Hashable, tokens: int, least: float, ranks: int
 ) -> None:

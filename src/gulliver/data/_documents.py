@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.hardware import SampleShape
+from gulliver.options import whole_number
 
 STEPS = 8
 """Planned lengths between a power of two and the next: they are at most an eighth too long."""
@@ -25,41 +26,52 @@ IGNORED = -100
 def document_shapes(lengths: Iterable[int], causal: bool = True) -> list[SampleShape]:
     """Shapes of texts for planning, of few different lengths, none shorter than its text.
 
+    Lengths are rounded up by at most an eighth, and to 16 tokens at least.
+
     Args:
         lengths: tokens of each text.
         causal: whether tokens see those before them only.
 
     Raises:
-        GulliverError: a text without tokens.
+        GulliverError: a text without tokens, or a length that is no whole number.
     """
     made = dict[int, SampleShape]()
     found = []
-    for number, length in enumerate(lengths):
+    for number, given in enumerate(lengths):
+        length = whole_number(f"the length of text {number}", given)
         if length < 1:
             raise GulliverError(f"text {number} has {length} tokens: leave out what is empty")
-        length = max(int(length), SHORTEST)
+        length = max(length, SHORTEST)
         unit = max(1, (1 << (length.bit_length() - 1)) // STEPS)
         planned = -(-length // unit) * unit
         found.append(made.setdefault(planned, SampleShape.document(planned, causal)))
     return found
 
 
-def pack_documents(documents: Sequence[Any]) -> dict[str, Tensor]:
+def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor]:
     """Lays texts one behind the other in one row, as models of transformers take them.
 
     Args:
         documents: token ids of each, ``[length]``; or mappings with ``input_ids`` and perhaps
             ``labels`` of the same length, unshifted.
+        least: tokens of the row at least; what is missing is a text of its own, without labels.
 
     Returns:
         ``input_ids``, ``labels`` and ``position_ids``, each ``[1, sum of lengths]``. The first
         token of a text is no label: the text before it must not learn it.
+
+    Raises:
+        GulliverError: no texts, an empty one, ids that are no whole numbers, or other labels.
     """
+    if not len(documents):
+        raise GulliverError("there are no texts to pack: give at least one")
     rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
     for document in documents:
         fields = document if isinstance(document, dict) else {"input_ids": document}
         ids = torch.as_tensor(fields["input_ids"])
         labels = torch.as_tensor(fields.get("labels", ids)).clone()
+        if ids.is_floating_point():
+            raise GulliverError(f"a text has ids of {ids.dtype}: give whole numbers")
         if ids.dim() != 1 or not len(ids) or labels.shape != ids.shape:
             raise GulliverError(
                 f"a text of ids {tuple(ids.shape)} and labels {tuple(labels.shape)}: expected one "
@@ -69,4 +81,9 @@ def pack_documents(documents: Sequence[Any]) -> dict[str, Tensor]:
         rows["input_ids"].append(ids)
         rows["labels"].append(labels)
         rows["position_ids"].append(torch.arange(len(ids)))
+    missing = least - sum(map(len, rows["input_ids"]))
+    if missing > 0:
+        rows["input_ids"].append(rows["input_ids"][0].new_zeros(missing))
+        rows["labels"].append(rows["labels"][0].new_full((missing,), IGNORED))
+        rows["position_ids"].append(torch.arange(missing))
     return {name: torch.cat(parts)[None] for name, parts in rows.items()}

@@ -29,14 +29,24 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from gulliver.data._arrangement import WINDOW, Arrangement
-from gulliver.data._budgets import Budget, Samples, Seconds, Tokens, check_sample, total, weight
+from gulliver.data._budgets import (
+    Budget,
+    Samples,
+    Seconds,
+    Tokens,
+    check_key,
+    check_sample,
+    total,
+    weight,
+)
+from gulliver.data._plan_position import checked_cuts, checked_seed, digest_of
 from gulliver.data._position import check_position
 from gulliver.data._step_ends import StepEnds
-from gulliver.data._steps import MicroBatch, RankGroup, Shape, StepPlan
+from gulliver.data._steps import Facts, MicroBatch, RankGroup, Shape, StepPlan, facts_of
 from gulliver.data._windows import Queue, Stream, Window, lots
 from gulliver.errors import GulliverError
 from gulliver.hardware import BatchCosts, Refinement
-from gulliver.options import size_text
+from gulliver.options import positive_number, size_text, whole_number
 from gulliver.solve import BalancedStep, StepSolver, halves
 
 STEPS_AHEAD = 16
@@ -89,7 +99,8 @@ class DataCentricPlanner:
             they arrive, of a stream whose end is not known.
         ranks: data ranks.
         budget: samples, tokens or seconds of a step.
-        window: samples that are looked at ahead; by default 16 steps' worth.
+        window: samples that are drawn at a time; by default 16 steps' worth. With tokens or seconds
+            as many windows as a step takes.
         memory: bytes of a rank; by default what `costs` says.
         intra: groups may have different degrees; else all have `degree`.
         inter: groups may run several micro-batches; else one each, and what finds no place is set
@@ -145,10 +156,11 @@ class DataCentricPlanner:
         if not isinstance(ranks, int) or ranks < 1:
             raise GulliverError(f"ranks={ranks!r}: give a whole number of at least 1")
         if memory is not None:
+            positive_number("memory", memory)
             costs = replace(costs, memory=memory)  # type: ignore[type-var]
         self.costs, self.ranks, self.budget = costs, ranks, budget
         self.intra, self.inter, self.pac, self.together = intra, inter, pac, together
-        self.unfit, self.seed, self.ends = unfit, seed, ends
+        self.unfit, self.seed, self.ends = unfit, checked_seed(seed), ends
         self.refinement = Refinement()
         self.skipped: Counter[Shape] = Counter()
         self.left_out: Counter[Shape] = Counter()
@@ -156,7 +168,7 @@ class DataCentricPlanner:
         self._degrees = self._checked_degrees(degree)
         self._stream = Stream(shapes, seed, shuffle)
         self._solver = StepSolver({}, ranks, inter)
-        self._facts: dict[tuple[Shape, int], list[_Facts]] = {}
+        self._facts: dict[tuple[Shape, int], list[Facts]] = {}
         self._lots: dict[Shape, int] = {}
         self._fits: dict[Shape, bool] = {}
         self._least: dict[Shape, int] = {}
@@ -174,6 +186,12 @@ class DataCentricPlanner:
             return known
         if degree is None or degree not in known or self.ranks % degree:
             right = ", ".join(str(d) for d in known if self.ranks % d == 0)
+            if not right:
+                told = ", ".join(map(str, known)) or "none"
+                raise GulliverError(
+                    f"intra=False: {self.ranks} ranks are no multiple of a degree of these costs "
+                    f"({told}): take other ranks"
+                )
             raise GulliverError(
                 f"intra=False needs one degree= of all groups that divides {self.ranks} ranks: "
                 f"{right}; not {degree}"
@@ -196,13 +214,14 @@ class DataCentricPlanner:
     def _checked_window(self, window: int | None) -> int:
         if isinstance(self.budget, Samples):
             window = STEPS_AHEAD * self.budget.count if window is None else window
+            window = whole_number("window", window)
             if window < self.budget.count:
                 raise GulliverError(
                     f"window={window} holds no step of {self.budget}: give at least "
                     f"{self.budget.count}"
                 )
         usual = 4096 if self.arrange is None else WINDOW
-        window = usual if window is None else window
+        window = usual if window is None else whole_number("window", window)
         if window < 1:
             raise GulliverError(f"window={window}: give at least 1 sample")
         return window
@@ -210,7 +229,13 @@ class DataCentricPlanner:
     def _check_table(self, counts: Mapping[Shape, tuple[int, int]]) -> None:
         """Looks at every shape of a table: (first sample, number of samples) by shape."""
         for shape, (first, count) in counts.items():
-            self._meet(shape, first, count)
+            self._meet(shape, first, count, inside=False)
+        # The sample that needs most: its budget is the least one of the table.
+        if known := [shape for shape in counts if self._fits[shape]]:
+            longest = max(known, key=lambda s: check_key(self.budget, *self._needs(s)))
+            check_sample(
+                self.budget, counts[longest][0], longest, *self._needs(longest), self.ranks
+            )
         usable = sum(count for shape, (_, count) in counts.items() if self._fits[shape])
         self.left_out.update({s: n for s, (_, n) in counts.items() if not self._fits[s]})
         if isinstance(self.budget, Samples) and self.budget.count > usable:
@@ -219,8 +244,14 @@ class DataCentricPlanner:
                 f"{usable} that fit: give at most as many"
             )
 
-    def _meet(self, shape: Shape, index: int, count: int | None = None) -> None:
-        """Takes costs of a shape that is seen for the first time."""
+    def _needs(self, shape: Shape) -> tuple[int, float]:
+        """Tokens of a sample, and the least seconds that it takes."""
+        return self.costs.tokens(shape), self._solver.one_sample_seconds(shape)
+
+    def _meet(
+        self, shape: Shape, index: int, count: int | None = None, inside: bool = True
+    ) -> None:
+        """Takes costs of a shape that is seen for the first time; checks that budgets hold it."""
         rows = {d: self.costs.batches(shape, d, self.pac) for d in self._degrees}
         rows = {d: row for d, row in rows.items() if len(row)}
         tokens = self.costs.tokens(shape)
@@ -231,19 +262,23 @@ class DataCentricPlanner:
                 told = "" if count in (None, 1) else f", one of {count:,} of this shape,"
                 raise GulliverError(
                     f"sample {index} ({shape}, {tokens:,} tokens){told} fits at no degree of up to "
-                    f"{self.ranks} ranks in {size_text(self.costs.memory)} of a rank: take more "
+                    f"{self.ranks} ranks in {self._room} of a rank: take more "
                     "ranks or memory, or unfit='skip'"
                 )
             return
         factor = self.refinement.factor(shape)
         self._solver.add(shape, {d: factor * row.seconds for d, row in rows.items()})
-        least = self._solver.one_sample_seconds(shape)
-        check_sample(self.budget, index, shape, tokens, least, self.ranks)
+        if inside:
+            check_sample(self.budget, index, shape, *self._needs(shape), self.ranks)
         for degree, row in rows.items():
-            self._facts[shape, degree] = _facts(row, factor)
+            self._facts[shape, degree] = facts_of(row, factor)
         self._lots[shape] = _lot(self.costs, shape, self.pac) if self.together else 1
         if self._arranged is not None:
             self._arranged.meet(shape, tokens)
+
+    @property
+    def _room(self) -> str:
+        return getattr(self.costs, "room", None) or size_text(self.costs.memory)
 
     def observe(self, measured: Iterable[tuple[Shape, float, float]]) -> None:
         """Refines the costs by real seconds; every rank must be told the same.
@@ -471,12 +506,16 @@ class DataCentricPlanner:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last plan that was given out, as plain values."""
-        return {
+        position = {
             "epoch": self.epoch,
             "step": self.step,
             "drawn": self._queue.drawn,
-            "queue": self._queue.indices,
+            "queue": list(self._queue.indices),
             "cuts": list(self._queue.cuts),
+        }
+        return {
+            **position,
+            "digest": digest_of(position),
             "data": self._stream.digest,
             "model": self.costs.identity,
             "refinement": self.refinement.state_dict(),
@@ -503,7 +542,12 @@ class DataCentricPlanner:
             )
         check_position(state["epoch"], state["step"], None)
         queue = self._stream.restored(state["epoch"], state["drawn"], state["queue"])
-        cuts = _cuts(state.get("cuts", []), len(queue))
+        cuts = checked_cuts(state.get("cuts", []), len(queue))
+        if state.get("digest", digest_of(state)) != digest_of(state):
+            raise GulliverError(
+                "the saved position is broken: it is not the one that was saved, samples would be "
+                "left out or come twice"
+            )
         self.refinement.load_state_dict(state["refinement"])
         self.epoch, self.step = state["epoch"], state["step"]
         for index, shape in queue:
@@ -533,26 +577,6 @@ class DataCentricPlanner:
             f"{self.ranks} ranks, {self.budget}, degrees {degrees}, {' + '.join(on) or 'none'} on, "
             f"{ahead}, costs of {self.costs.identity}"
         )
-
-
-_Facts = tuple[int, tuple[int, ...], float, float, float, int]
-
-
-def _facts(row: BatchCosts, factor: float) -> list[_Facts]:
-    """What a `MicroBatch` tells beside its samples, for every size of batch."""
-    totals = row.recomputed.sum(axis=1).tolist()
-    kinds = [tuple(kinds) for kinds in row.recomputed.tolist()]
-    seconds = ((factor * s).tolist() for s in (row.seconds, row.communication, row.recomputing))
-    size = np.ceil(row.bytes).astype(np.int64).tolist()
-    return list(zip(totals, kinds, *seconds, size, strict=True))
-
-
-def _cuts(found: Any, most: int) -> list[int]:
-    """Checks the numbers of samples of arranged steps that a state has."""
-    whole = isinstance(found, list) and all(type(n) is int and n > 0 for n in found)
-    if not whole or sum(found) > most:
-        raise GulliverError("the saved position is broken: its steps have more samples than wait")
-    return list(found)
 
 
 def _lot(costs: Costs, shape: Hashable, pac: bool) -> int:

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
+from gulliver.hardware import BatchCosts
+
 Shape = Hashable
 """Name of a size of samples, such as ``480p/51`` or a `SampleShape`; equal ones share batches."""
 
@@ -133,3 +137,16 @@ class StepPlan:
         for group in self.all_groups:
             for batch in group.micro_batches:
                 yield group, batch
+
+
+Facts = tuple[int, tuple[int, ...], float, float, float, int]
+"""What a `MicroBatch` tells beside its samples, in its order."""
+
+
+def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
+    """What a `MicroBatch` tells beside its samples, for every size of batch."""
+    totals = row.recomputed.sum(axis=1).tolist()
+    kinds = [tuple(kinds) for kinds in row.recomputed.tolist()]
+    seconds = ((factor * s).tolist() for s in (row.seconds, row.communication, row.recomputing))
+    size = np.ceil(row.bytes).astype(np.int64).tolist()
+    return list(zip(totals, kinds, *seconds, size, strict=True))

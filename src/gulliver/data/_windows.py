@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from gulliver.data._steps import Shape
 from gulliver.errors import GulliverError
@@ -33,10 +34,13 @@ class Stream:
         self.counts: dict[Shape, tuple[int, int]] | None = None
         told = f"stream {seed}"
         if not callable(shapes):
+            if isinstance(shapes, torch.Tensor):
+                raise GulliverError("shapes are a tensor: give a list, such as shapes.tolist()")
             if not len(shapes):
                 raise GulliverError("the data set is empty: nothing to train on")
             self.counts = {}
             for index, shape in enumerate(shapes):
+                _check_hashable(index, shape)
                 first, count = self.counts.get(shape, (index, 0))
                 self.counts[shape] = first, count + 1
             number = {shape: place for place, shape in enumerate(self.counts)}
@@ -68,6 +72,11 @@ class Stream:
         if not whole or not isinstance(queue, Sequence):
             raise GulliverError("the saved position is broken: it has no queue of samples")
         seen = dict(itertools.islice(self.epoch(epoch), drawn))
+        if len(seen) < drawn:
+            raise GulliverError(
+                f"the saved position is broken: {drawn:,} samples were drawn, and an epoch has "
+                f"{len(seen):,}"
+            )
         if len(set(queue)) != len(queue) or not all(index in seen for index in queue):
             raise GulliverError(
                 "the saved position is broken: its queue has samples twice, or some that were not "
@@ -97,6 +106,8 @@ class Window:
         if self._next is not None:
             found = [self._next, *itertools.islice(self._samples, count - 1)]
             self._advance()
+        for index, shape in found:
+            _check_hashable(index, shape)
         indices = np.fromiter((index for index, _ in found), np.int64, len(found))
         return indices, [shape for _, shape in found]
 
@@ -180,6 +191,16 @@ class Queue:
         self._start = 0.0
         self.indices[:0] = [index for index, _ in samples]
         self.shapes[:0] = [shape for _, shape in samples]
+
+
+def _check_hashable(index: int, shape: Any) -> None:
+    try:
+        hash(shape)
+    except TypeError:
+        raise GulliverError(
+            f"the shape of sample {index} is a {type(shape).__name__}, {shape!r}: give something "
+            "hashable, such as a tuple"
+        ) from None
 
 
 def lots(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 
 from gulliver.errors import GulliverError
 from gulliver.hardware._batch_costs import BatchCosts
+from gulliver.options import whole_number
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,11 @@ class FunctionCosts:
     lost: float = 0.05
     allowed: tuple[int, ...] = (1,)
     model: str = "function"
+    _met: list[tuple[int, float]] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        degrees = tuple(whole_number("a degree in allowed", degree) for degree in self.allowed)
+        object.__setattr__(self, "allowed", degrees)
         finite = all(map(math.isfinite, (self.memory, self.fixed, self.lost)))
         sizes = finite and self.memory >= 1 and self.fixed >= 0 and self.lost >= 0
         if not sizes or not self.allowed or any(degree < 1 for degree in self.allowed):
@@ -45,6 +51,11 @@ class FunctionCosts:
                 "costs of functions need memory and degrees of at least 1, and fixed and lost of "
                 f"at least 0, all finite: {self.memory}, {self.allowed}, {self.fixed}, {self.lost}"
             )
+
+    @property
+    def room(self) -> str:
+        """The memory of a rank in words."""
+        return f"the {self.memory:,.0f} tokens"
 
     @property
     def identity(self) -> str:
@@ -70,6 +81,7 @@ class FunctionCosts:
                 f"shape {shape} costs {cost} and has {tokens} tokens: both must be above 0, and "
                 "finite"
             )
+        self._check(shape, tokens, float(cost))
         each = float(cost)
         size = np.arange(1, min(most, int(self.memory * degree / tokens + 1e-9)) + 1)
         sent = size * each * self.lost * (degree > 1)
@@ -77,3 +89,23 @@ class FunctionCosts:
         bytes_ = size * tokens / degree
         none = np.zeros((len(size), 0), dtype=np.int64)
         return BatchCosts(self.fixed + size * each / degree + sent, bytes_, sent, nothing, none)
+
+    def _check(self, shape: Any, tokens: int, cost: float) -> None:
+        """Refuses costs that change, or that fall where samples are longer."""
+        if float(self.cost(shape)) != cost:
+            raise GulliverError(
+                f"shape {shape} costs {cost:g} now and something else when it is asked again: a "
+                "cost must hang on the shape alone"
+            )
+        place = bisect_left(self._met, (tokens, cost))
+        if place < len(self._met) and self._met[place] == (tokens, cost):
+            return
+        near = [*self._met[max(0, place - 1) : place], (tokens, cost), *self._met[place:][:1]]
+        for (short, before), (long, after) in pairwise(near):
+            # Shapes of like length may differ in more than that, as a table's may.
+            if short < long and after < before / 2:
+                raise GulliverError(
+                    f"the costs of samples lie: {long:,} tokens cost {after:g} and {short:,} cost "
+                    f"{before:g}; longer samples cannot cost less than half"
+                )
+        insort(self._met, (tokens, cost))

@@ -20,6 +20,7 @@ import numpy as np
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware._batch_costs import BatchCosts, BlockKind, keep_blocks
+from gulliver.options import size_text, whole_number
 
 PATCH, STRIDE, LATENTS = 16, 17, 5
 """Pixels of a token's side; frames that become so many latent frames (Open-Sora 1.2)."""
@@ -116,6 +117,11 @@ class TableCosts:
         return cls(seconds, lengths, token, changes.pop("memory", cap * token), **changes)
 
     @property
+    def room(self) -> str:
+        """The memory of a rank in words: tokens, where nothing says what bytes they have."""
+        return f"the {self.memory:,.0f} tokens" if self.token_bytes == 1 else size_text(self.memory)
+
+    @property
     def identity(self) -> str:
         """What a saved state is held against: the model."""
         return self.model
@@ -205,6 +211,8 @@ def _check(
         if lengths.get(shape, 0) < 1:
             raise GulliverError(f"shape {shape!r} has no tokens: give its length")
         for degree, row in degrees.items():
+            for number in (degree, *row):
+                whole_number(f"a degree or batch of shape {shape!r}", number)
             values = [row[batch] for batch in sorted(row)]
             if degree < 1 or min(row, default=1) < 1 or not all(map(_is_time, values)):
                 raise GulliverError(

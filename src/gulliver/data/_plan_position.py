@@ -1,0 +1,45 @@
+"""Parts of a planner's saved position: how they are checked.
+
+What it does not know: what a planner does with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from gulliver.errors import GulliverError
+from gulliver.options import whole_number
+
+PARTS = ("epoch", "step", "drawn", "queue", "cuts")
+
+
+def checked_seed(seed: Any) -> int:
+    """A seed as an int.
+
+    Raises:
+        GulliverError: it is no whole number, or too large for a generator.
+    """
+    if not -(2**63) < whole_number("seed", seed) < 2**63:
+        raise GulliverError(f"seed={seed}: give a number below 2^63")
+    return int(seed)
+
+
+def digest_of(position: Mapping[str, Any]) -> str:
+    """Digest of a position: which samples are done shows in no other part of it."""
+    told = json.dumps([position.get(name) for name in PARTS])
+    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+
+
+def checked_cuts(found: Any, most: int) -> list[int]:
+    """Numbers of samples of the arranged steps of a position.
+
+    Raises:
+        GulliverError: they are none, or more than so many samples together.
+    """
+    whole = isinstance(found, list) and all(type(n) is int and n > 0 for n in found)
+    if not whole or sum(found) > most:
+        raise GulliverError("the saved position is broken: its steps have more samples than wait")
+    return list(found)
