@@ -12,7 +12,12 @@ The optimizer divides the sum over its R ranks by R. So a micro-batch that count
 is multiplied with (w / W) (R / d): the sum over ranks, divided by R, is the mean over the step,
 whatever the groups were. Clipping, loss scale, schedules and averages of weights see nothing else.
 
-Losses of a step are not reduced before its last backward; see `gulliver.parallel.zero._uneven`.
+Gradients of a step are not reduced before its last backward; see `gulliver.parallel.zero._uneven`.
+
+[Note: who waits for whom] The last backward of a rank waits for the gradients of all others. Ranks
+of one group need each other's messages in the middle of it. So it must not wait where another rank
+of the group has work in a later phase, which would wait for this one: there gradients leave after
+the loop.
 """
 
 from __future__ import annotations
@@ -93,6 +98,7 @@ class TrainingStep:
     _open: LoadedBatch | None = None
     _uneven: UnevenStep | None = None
     _left: int = 0
+    _ends_alike: bool = True
     _sum: Tensor | None = None
 
     def __iter__(self) -> Iterator[LoadedBatch]:
@@ -102,6 +108,7 @@ class TrainingStep:
         loader, plan = self.loader, self.plan
         own = plan.groups_of(loader.optimizer.rank)
         self._left = sum(len(group.micro_batches) for group in own)
+        self._ends_alike = _ends_alike(plan, loader.optimizer.rank)
         rows = [[group.ranks for group in phase] for phase in plan.phases]
         if loader.degree is not None:
             for phase in rows:
@@ -155,7 +162,8 @@ class TrainingStep:
             return
         scaled = share * loss.detach().double()
         self._sum = scaled if self._sum is None else self._sum + scaled
-        uneven.backward(loss * (share * self.loader.optimizer.size), last=not self._left)
+        last = not self._left and self._ends_alike
+        uneven.backward(loss * (share * self.loader.optimizer.size), last=last)
 
     def loss(self) -> float:
         """The mean loss over the whole step; every rank calls it, after the loop."""
@@ -298,6 +306,17 @@ class DataCentricLoader:
             GulliverError: the state is of other data, another seed or another model.
         """
         self.planner.load_state_dict(state)
+
+
+def _ends_alike(plan: StepPlan, rank: int) -> bool:
+    """Whether no rank has work after the last group that it is in together with `rank`."""
+    working = [[group for group in phase if group.micro_batches] for phase in plan.phases]
+    for number in reversed(range(len(working))):
+        mine = next((group for group in working[number] if rank in group.ranks), None)
+        if mine is not None:
+            later = {r for phase in working[number + 1 :] for group in phase for r in group.ranks}
+            return not later & {*mine.ranks}
+    return True
 
 
 def _check(loader: DataCentricLoader) -> None:

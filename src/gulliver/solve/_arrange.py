@@ -191,8 +191,9 @@ class _Pool:
 
     def _limits(self, after: float) -> list[float]:
         """Times at which few micro-batches of a shape end; so much follows them."""
-        low, high = (1 - SLACK) * self._mean - after, (1 + SLACK) * self._mean - after
-        names = [self._names[n] for n in np.flatnonzero(self._left)]
+        mean = float(self._mean)
+        low, high = (1 - SLACK) * mean - after, (1 + SLACK) * mean - after
+        names = [self._names[n] for n in np.flatnonzero(self._left).tolist()]
         ends = {end for name in names for end in self._solver.first_ends(name, REPEATS)}
         ends |= {low + part * (high - low) for part in (0.25, 0.5, 0.75)}
         found = sorted(end for end in ends if low <= end <= high)
