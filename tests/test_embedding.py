@@ -110,6 +110,25 @@ def test_rows_are_kept_within_a_norm_as_torch_does() -> None:
     assert torch.equal(table.state_dict()["weight"], whole.weight)
 
 
+def test_batches_without_a_row_pass_the_look_ahead() -> None:
+    torch.manual_seed(1)
+    whole, table = (
+        nn.EmbeddingBag(60, 4, mode="sum"),
+        CachedEmbeddingBag(60, 4, cache=6, mode="sum"),
+    )
+    table.load_state_dict(whole.state_dict())
+    pair = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (whole, table)]
+    table.attach(pair[1])
+    rows = [[1, 2], [], [2], [], [7, 1]]
+    batches = [(torch.tensor(ids, dtype=torch.long), torch.tensor([0])) for ids in rows]
+    for ids, offsets in LookAhead(batches, table, 5, lambda batch: batch[0]):
+        for module, optimizer in zip((whole, table), pair, strict=True):
+            optimizer.zero_grad()
+            module(ids, offsets).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(table.state_dict()["weight"], whole.weight)
+
+
 def test_several_tables_in_one_are_one_table_of_their_rows() -> None:
     sizes = {"user": 40, "item": 7, "place": 25}
     first = torch.randn(72, 8)

@@ -358,6 +358,10 @@ def test_a_quota_lends_what_is_idle_and_takes_it_back() -> None:
         simulate(jobs, cluster, Ones())
     assert cluster.limits({"x": 4, "y": 1}) == {"x": 3, "y": 2}
     assert cluster.limits({"x": 4, "y": 1}, borrow=False) == {"x": 2, "y": 2}
+    large = [job("a", 0, 40, 3, tenant="x"), jobs[1]]
+    with pytest.raises(GulliverError, match="'a' asks for 3 slots, tenant 'x' has a quota of 2"):
+        simulate(large, cluster, make_policy("fifo"))
+    assert simulate(large, cluster, make_policy("rollout")).ends.keys() == {"a", "b"}
 
 
 def test_a_reorder_moves_few_genes_and_keeps_the_counts() -> None:

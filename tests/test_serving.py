@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from gulliver.serve import (
     EngineOptions,
     LocalRunner,
     SamplingParameters,
+    chat_tokens,
     free_bytes,
     load,
 )
+from gulliver.serve._prompts import listed, tokens_of
 from tests.serving_models import Slots, one_by_one, prompts, tiny
 from tests.texts import tokenizer_of
 
@@ -218,6 +221,42 @@ def test_a_stream_that_is_left_ends_its_request(folder: Path) -> None:
         assert llm.engine.counts()["free_blocks"] == llm.engine.counts()["blocks"]
 
 
+def test_threads_and_streams_of_one_model_have_their_own_answers(folder: Path) -> None:
+    greedy = SamplingParameters(max_tokens=12, temperature=0, ignore_eos=True)
+    with LLM(folder, cache_tokens=1024) as llm:
+        alone = [output.completions[0].ids for output in llm.generate(list(TEXTS), greedy)]
+        with ThreadPoolExecutor(3) as threads:
+            found = list(threads.map(lambda text: llm.generate(text, greedy)[0], TEXTS))
+        assert [output.completions[0].ids for output in found] == alone
+        read = []
+        for event in llm.stream(TEXTS[0], greedy):
+            if not read:
+                assert llm.generate(TEXTS[1], greedy)[0].completions[0].ids == alone[1]
+            read += [token.id for token in event.tokens]
+        assert read == alone[0]
+
+
+@pytest.mark.parametrize("fault", ["lacks", "shape"])
+def test_a_folder_without_all_tensors_of_its_model_is_refused(
+    folder: Path, tmp_path: Path, fault: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, tmp_path / "model")
+    file, name = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    tensors[name] = tensors[name][1:].clone()
+    if fault == "lacks":
+        del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    said = {
+        "lacks": f"the files lack {name}",
+        "shape": rf"{name} is \[95, 64\] in the files and \[96, 64\] in the model",
+    }
+    with pytest.raises(GulliverError, match=said[fault]):
+        LLM(tmp_path / "model", cache_tokens=512)
+
+
 @pytest.mark.parametrize("mode", ["int8_dynamic", "int4"])
 def test_quantised_weights_answer_as_the_quantised_model(
     folder: Path, tmp_path: Path, mode: str
@@ -291,6 +330,11 @@ REFUSED = {
     "samples": ([1], {"n": 5}, "n=5 answers at a time exceed sequences=4"),
     "text": ("the sea", {}, "text needs a tokenizer"),
     "stop": ([1], {"stop": "x"}, "stop texts need a tokenizer"),
+    "bytes": (b"abc", {}, "b'abc' is no prompt: give a text, or a list of tokens"),
+    "parts": ([1.5], {}, "is no prompt"),
+    "truths": ([True, False], {}, "is no prompt"),
+    "stop ids": ([1], {"stop_token_ids": (5,)}, "stop_token_ids: token 5 is not in the vocabulary"),
+    "surrogate": ("a\ud800", {}, "needs a tokenizer"),
 }
 
 
@@ -301,6 +345,42 @@ def test_what_cannot_be_answered_is_refused_at_once(case: str) -> None:
     with pytest.raises(GulliverError, match=said):
         engine.add(prompt, SamplingParameters(**more))  # type: ignore[arg-type]
     assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    "given", [None, 5, b"abc", [["a"]], ["a", 5], [torch.tensor(1.5)]], ids=str
+)
+def test_what_is_no_prompt_is_refused_by_what_it_is(given: Any) -> None:
+    with pytest.raises(GulliverError, match="is no prompt"):
+        _ = [tokens_of(prompt, tokenizer_of()) for prompt in listed(given)]
+
+
+def test_one_prompt_and_several_are_told_apart_and_numbers_of_any_kind_are_tokens() -> None:
+    assert listed("ab") == ["ab"]
+    assert listed([1, 2]) == [[1, 2]]
+    assert listed([[1, 2], "ab"]) == [[1, 2], "ab"]
+    rows = torch.tensor([[1, 2], [3, 4]])
+    assert [tokens_of(row, None) for row in listed(rows)] == [[1, 2], [3, 4]]  # type: ignore[arg-type]
+    assert [tokens_of(row, None) for row in listed(rows[0].numpy())] == [[1, 2]]  # type: ignore[arg-type]
+    with pytest.raises(GulliverError, match="character 1 of the prompt is half of a surrogate"):
+        tokens_of("a\ud800", tokenizer_of())
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ("hi", "a conversation is a list of messages, not str"),
+        ([{}], "message 0 has no role"),
+        ([{"role": "user", "content": "x"}, {"role": "user"}], "message 1 has no content"),
+        ([{"role": 5, "content": "x"}], "message 0 has no role"),
+    ],
+)
+def test_a_conversation_without_texts_is_refused(messages: Any, said: str) -> None:
+    class Chats:
+        chat_template = "{{ messages }}"
+
+    with pytest.raises(GulliverError, match=said):
+        chat_tokens(Chats(), messages)
 
 
 def test_a_prompt_longer_than_the_cache_is_refused() -> None:

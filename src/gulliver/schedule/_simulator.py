@@ -43,8 +43,21 @@ def simulate(
     """
     jobs = tuple(sorted(trace, key=lambda job: job.arrival))
     check_trace(jobs, cluster)
+    _check_borrowers(jobs, cluster, policy)
     policy.begin(cluster)
     return _Run(tuple(job for job in jobs if job.arrival <= until), cluster, policy).run()
+
+
+def _check_borrowers(jobs: Sequence[Job], cluster: JobCluster, policy: Policy) -> None:
+    """Refuses jobs that wait for ever because nobody lends them the slots that they ask for."""
+    for job in jobs if not policy.preempts else ():
+        quota = cluster.quotas.get(job.tenant, cluster.slots)
+        if job.slots > quota:
+            raise GulliverError(
+                f"job {job.name!r} asks for {job.slots} slots, tenant {job.tenant!r} has a quota "
+                f"of {quota}, and policy {policy.name!r} lends none: raise the quota, ask for "
+                "fewer slots, or take a policy that takes slots back"
+            )
 
 
 def follow(

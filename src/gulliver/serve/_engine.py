@@ -22,6 +22,7 @@ from gulliver.serve._batch import Batch, Runner, RunnerLost, Span
 from gulliver.serve._blocks import BlockPool
 from gulliver.serve._draw import Row, draw
 from gulliver.serve._events import Event, FinishReason, Token
+from gulliver.serve._prompts import tokens_of
 from gulliver.serve._sampling import SamplingParameters
 from gulliver.serve._scheduler import Scheduler
 from gulliver.serve._sequence import Sequence as Answer
@@ -160,13 +161,9 @@ class Engine:
         """Tokens of a prompt, as the tokenizer encodes a text.
 
         Raises:
-            GulliverError: it is text and there is no tokenizer.
+            GulliverError: it is no prompt, or text and there is no tokenizer.
         """
-        if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
-        if self.tokenizer is None:
-            raise GulliverError("a prompt that is text needs a tokenizer: give one, or give tokens")
-        return list(self.tokenizer(prompt)["input_ids"])
+        return tokens_of(prompt, self.tokenizer)
 
     def _check(self, tokens: list[int], sampling: SamplingParameters) -> int:
         """Refuses what cannot be done; returns the most tokens that prompt and answer may have."""
@@ -176,6 +173,11 @@ class Engine:
         wrong = next((t for t in tokens if not 0 <= t < facts.vocabulary), None)
         if wrong is not None:
             raise GulliverError(f"token {wrong} is not in the vocabulary of {facts.vocabulary}")
+        wrong = next((t for t in sampling.stop_token_ids if not 0 <= t < facts.vocabulary), None)
+        if wrong is not None:
+            raise GulliverError(
+                f"stop_token_ids: token {wrong} is not in the vocabulary of {facts.vocabulary}"
+            )
         if facts.context is not None and count >= facts.context:
             raise GulliverError(
                 f"the prompt has {count} tokens and the model's context {facts.context}: give at "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from gulliver.errors import GulliverError
@@ -11,16 +13,15 @@ from gulliver.serve._engine import Engine, EngineOptions
 from gulliver.serve._events import Completion, Event, Output
 from gulliver.serve._load import end_tokens, load_text
 from gulliver.serve._local import LocalRunner
+from gulliver.serve._prompts import Prompt, chat_tokens, listed
 from gulliver.serve._runner import Opened, open_runner
 from gulliver.serve._sampling import SamplingParameters
 from gulliver.serve._speculation import Drafter
 from gulliver.serve._ways import Ways
 
-Prompt = str | Sequence[int]
-
 
 class LLM:
-    """A language model that answers many prompts at a time.
+    """A language model that answers many prompts at a time, of several threads as well.
 
     Attributes:
         engine: the engine that it drives.
@@ -34,7 +35,7 @@ class LLM:
         dtype: str | None = None,
         quantize: str | None = None,
         context: int | None = None,
-        cache_bytes: int | None = None,
+        cache_bytes: int | str | None = None,
         cache_tokens: int | None = None,
         options: EngineOptions | None = None,
         drafter: Drafter | None = None,
@@ -54,7 +55,8 @@ class LLM:
             dtype: ``"float32"`` or ``"bfloat16"`` for a folder's model; None for that of the files.
             quantize: mode of `gulliver.replace_module` in which a folder's weights are read.
             context: most tokens of a sequence; None for the model's own.
-            cache_bytes: bytes of keys and values; None chooses by memory and context.
+            cache_bytes: bytes of keys and values, such as ``"2GiB"``; None chooses by memory and
+                context.
             cache_tokens: the same in tokens.
             options: limits of the engine.
             drafter: what guesses tokens, if any.
@@ -91,6 +93,7 @@ class LLM:
             runner = LocalRunner(model, *sizes, sequences=options.sequences)
             opened = Opened(runner, tokenizer, end_tokens(model, tokenizer))
         self.tokenizer = opened.tokenizer
+        self._lock, self._inboxes = Lock(), dict[int, deque[Event]]()
         try:
             self.engine = Engine(
                 opened.runner, opened.tokenizer, options, opened.end_tokens, drafter
@@ -116,7 +119,7 @@ class LLM:
         Raises:
             GulliverError: a prompt cannot be answered; none has been begun then.
         """
-        several = _listed(prompts)
+        several = listed(prompts)
         if sampling is None or isinstance(sampling, SamplingParameters):
             sampling = [sampling or SamplingParameters()] * len(several)
         if len(sampling) != len(several):
@@ -127,15 +130,11 @@ class LLM:
                 tokens = self.engine.tokens_of(prompt)
                 completions = [Completion() for _ in range(one.n)]
                 text = prompt if isinstance(prompt, str) else None
-                outputs[self.engine.add(tokens, one)] = Output(text, tokens, 0, completions)
-            while self.engine.busy:
-                for event in self.engine.step():
-                    if event.request in outputs:
-                        _note(outputs[event.request], event)
-        except BaseException:
-            for request in outputs:
-                self.engine.cancel(request)
-            raise
+                outputs[self._add(tokens, one)] = Output(text, tokens, 0, completions)
+            for event in self._events(list(outputs), sum(one.n for one in sampling)):
+                _note(outputs[event.request], event)
+        finally:
+            self._forget(list(outputs))
         return list(outputs.values())
 
     def stream(
@@ -153,16 +152,14 @@ class LLM:
         Raises:
             GulliverError: the prompt cannot be answered, or the answer ended in an error.
         """
-        number = self.engine.add(prompt, sampling)
+        number = self._add(prompt, sampling)
         try:
-            while self.engine.busy:
-                for event in self.engine.step():
-                    if event.request == number:
-                        if event.error is not None:
-                            raise GulliverError(event.error)
-                        yield event
+            for event in self._events([number], 1 if sampling is None else sampling.n):
+                if event.error is not None:
+                    raise GulliverError(event.error)
+                yield event
         finally:
-            self.engine.cancel(number)
+            self._forget([number])
 
     def chat(
         self,
@@ -180,6 +177,39 @@ class LLM:
         """
         return self.generate([chat_tokens(self.tokenizer, messages)], sampling)[0]
 
+    def _add(self, prompt: Prompt, sampling: SamplingParameters | None) -> int:
+        with self._lock:
+            number = self.engine.add(prompt, sampling)
+            self._inboxes[number] = deque()
+        return number
+
+    def _events(self, numbers: Sequence[int], answers: int) -> Generator[Event, None, None]:
+        """Yields events of requests until all of their answers have ended.
+
+        A batch has tokens of whoever asks, another thread or a stream that is being read: whoever
+        steps lays their events aside for them.
+        """
+        boxes = [self._inboxes[number] for number in numbers]
+        while answers:
+            with self._lock:
+                if not any(boxes):
+                    assert self.engine.busy, "a request has not ended and is not there"
+                    for event in self.engine.step():
+                        if event.request in self._inboxes:
+                            self._inboxes[event.request].append(event)
+            for box in boxes:
+                while box:
+                    event = box.popleft()
+                    answers -= event.finish is not None
+                    yield event
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        """Ends requests that have not ended, of a stream that is left or after an error."""
+        with self._lock:
+            for number in numbers:
+                self.engine.cancel(number)
+                self._inboxes.pop(number, None)
+
     def close(self) -> None:
         """Gives the model back, and the memory of the cache."""
         self.engine.runner.close()
@@ -191,32 +221,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Tokens of a conversation up to where the answer begins.
-
-    Args:
-        tokenizer: tokenizer with a chat template.
-        messages: dictionaries of ``role`` and ``content``.
-
-    Raises:
-        GulliverError: there is no template, or it refuses the conversation.
-    """
-    if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
-        raise GulliverError(
-            "the tokenizer has no chat template to write a conversation: give text, or a tokenizer "
-            "of an instruct model"
-        )
-    from jinja2 import TemplateError
-
-    try:
-        found = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-    except (TemplateError, ValueError, KeyError, TypeError) as error:
-        raise GulliverError(f"the chat template refuses the conversation: {error}") from None
-    return list(found["input_ids"])
 
 
 def _drafter(
@@ -244,12 +248,6 @@ def _refuse_for_models(ways: Ways) -> None:
             "memory, tensor and pipeline are for folders, whose weights are read in slices: save "
             "the model with save_pretrained and give the folder"
         )
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 def _note(output: Output, event: Event) -> None:

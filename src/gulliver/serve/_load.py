@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,30 @@ def load(
     if quantize is not None:
         return filled(folder, wanted, quantize), tokenizer
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=wanted, local_files_only=True
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=wanted,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # told below, by name
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise GulliverError(f"{folder}: {' '.join(str(error).split())[:300]}") from None
+    _check_loaded(folder, found)
     return model.eval().requires_grad_(False), tokenizer
+
+
+def _check_loaded(folder: Path, found: Mapping[str, Any]) -> None:
+    """Refuses a model of which transformers has drawn tensors at random: answers would be noise."""
+    for name, kept, wanted in sorted(found["mismatched_keys"], key=str):
+        raise GulliverError(
+            f"{folder}: {name} is {list(kept)} in the files and {list(wanted)} in the model: the "
+            "config.json is of another model"
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" if missing[1:] else ""
+        raise GulliverError(f"{folder}: the files lack {missing[0]}{more}: they are not whole")
 
 
 def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None:

@@ -36,7 +36,7 @@ class LocalRunner:
         self,
         model: Any,
         context: int | None = None,
-        cache_bytes: int | None = None,
+        cache_bytes: int | str | None = None,
         cache_tokens: int | None = None,
         block_size: int = BLOCK,
         sequences: int = 64,

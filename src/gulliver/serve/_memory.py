@@ -8,6 +8,7 @@ import torch
 
 from gulliver.errors import GulliverError
 from gulliver.hardware import memory_bytes
+from gulliver.options import byte_size
 from gulliver.serve._measure import Measured
 
 SHARE = 0.5
@@ -35,7 +36,7 @@ def cache_blocks(
     context: int | None,
     size: int,
     sequences: int,
-    cache_bytes: int | None,
+    cache_bytes: int | str | None,
     cache_tokens: int | None,
 ) -> int:
     """Chooses the number of blocks of a cache.
@@ -59,7 +60,7 @@ def cache_blocks(
     if cache_tokens is not None:
         blocks = cache_tokens // size
     elif cache_bytes is not None:
-        blocks = cache_bytes // block_bytes
+        blocks = byte_size("cache_bytes", cache_bytes) // block_bytes
     else:
         whole = -(-(context or WHOLE) // size)
         # One sequence of the whole context runs in any case, as long as the memory has it.

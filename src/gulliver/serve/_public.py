@@ -6,12 +6,13 @@ from gulliver.serve._draw import Row, draw, draw_key, noise, probabilities
 from gulliver.serve._engine import Engine, EngineOptions
 from gulliver.serve._events import Completion, Event, FinishReason, Likely, Output, Token
 from gulliver.serve._families import SERVED, check_served
-from gulliver.serve._llm import LLM, chat_tokens
+from gulliver.serve._llm import LLM
 from gulliver.serve._load import check_folder, end_tokens, load
 from gulliver.serve._local import LocalRunner
 from gulliver.serve._memory import free_bytes
 from gulliver.serve._native import kernel_problem
 from gulliver.serve._pages import LayerShape, Pages
+from gulliver.serve._prompts import chat_tokens
 from gulliver.serve._sampling import SamplingParameters
 from gulliver.serve._speculation import Draft, Drafter, Wanted, walk
 

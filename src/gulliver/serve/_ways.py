@@ -20,7 +20,7 @@ class Ways:
         dtype: ``"float32"`` or ``"bfloat16"``; None for that of the files.
         quantize: mode of `gulliver.replace_module`; None for float weights.
         context: most tokens of a sequence; None for the model's own.
-        cache_bytes: bytes of keys and values; None to choose.
+        cache_bytes: bytes of keys and values, such as ``"2GiB"``; None to choose.
         cache_tokens: the same in tokens.
         memory: bytes of weights, keys and values in memory, such as ``"6GiB"``, of each process;
             what does not fit comes from a disk. None for all that there is.
@@ -35,7 +35,7 @@ class Ways:
     dtype: str | None = None
     quantize: str | None = None
     context: int | None = None
-    cache_bytes: int | None = None
+    cache_bytes: int | str | None = None
     cache_tokens: int | None = None
     memory: int | str | None = None
     disk: Path | str | None = None

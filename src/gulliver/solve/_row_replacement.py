@@ -197,6 +197,8 @@ class RowReplacement:
         """Makes a request of a batch that was not announced and is decided at once."""
         next_use = np.full(len(rows), NEVER, np.int64)
         for request in reversed(self._window if self._sketch else ()):
+            if not len(request.rows):  # a batch of empty bags
+                continue
             places = np.searchsorted(request.rows, rows)
             places[places == len(request.rows)] = 0
             next_use[request.rows[places] == rows] = request.number

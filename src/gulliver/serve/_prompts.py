@@ -1,0 +1,118 @@
+"""Prompts as users give them: texts, tokens or conversations, turned into tokens or refused."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+
+Prompt = str | Sequence[int]
+_SHORT = 40
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Lists prompts; one alone is a list of one.
+
+    Raises:
+        GulliverError: it is neither a prompt nor a list of them.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(
+        prompts, Sequence | np.ndarray | Tensor
+    ):
+        raise _no_prompt(prompts)
+    several = list(prompts)
+    return [several] if several and _is_number(several[0]) else several  # type: ignore
+
+
+def tokens_of(prompt: Prompt, tokenizer: Any | None) -> list[int]:
+    """Tokens of a prompt, as the tokenizer encodes a text.
+
+    Raises:
+        GulliverError: it is text and there is no tokenizer, or text that no file could hold, or it
+            is neither text nor whole numbers.
+    """
+    if not isinstance(prompt, str):
+        return _numbers(prompt)
+    if tokenizer is None:
+        raise GulliverError("a prompt that is text needs a tokenizer: give one, or give tokens")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise GulliverError(
+            f"character {error.start} of the prompt is half of a surrogate pair, which is no text"
+        ) from None
+    return list(tokenizer(prompt)["input_ids"])
+
+
+def _is_number(one: Any) -> bool:
+    if isinstance(one, Tensor | np.ndarray):
+        return one.ndim == 0
+    return not isinstance(one, str | Sequence)
+
+
+def _numbers(prompt: Any) -> list[int]:
+    if isinstance(prompt, bytes | bytearray):
+        raise _no_prompt(prompt)
+    try:
+        tokens = list(prompt)
+        if any(isinstance(token, bool | np.bool_ | str) for token in tokens):
+            raise TypeError
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise _no_prompt(prompt) from None
+
+
+def _no_prompt(given: Any) -> GulliverError:
+    said = repr(given)
+    said = said if len(said) <= _SHORT else said[:_SHORT] + "..."
+    return GulliverError(f"{said} is no prompt: give a text, or a list of tokens (whole numbers)")
+
+
+def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Tokens of a conversation up to where the answer begins.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        messages: dictionaries of ``role`` and ``content``.
+
+    Raises:
+        GulliverError: there is no template, it refuses the conversation, or a message lacks its
+            role or its text.
+    """
+    if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
+        raise GulliverError(
+            "the tokenizer has no chat template to write a conversation: give text, or a tokenizer "
+            "of an instruct model"
+        )
+    for place, message in enumerate(_messages(messages)):
+        for key in ("role", "content"):
+            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
+                raise GulliverError(
+                    f"message {place} has no {key}: give dictionaries of role and content, both "
+                    "texts"
+                )
+    from jinja2 import TemplateError
+
+    try:
+        found = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    except (TemplateError, ValueError, KeyError, TypeError) as error:
+        raise GulliverError(f"the chat template refuses the conversation: {error}") from None
+    return list(found["input_ids"])
+
+
+def _messages(messages: Any) -> Sequence[Any]:
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise GulliverError(
+            f"a conversation is a list of messages, not {type(messages).__name__}: give "
+            '[{"role": "user", "content": ...}]'
+        )
+    return messages
