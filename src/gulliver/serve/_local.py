@@ -12,6 +12,7 @@ from gulliver.errors import GulliverError
 from gulliver.serve._attention import attach
 from gulliver.serve._batch import Batch, Facts
 from gulliver.serve._families import check_served
+from gulliver.serve._few_rows import take_few_rows
 from gulliver.serve._forward import context_of, forward, inputs_of
 from gulliver.serve._measure import Measured, measure
 from gulliver.serve._memory import WHOLE, cache_blocks
@@ -83,6 +84,7 @@ class LocalRunner:
         self._facts = Facts(measured.vocabulary, context, blocks, block_size)
         self.pages = Pages(measured.layers, blocks, block_size, measured.dtype, self.device)
         self._detach = attach(model, self.pages)
+        self._give_back = take_few_rows(model)
         self._results: deque[Tensor] = deque()
 
     @property
@@ -115,6 +117,7 @@ class LocalRunner:
     def close(self) -> None:
         """Gives the model back, and the memory of the cache."""
         self._detach()
+        self._give_back()
         self.pages.keys.clear()
         self.pages.values.clear()
         if self.streamed is not None:

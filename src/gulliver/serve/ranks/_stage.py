@@ -23,6 +23,7 @@ from gulliver.parallel.tensor import apply_tensor, deal, plan_tensor
 from gulliver.quantize import quantize_like
 from gulliver.serve._attention import attach, attached
 from gulliver.serve._batch import Batch
+from gulliver.serve._few_rows import take_few_rows
 from gulliver.serve._filling import Filling, is_quantised
 from gulliver.serve._forward import context_of, inputs_of
 from gulliver.serve._load import kept_dtype
@@ -94,6 +95,7 @@ class StageModel:
         self.measured = self._measure()
         self._pages: Pages | None = None
         self._detach: Any = None
+        self._give_back: Any = None
 
     def _cut(self, group: RankGroup, stack: Stack) -> dict[str, Tensor]:
         """Leaves this rank's part of the model, on meta; returns the slopes of its heads."""
@@ -166,6 +168,7 @@ class StageModel:
         cpu = torch.device("cpu")
         self._pages = Pages(measured.layers, blocks, block_size, measured.dtype, cpu)
         self._detach = attach(self._model, self._pages)
+        self._give_back = take_few_rows(self._model)
 
     @torch.no_grad()
     def run(self, batch: Batch, carry: Tensor | None) -> Tensor:
@@ -233,6 +236,7 @@ class StageModel:
         """Lets go of memory."""
         if self._detach is not None:
             self._detach()
+            self._give_back()
         if self.streamed is not None:
             self.streamed.close()
 

@@ -1,0 +1,23 @@
+// Products of few rows with float weights as they lie, [outputs, inputs], each read once.
+#pragma once
+
+#include <cstdint>
+
+namespace gulliver::rows {
+
+using Index = std::int64_t;
+
+struct Product {
+  const float* x;       // [rows, inputs]
+  const float* weight;  // [outputs, inputs]
+  const float* bias;    // [outputs], or null
+  float* out;           // [rows, outputs]
+  Index rows, inputs, outputs;
+};
+
+// Null where this build or processor has not got the instructions.
+using Multiply = void (*)(const Product&);
+Multiply avx512();
+Multiply avx2();
+
+}  // namespace gulliver::rows

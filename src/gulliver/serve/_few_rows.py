@@ -1,0 +1,145 @@
+"""Linear layers of a served model on a few rows, by the extension `gulliver.serve._rows`.
+
+A step that continues some sequences multiplies a few rows with all weights, and takes as long as
+reading them should. Products of BLAS are made for many rows: on the processors that were tried they
+take up to twice that. Where the kernel was built, `take_few_rows` lets plain linear layers use it;
+their weights stay as they are, and products of many rows stay torch's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError, nearest
+
+INTERFACE = 1
+"""Version of the extension's interface; both sides count up when their calls change."""
+INSTRUCTIONS = ("avx512", "avx2", "none")
+"""Values of ``$GULLIVER_ROWS``; the first that the processor has is taken where it is not set."""
+LANES = 16
+"""Inputs of a layer are a multiple of it."""
+MOST = 128
+"""Most rows for which the kernel is taken: more stay in the cache worse than torch's blocks."""
+
+
+class FewRows:
+    """The kernel, by the instructions that it uses."""
+
+    def __init__(self, name: str, kernel: Any) -> None:
+        """Keeps the kernel.
+
+        Args:
+            name: instructions.
+            kernel: the extension's object.
+        """
+        self.name, self._kernel = name, kernel
+
+    def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether a product is the kernel's: few rows of float32 on the CPU, and no gradient."""
+        return (
+            0 < x.numel() <= MOST * x.shape[-1]
+            and all(_plain(t) for t in (x, weight))
+            and (bias is None or _plain(bias))
+            and x.shape[-1] % LANES == 0
+            and not torch.is_grad_enabled()
+        )
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns ``x @ weight.T + bias``.
+
+        Args:
+            x: rows [..., K].
+            weight: weights [N, K].
+            bias: [N] or None.
+        """
+        rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
+        out = x.new_empty(*x.shape[:-1], len(weight))
+        where = (t.data_ptr() for t in (x, weight))
+        self._kernel.run(
+            *(*where, 0 if bias is None else bias.data_ptr()),
+            *(out.data_ptr(), rows, inputs, len(weight)),
+        )
+        return out
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor is what the kernel reads: float32, in order, on the CPU."""
+    return (
+        tensor.dtype == torch.float32
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+    )
+
+
+def rows_problem() -> str | None:
+    """Says why there is no kernel for few rows; None where there is."""
+    try:
+        built = importlib.import_module("gulliver.serve._rows")
+    except ImportError as error:
+        return f"its extension is not built ({error})"
+    if built.INTERFACE != INTERFACE:
+        return "its extension is of another version: pip install -e . builds it anew"
+    wanted = os.environ.get("GULLIVER_ROWS", "")
+    if wanted and wanted not in INSTRUCTIONS:
+        raise GulliverError(f"GULLIVER_ROWS={wanted!r} is unknown: {nearest(wanted, INSTRUCTIONS)}")
+    if wanted == "none":
+        return "GULLIVER_ROWS=none"
+    names = built.instructions()
+    if not names:
+        return "this processor has neither AVX512 nor AVX2"
+    if wanted and wanted not in names:
+        return f"this processor has no {wanted}"
+    return None
+
+
+@cache
+def few_rows() -> FewRows | None:
+    """Returns the kernel; None where there is none."""
+    if rows_problem() is not None:
+        return None
+    built: Any = importlib.import_module("gulliver.serve._rows")
+    name = os.environ.get("GULLIVER_ROWS") or built.instructions()[0]
+    return FewRows(name, built.Kernel(name))
+
+
+def take_few_rows(model: nn.Module) -> Callable[[], None]:
+    """Lets the linear layers of a model use the kernel, until the returned function is called.
+
+    Layers that are quantised, cut or have a forward of their own are left alone.
+
+    Args:
+        model: the model.
+    """
+    kernel = few_rows()
+    if kernel is None:
+        return lambda: None
+    plain: list[Any] = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    layers = [layer for layer in plain if "forward" not in vars(layer)]
+    for layer in layers:
+        layer.forward = _forward(layer, kernel)
+
+    def give_back() -> None:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+    return give_back
+
+
+def _forward(layer: Any, kernel: FewRows) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        # Looked up at each call: streamed weights lie elsewhere in each step.
+        weight, bias = layer.weight, layer.bias
+        if kernel.takes(x, weight, bias):
+            return kernel.linear(x, weight, bias)
+        return F.linear(x, weight, bias)
+
+    return forward
