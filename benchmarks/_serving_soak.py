@@ -1,9 +1,10 @@
-"""The server under clients that behave badly, for minutes: is its memory flat, are answers right?
+"""The server under clients that behave badly and under kills: answers right, memory flat?
 
 A server in a process of its own answers 24 clients that each do the next thing at random: ask and
 wait, read a stream, leave in the middle, send what is no request, connect and say nothing. Greedy
 answers are compared with transformers' of one prompt alone. The memory of the server's process is
 read once a second: what it has in the last third of the time is compared with the second third.
+Before that, ranks and servers are killed and commands delayed (`_serving_kills.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ import httpx
 import torch
 
 from benchmarks._harness import Report, at_least, at_most, finish
+from benchmarks._serving_kills import (
+    DELAY_S,
+    PATIENCE_S,
+    Killed,
+    delay_commands,
+    kill_controllers,
+    kill_stages,
+)
 
 CLIENTS = 24
 PROMPTS, LONGEST = 48, 48
@@ -57,28 +66,50 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
 
 
-def soak(seconds: float, keep: bool) -> None:
-    """Runs the clients for so long, and reports."""
+@dataclass(frozen=True)
+class Kills:
+    """How much is killed.
+
+    Attributes:
+        stages: kills of ranks.
+        controllers: kills of servers.
+        seconds: no kill of either kind comes later than this after the first.
+    """
+
+    stages: int = 40
+    controllers: int = 10
+    seconds: float = 900
+
+
+def soak(seconds: float, kills: Kills, keep: bool) -> None:
+    """Kills, then runs the clients for so long; a report for each that is asked for."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "soaked"
         answers = _make(path)
-        words = ("serve", "--model", str(path), "--port", "0", "--stall-seconds", "2")
-        server = subprocess.Popen(
-            [sys.executable, "-m", "gulliver.cli", *words, "--body-seconds", "2"],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            url = _url(server)
-            seen, memory = asyncio.run(_run(url, server.pid, answers, seconds))
-            counts = _counts(url)
-            server.send_signal(signal.SIGTERM)
-            begin = time.monotonic()
-            code = server.wait(60)
-            ended = time.monotonic() - begin
-        finally:
-            server.kill()
-    _report(seen, memory, counts, code, ended, keep)
+        if kills.stages + kills.controllers:
+            finish(_killed(path, answers, kills), keep)
+        if seconds:
+            finish(_soaked(path, answers, seconds), keep)
+
+
+def _soaked(path: Path, answers: list[tuple[list[int], list[int]]], seconds: float) -> Report:
+    words = ("serve", "--model", str(path), "--port", "0", "--stall-seconds", "2")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "gulliver.cli", *words, "--body-seconds", "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        url = _url(server)
+        seen, memory = asyncio.run(_run(url, server.pid, answers, seconds))
+        counts = _counts(url)
+        server.send_signal(signal.SIGTERM)
+        begin = time.monotonic()
+        code = server.wait(60)
+        ended = time.monotonic() - begin
+    finally:
+        server.kill()
+    return _reported(seen, memory, counts, code, ended)
 
 
 def _make(path: Path) -> list[tuple[list[int], list[int]]]:
@@ -136,7 +167,7 @@ async def _run(
 ) -> tuple[Seen, list[float]]:
     seen, memory, end = Seen(), [], time.monotonic() + seconds
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(limits=limits, timeout=60) as client:
+    async with httpx.AsyncClient(limits=limits, timeout=PATIENCE_S) as client:
 
         async def one(seed: int) -> None:
             draw = random.Random(seed)
@@ -243,14 +274,9 @@ def _mib(pid: int) -> float:
     return int(found[1]) / 1024 if found else 0.0
 
 
-def _report(
-    seen: Seen,
-    memory: list[float],
-    counts: dict[str, float],
-    code: int,
-    ended: float,
-    keep: bool,
-) -> None:
+def _reported(
+    seen: Seen, memory: list[float], counts: dict[str, float], code: int, ended: float
+) -> Report:
     third = len(memory) // 3
     middle, last = statistics.median(memory[third:-third]), statistics.median(memory[-third:])
     lost = counts["blocks"] - counts["free_blocks"]
@@ -273,6 +299,7 @@ def _report(
     right = seen.done["whole"] + seen.done["stream"]
     report.bars += [
         at_least("answers that were checked", right, 100),
+        at_least("clients that left", seen.done["leave"], 200),
         at_most("answers or errors that were not right", len(seen.wrong), 0),
         at_most("blocks of the cache that did not return", lost, 0),
         at_most("steps of the engine that failed", counts["failures_total"], 0),
@@ -286,4 +313,38 @@ def _report(
         f"many requests as an hour has at {seen.done.total() / 3600:.1f} a second; "
         f"ended {ended:.1f} s after SIGTERM"
     )
-    finish(report, keep)
+    return report
+
+
+def _killed(path: Path, answers: list[tuple[list[int], list[int]]], kills: Kills) -> Report:
+    """Kills what is asked for, delays commands, and reports."""
+    report = Report("serving-kills", "Serving: kills and late commands", ("what", "count"))
+    killed: dict[str, Killed] = {}
+    for name, kill, count in (
+        ("stages", kill_stages, kills.stages),
+        ("controllers", kill_controllers, kills.controllers),
+    ):
+        killed[name] = kill(path, answers, count, time.monotonic() + kills.seconds)
+        print(name, killed[name], file=sys.stderr, flush=True)
+    killed["commands"] = delay_commands(path, answers)
+    for name, one in killed.items():
+        what = "late commands" if name == "commands" else f"kills of {name}"
+        report.rows.append((what, str(one.count)))
+        report.rows.append((f"{what}: answers compared", str(one.right)))
+        if one.seconds:
+            last = "to the next answers" if name == "stages" else "until all ranks had ended"
+            said = f"{statistics.median(one.seconds):.2f}, at most {max(one.seconds):.2f}"
+            report.rows.append((f"{what}: seconds {last}", said))
+        report.figures[name] = asdict(one)
+        report.bars.append(at_most(f"{what}: what was not right", len(one.wrong), 0))
+    count = killed["stages"].count + killed["controllers"].count
+    report.bars.append(at_least("kills of stages and of the controller", count, 50))
+    report.notes += [
+        "stages: a rank of two is killed by SIGKILL at any time, and no client may notice; "
+        f"{killed['stages'].restarts} restarts",
+        f"controllers: the server is killed; {killed['controllers'].told} clients were told by the "
+        "end of their connection, and another server answered on the same port",
+        f"commands: each to every rank, and every word back, up to {DELAY_S * 1e3:.0f} ms late",
+        "ranks are forked from a process that has torch; Pythons of their own would mostly import",
+    ]
+    return report

@@ -5,16 +5,16 @@
 
 One Llama-shaped model of 110 M random weights answers the same requests, of mixed lengths, in every
 way: in batches of transformers' `generate`, which pad prompts and wait for the longest answer; by
-transformers' own continuous batching; by `gulliver.serve` with float32 and with int8 weights.
-Answers are compared token by token. `--parts faults` puts the server under clients that behave
-badly (`_serving_soak.py`). `--parts pipeline` times stages over shaped links
-(`_serving_pipeline.py`).
+transformers' own continuous batching; by llama.cpp where it is installed (`_serving_llamacpp.py`);
+by `gulliver.serve` with float32 and with int8 weights. Engines have been started, and have answered
+a request, before the clock runs. Answers are compared token by token. `--parts faults` puts the
+server under clients that behave badly (`_serving_soak.py`). `--parts pipeline` times stages over
+shaped links (`_serving_pipeline.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 import sys
@@ -28,7 +28,8 @@ import torch
 
 import gulliver
 from benchmarks._harness import Report, Spread, alternate, at_least, finish
-from benchmarks._serving_soak import soak
+from benchmarks._serving_llamacpp import FORMATS, MISSING, LlamaCpp, has_llamacpp
+from benchmarks._serving_soak import Kills, soak
 from gulliver.serve import (
     Engine,
     EngineOptions,
@@ -36,9 +37,10 @@ from gulliver.serve import (
     SamplingParameters,
     kernel_problem,
 )
+from gulliver.serve._few_rows import rows_problem
 
 PARTS = ("throughput", "faults", "pipeline")
-CACHE = 32 * 1024
+CACHE = 16 * 1024
 """Tokens of the cache: all requests at a time."""
 LONGEST = 2048
 
@@ -56,6 +58,10 @@ class Asked:
     count: int
 
 
+FIRST = Asked([5, 6, 7], 2)
+"""What an engine has answered before the clock runs."""
+
+
 def main() -> None:
     """Measures the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -63,6 +69,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--soak-seconds", type=float, default=75)
+    parser.add_argument("--kills", type=int, default=40, help="of stages; 0 for none")
+    parser.add_argument("--controller-kills", type=int, default=10)
+    parser.add_argument("--kill-seconds", type=float, default=900, help="no kill comes later")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="no round begins that would end later"
     )
@@ -76,7 +85,8 @@ def main() -> None:
 
         finish(pipeline(options.rounds), options.keep)
     if "faults" in options.parts:
-        soak(options.soak_seconds, options.keep)
+        kills = Kills(options.kills, options.controller_kills, options.kill_seconds)
+        soak(options.soak_seconds, kills, options.keep)
     if "throughput" in options.parts:
         columns = ("way", "seconds", "tokens/s", "times the best static batch", "same answers")
         report = Report("serving", "Serving: mixed requests", columns)
@@ -120,14 +130,15 @@ def make_requests(count: int) -> list[Asked]:
     return made
 
 
-Way = Callable[[Sequence[Asked]], list[list[int]]]
+Way = Callable[[Sequence[Asked]], tuple[list[list[int]], float]]
+"""Answers requests that come at once; returns answers and seconds."""
 
 
 def static(model: Any, size: int) -> Way:
     """Transformers' generate in batches, in the order of the requests."""
 
-    def run(requests: Sequence[Asked]) -> list[list[int]]:
-        answers = []
+    def run(requests: Sequence[Asked]) -> tuple[list[list[int]], float]:
+        answers, begun = [], time.perf_counter()
         for begin in range(0, len(requests), size):
             some = requests[begin : begin + size]
             width = max(len(one.prompt) for one in some)
@@ -146,7 +157,7 @@ def static(model: Any, size: int) -> Way:
             answers += [
                 row[width : width + one.count].tolist() for row, one in zip(made, some, strict=True)
             ]
-        return answers
+        return answers, time.perf_counter() - begun
 
     return run
 
@@ -155,7 +166,7 @@ def continuous(model: Any, most: int) -> Way:
     """Transformers' own continuous batching, each request with its own length."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    def run(requests: Sequence[Asked]) -> list[list[int]]:
+    def run(requests: Sequence[Asked]) -> tuple[list[list[int]], float]:
         generation = GenerationConfig(
             do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=192
         )
@@ -163,16 +174,24 @@ def continuous(model: Any, most: int) -> Way:
             page_size=16, num_blocks=CACHE // 16, max_batch_tokens=512, max_requests_per_batch=most
         )
         answers: dict[str, list[int]] = {}
-        with model.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=sizes, block=True, timeout=60
-        ) as manager:
-            for number, one in enumerate(requests):
-                manager.add_request(one.prompt, request_id=str(number), max_new_tokens=one.count)
-            while len(answers) < len(requests):
+
+        def hear(manager: Any, count: int) -> None:
+            while len(answers) < count:
                 found = manager.get_result(timeout=1)
                 if found is not None and found.is_finished():
                     answers[found.request_id] = list(found.generated_tokens)
-        return [answers[str(number)] for number in range(len(requests))]
+
+        with model.continuous_batching_context_manager(
+            generation_config=generation, continuous_batching_config=sizes, block=True, timeout=60
+        ) as manager:
+            manager.add_request(FIRST.prompt, request_id="first", max_new_tokens=FIRST.count)
+            hear(manager, 1)
+            begun = time.perf_counter()
+            for number, one in enumerate(requests):
+                manager.add_request(one.prompt, request_id=str(number), max_new_tokens=one.count)
+            hear(manager, 1 + len(requests))
+            seconds = time.perf_counter() - begun
+        return [answers[str(number)] for number in range(len(requests))], seconds
 
     return run
 
@@ -180,20 +199,28 @@ def continuous(model: Any, most: int) -> Way:
 def ours(model: Any, most: int) -> Way:
     """`gulliver.serve`; the cache is new each time, so that no prompt is found in it."""
 
-    def run(requests: Sequence[Asked]) -> list[list[int]]:
+    def run(requests: Sequence[Asked]) -> tuple[list[list[int]], float]:
         runner = LocalRunner(model, cache_tokens=CACHE)
         engine = Engine(runner, options=EngineOptions(512, most))
-        made: dict[int, list[int]] = {}
-        for one in requests:
-            asked = SamplingParameters(max_tokens=one.count, temperature=0)
-            made[engine.add(one.prompt, asked)] = []
-        while engine.busy:
-            for event in engine.step():
-                made[event.request] += [token.id for token in event.tokens]
+        _answered(engine, [FIRST])
+        begun = time.perf_counter()
+        answers = _answered(engine, requests)
+        seconds = time.perf_counter() - begun
         runner.close()
-        return list(made.values())
+        return answers, seconds
 
     return run
+
+
+def _answered(engine: Engine, requests: Sequence[Asked]) -> list[list[int]]:
+    made: dict[int, list[int]] = {}
+    for one in requests:
+        asked = SamplingParameters(max_tokens=one.count, temperature=0)
+        made[engine.add(one.prompt, asked)] = []
+    while engine.busy:
+        for event in engine.step():
+            made[event.request] += [token.id for token in event.tokens]
+    return list(made.values())
 
 
 def throughput(report: Report, rounds: int, count: int, seconds: float = math.inf) -> None:
@@ -203,7 +230,6 @@ def throughput(report: Report, rounds: int, count: int, seconds: float = math.in
     begun = time.perf_counter()
     model, requests = make_model(), make_requests(count)
     quantised = gulliver.replace_module(copy.deepcopy(model))
-    tokens = sum(one.count for one in requests)
     ways: dict[str, Way] = {
         "static batches of 8": static(model, 8),
         "static batches of 16": static(model, 16),
@@ -212,38 +238,19 @@ def throughput(report: Report, rounds: int, count: int, seconds: float = math.in
         "gulliver, float32": ours(model, count),
         "gulliver, int8": ours(quantised, count),
     }
-    answers: dict[str, list[list[int]]] = {}
-
-    def timed(name: str) -> Callable[[], float]:
-        # Kernels are chosen, and memory is touched, before the clock runs.
-        ways[name](requests[:2])
-
-        def run() -> float:
-            begin = time.perf_counter()
-            answers[name] = ways[name](requests)
-            seconds = time.perf_counter() - begin
-            print(f"{name}: {seconds:.1f} s", file=sys.stderr, flush=True)
-            return seconds
-
-        return run
-
-    turns, spreads = {name: timed(name) for name in ways}, list[dict[str, Spread]]()
-    while len(spreads) < rounds:
-        begin = time.perf_counter()
-        spreads.append(alternate(turns, 1, warm_up=0))
-        turns = dict(reversed(turns.items()))
-        now = time.perf_counter()
-        if now - begun + (now - begin) > seconds:
-            break
-    found = {
-        name: Spread(tuple(value for one in spreads for value in one[name].values)) for name in ways
-    }
+    others = [LlamaCpp(model, kind, count, 640, 512) for kind in FORMATS if has_llamacpp()]
+    ways |= {f"llama.cpp, {kind}": one.run for kind, one in zip(FORMATS, others, strict=False)}
+    answers, found = _timed(ways, requests, rounds, begun + seconds)
+    for other in others:
+        other.close()
+    tokens = sum(one.count for one in requests)
     right = answers["static batches of 8"]
     same = {name: sum(a == b for a, b in zip(answers[name], right, strict=True)) for name in ways}
     best = min(spread.median for name, spread in found.items() if name.startswith("static"))
     for name, spread in found.items():
-        report.rows.append(_row(name, spread, tokens, best, f"{same[name]} of {count}"))
-        report.figures[name] = {"seconds": spread.median, "tokens/s": tokens / spread.median}
+        kept = f"{same[name]} of {count}, {_share_before(answers[name], right):.0%}"
+        report.rows.append(_row(name, spread, tokens, best, kept))
+        report.figures[name] = {"seconds": spread.values, "tokens/s": tokens / spread.median}
     mine = found["gulliver, float32"].median
     theirs = found["transformers' continuous batching"].median
     report.bars += [
@@ -252,7 +259,82 @@ def throughput(report: Report, rounds: int, count: int, seconds: float = math.in
         at_least("answers equal to transformers'", same["gulliver, float32"] / count, 1.0),
     ]
     _notes(report, requests)
-    report.notes.append(f"rounds: {len(spreads)}, every second one backwards")
+    _quality(report, model, quantised, requests[:8], right)
+    if others:
+        mates = (found[f"llama.cpp, {kind}"].median for kind in FORMATS)
+        mine_too = (mine, found["gulliver, int8"].median)
+        told = " and ".join(f"{a / b:.2f}" for a, b in zip(mates, mine_too, strict=True))
+        report.notes.append(
+            f"tokens/s here over those of llama.cpp: {told} times (float32, 8 bit); "
+            f"{others[0].info}"
+        )
+    else:
+        report.notes.append(MISSING)
+
+
+def _timed(
+    ways: dict[str, Way], requests: Sequence[Asked], rounds: int, end: float
+) -> tuple[dict[str, list[list[int]]], dict[str, Spread]]:
+    """Runs the ways in turns; of the static ones only the best after the first round."""
+    answers: dict[str, list[list[int]]] = {}
+    values: dict[str, list[float]] = {name: [] for name in ways}
+
+    def timed(name: str) -> Callable[[], float]:
+        # Kernels are chosen, and memory is touched, before the clock runs.
+        ways[name](requests[:2])
+
+        def run() -> float:
+            answers[name], seconds = ways[name](requests)
+            print(f"{name}: {seconds:.1f} s", file=sys.stderr, flush=True)
+            return seconds
+
+        return run
+
+    turns = {name: timed(name) for name in ways}
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for name, spread in alternate(turns, 1, warm_up=0).items():
+            values[name] += spread.values
+        static_ones = [name for name in turns if name.startswith("static")]
+        best = min(static_ones, key=lambda name: values[name][0])
+        turns = {n: turns[n] for n in reversed(turns) if n == best or n not in static_ones}
+        now = time.perf_counter()
+        if now + (now - begin) > end:
+            break
+    return answers, {name: Spread(tuple(found)) for name, found in values.items()}
+
+
+def _share_before(made: list[list[int]], right: list[list[int]]) -> float:
+    """Part of the tokens that come before the first other one of their answer."""
+    same = 0
+    for a, b in zip(made, right, strict=True):
+        same += next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
+    return same / sum(map(len, right))
+
+
+@torch.no_grad()
+def _quality(
+    report: Report, model: Any, quantised: Any, requests: Sequence[Asked], right: list[list[int]]
+) -> None:
+    """What int8 weights change, given the same tokens before."""
+    alike, places, distance = 0, 0, 0.0
+    for one, answer in zip(requests, right, strict=False):
+        ids = torch.tensor([[*one.prompt, *answer[:-1]]])
+        first = len(one.prompt) - 1
+        whole, coarse = (m(ids).logits[0, first:].log_softmax(-1) for m in (model, quantised))
+        alike += int((whole.argmax(-1) == coarse.argmax(-1)).sum())
+        distance += float((whole.exp() * (whole - coarse)).sum())
+        places += len(answer)
+    report.figures["int8 given the same tokens"] = {
+        "likeliest alike": alike / places,
+        "divergence": distance / places,
+    }
+    report.notes.append(
+        f"int8 given transformers' tokens: the likeliest next one is the same at "
+        f"{alike / places:.1%} of {places} places, Kullback-Leibler divergence "
+        f"{distance / places:.4f} nats; one other token makes the rest of an answer another, and "
+        "random weights have no text that would bring it back"
+    )
 
 
 def _row(name: str, spread: Spread, tokens: int, best: float, same: str) -> Sequence[str]:
@@ -262,15 +344,20 @@ def _row(name: str, spread: Spread, tokens: int, best: float, same: str) -> Sequ
 
 def _notes(report: Report, requests: Sequence[Asked]) -> None:
     prompts, answers = [len(r.prompt) for r in requests], [r.count for r in requests]
-    problem = kernel_problem()
     report.notes += [
         f"{len(requests)} requests at once, prompts of {min(prompts)} to {max(prompts)} tokens "
         f"(mean {sum(prompts) / len(prompts):.0f}), answers of {min(answers)} to {max(answers)} "
         f"(mean {sum(answers) / len(answers):.0f}), greedy; {torch.get_num_threads()} threads",
-        f"native attention over pages: {'none, ' + problem if problem else 'yes'}",
+        f"native attention over pages: {_said(kernel_problem())}; native products of few rows: "
+        f"{_said(rows_problem())}",
+        "same answers: whole ones, and the part of all tokens before the first other one; static "
+        "batches that are not the best are timed once, the others in turns, every second round "
+        "backwards",
     ]
-    if importlib.util.find_spec("llama_cpp") is None:
-        report.notes.append("not beside it: llama-cpp-python, which is not installed here")
+
+
+def _said(problem: str | None) -> str:
+    return "yes" if problem is None else f"none, {problem}"
 
 
 if __name__ == "__main__":

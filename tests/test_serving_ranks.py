@@ -39,7 +39,7 @@ from tests.serving_ranks import COUNT, Case, answers, reference, save, texts
 CLOSE = 1e-5
 TWO = (Case("mixtral", 2, 1), Case("qwen2", 1, 2))
 # The other families are in the whole grid.
-FOUR = (Case("llama", 2, 2),)
+FOUR = (Case("llama", 2, 2), Case("bloom", 1, 4))
 MORE = {
     2: [Case(kind, *ways) for kind in SERVED for ways in ((2, 1), (1, 2))],
     # Four heads over three ranks are two, one and one.

@@ -67,6 +67,29 @@ def test_drafts_over_ranks_give_the_tokens_of_transformers(pool: Pool, tmp_path:
     assert made[-1][2]["accepted_tokens"] > COUNT, "the draft is the model itself"
 
 
+ALL = [
+    Case("mixtral", 2, 2, memory=400_000, drafts="ngram"),
+    *(
+        pytest.param(Case(kind, 2, 2, memory=400_000, drafts="ngram"), marks=pytest.mark.full)
+        for kind in ("llama", "qwen2", "gpt2", "bloom")
+    ),
+]
+
+
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.kind)
+def test_everything_at_once_gives_the_tokens_of_transformers(
+    pool: Pool, tmp_path: Path, case: Case
+) -> None:
+    """Chunked prompts, shared beginnings, drafts and streamed weights over two by two ranks."""
+    save(tmp_path, [case.kind])
+    ((tokens, _, counts, flights),) = pool.run(answers, 5, str(tmp_path), (case,))[-1]
+    assert tokens == [right for right, _ in reference(case.kind)]
+    assert counts["drafted_tokens"] > 0
+    assert counts["found_tokens"] > 0
+    assert flights > 0, "stages have several batches in flight"
+
+
 def test_drafts_over_streamed_weights_give_the_tokens_of_transformers(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path)
     runner, streamed, limit = limited(tmp_path, None, 1.5)
