@@ -18,12 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.serve._native import problem_of
 
 INTERFACE = 1
 """Version of the extension's interface; both sides count up when their calls change."""
-INSTRUCTIONS = ("avx512", "avx2", "none")
-"""Values of ``$GULLIVER_ROWS``; the first that the processor has is taken where it is not set."""
 LANES = 16
 """Inputs of a layer are a multiple of it."""
 MOST = 128
@@ -82,23 +80,7 @@ def _plain(tensor: Tensor) -> bool:
 
 def rows_problem() -> str | None:
     """Says why there is no kernel for few rows; None where there is."""
-    try:
-        built = importlib.import_module("gulliver.serve._rows")
-    except ImportError as error:
-        return f"its extension is not built ({error})"
-    if built.INTERFACE != INTERFACE:
-        return "its extension is of another version: pip install -e . builds it anew"
-    wanted = os.environ.get("GULLIVER_ROWS", "")
-    if wanted and wanted not in INSTRUCTIONS:
-        raise GulliverError(f"GULLIVER_ROWS={wanted!r} is unknown: {nearest(wanted, INSTRUCTIONS)}")
-    if wanted == "none":
-        return "GULLIVER_ROWS=none"
-    names = built.instructions()
-    if not names:
-        return "this processor has neither AVX512 nor AVX2"
-    if wanted and wanted not in names:
-        return f"this processor has no {wanted}"
-    return None
+    return problem_of("gulliver.serve._rows", INTERFACE, "GULLIVER_ROWS")
 
 
 @cache

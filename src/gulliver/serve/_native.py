@@ -131,27 +131,39 @@ class NativeAttention:
 _BY_PIECE = ("first", "count", "start")
 
 
-def kernel_problem() -> str | None:
-    """Says why there is no native attention; None where there is."""
+def problem_of(extension: str, interface: int, variable: str) -> str | None:
+    """Says why an extension with kernels is not used; None where it is.
+
+    Args:
+        extension: its module.
+        interface: version that is expected.
+        variable: variable of the environment that chooses its instructions.
+
+    Raises:
+        GulliverError: the variable has a value that is unknown.
+    """
     try:
-        built = importlib.import_module("gulliver.serve._paged")
+        built = importlib.import_module(extension)
     except ImportError as error:
         return f"its extension is not built ({error})"
-    if built.INTERFACE != INTERFACE:
+    if interface != built.INTERFACE:
         return "its extension is of another version: pip install -e . builds it anew"
-    wanted = os.environ.get("GULLIVER_PAGES", "")
+    wanted = os.environ.get(variable, "")
     if wanted and wanted not in INSTRUCTIONS:
-        raise GulliverError(
-            f"GULLIVER_PAGES={wanted!r} is unknown: {nearest(wanted, INSTRUCTIONS)}"
-        )
+        raise GulliverError(f"{variable}={wanted!r} is unknown: {nearest(wanted, INSTRUCTIONS)}")
     if wanted == "none":
-        return "GULLIVER_PAGES=none"
+        return f"{variable}=none"
     names = built.instructions()
     if not names:
         return "this processor has neither AVX512 nor AVX2"
     if wanted and wanted not in names:
         return f"this processor has no {wanted}"
     return None
+
+
+def kernel_problem() -> str | None:
+    """Says why there is no native attention; None where there is."""
+    return problem_of("gulliver.serve._paged", INTERFACE, "GULLIVER_PAGES")
 
 
 @cache
