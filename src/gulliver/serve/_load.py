@@ -52,7 +52,7 @@ def load(
     if quantize is not None:
         return filled(folder, wanted, quantize), tokenizer
     try:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=wanted,
             local_files_only=True,
@@ -61,6 +61,7 @@ def load(
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise GulliverError(f"{folder}: {' '.join(str(error).split())[:300]}") from None
+    model, found = loaded
     _check_loaded(folder, found)
     return model.eval().requires_grad_(False), tokenizer
 
