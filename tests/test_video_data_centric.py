@@ -27,7 +27,7 @@ from gulliver.video import (
     load_autoencoder,
     train,
 )
-from gulliver.video import _planned_training as planned
+from gulliver.video import _train as runs
 from gulliver.video import _training as training
 from gulliver.video._batches import Batch
 from gulliver.video._optimizing import make_optimizer
@@ -77,13 +77,13 @@ class DoublePlanned(PlannedTrainer):
 @contextmanager
 def double(last: int):
     """Runs of this process are in float64 and end after a step."""
-    build, kind = training.build_model, planned.PlannedTrainer
+    build, kind = training.build_model, runs.PlannedTrainer
     training.build_model = lambda *args: build(*args).double()
-    planned.PlannedTrainer = type("DoublePlanned", (DoublePlanned,), {"last": last})
+    runs.PlannedTrainer = type("DoublePlanned", (DoublePlanned,), {"last": last})
     try:
         yield
     finally:
-        training.build_model, planned.PlannedTrainer = build, kind
+        training.build_model, runs.PlannedTrainer = build, kind
 
 
 def _train_double(world: World, config: TrainConfig, last: int = STEPS) -> list[dict]:

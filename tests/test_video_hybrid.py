@@ -25,6 +25,7 @@ from gulliver.video import (
     check_config,
     train,
 )
+from gulliver.video import _train as runs
 from gulliver.video import _training as training
 from gulliver.video._batches import Batch
 from gulliver.video._run import Run
@@ -77,14 +78,14 @@ class DoubleTrainer(Trainer):
 @contextmanager
 def double(last: int):
     """Runs of this process are in float64 and end after a step."""
-    build, trainer = training.build_model, training.Trainer
+    build, trainer = training.build_model, runs.Trainer
     kind = type("DoubleTrainer", (DoubleTrainer,), {"last": last})
     training.build_model = lambda *args: build(*args).double()
-    training.Trainer = kind
+    runs.Trainer = kind
     try:
         yield
     finally:
-        training.build_model, training.Trainer = build, trainer
+        training.build_model, runs.Trainer = build, trainer
 
 
 def _train_double(world: World, config: TrainConfig, last: int = STEPS) -> list[dict]:
