@@ -7,6 +7,7 @@ while a device computes, so that slots need not be cores. It writes which sample
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,6 @@ class Options:
     """Batch size without a scheduler."""
     drawn: Path | None = None
     """Folder for the samples that each rank drew."""
-    noise: bool = False
-    """Measure the gradient noise scale."""
 
 
 def samples_of(step: int, batch: int) -> tuple[Tensor, Tensor]:
@@ -53,7 +52,8 @@ def train(options: Options, job: Elastic) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    booster = Booster(plugin=LowLevelZeroPlugin(stage=options.stage, verbose=False))
+    plugin = LowLevelZeroPlugin(stage=options.stage, verbose=False)
+    booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, optimizer)
     first = booster.load(job.checkpoints, model, optimizer).step + 1 if job.resumes else 0
     for step in job.steps(first, options.steps):
@@ -80,6 +80,7 @@ def note(options: Options, job: Elastic, step: int, mine: range) -> None:
         from gulliver.comm import current_world
 
         line = {"step": step, "attempt": job.attempt, "samples": [mine.start, mine.stop]}
+        line["pid"] = os.getpid()
         with open(options.drawn / f"rank-{current_world().rank}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 

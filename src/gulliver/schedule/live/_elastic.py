@@ -23,6 +23,7 @@ batches of its share.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -193,7 +194,8 @@ class Elastic:
             raise GulliverError("report is called once in each step of job.steps")
         count = len(self.share()) if samples is None else samples
         leave, batch = self._asked()
-        noise = self.noise if noise is None else float(noise)
+        # Where it cannot be told yet, what was known before holds.
+        noise = float(noise) if noise is not None and math.isfinite(noise) else self.noise
         drawn, mean, leave, batch, self.noise = _agree(count, loss, leave, batch, noise)
         self.drawn += drawn
         self.done += drawn * (

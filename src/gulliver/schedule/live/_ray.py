@@ -114,6 +114,8 @@ class RayNodes(Nodes):
 
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
         if address is None:
+            # Ray's workers are nice to others by default (15), and ranks would inherit that.
+            os.environ.setdefault("RAY_worker_niceness", "0")
             options |= {"num_cpus": slots, "include_dashboard": dashboard}
             options |= {"object_store_memory": STORE_BYTES, "address": "local"}
         else:
