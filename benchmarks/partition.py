@@ -264,8 +264,7 @@ _SPLIT = (
     f"The paper says {CLAIMED:.0%} less. Its runner has no micro-batches: a step is the sum of all "
     "stages, so what it can win comes from leaving layers to fast devices as far as their memory "
     "goes. Its solver looks for balance alone: the last column says how much of that sum it wins. "
-    "The bound of gaps takes whole runs of layers, which may overlap: where two are a twentieth "
-    "of the others' work it can be loose with endless micro-batches."
+    "The bound of gaps takes whole runs of layers, which may overlap."
 )
 
 
