@@ -128,6 +128,16 @@ def _metric(url: str, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+def _lost_blocks(url: str) -> float:
+    """Blocks that are not free once the server has been idle for a while."""
+    end = time.monotonic() + 30
+    while True:
+        lost = _metric(url, "blocks") - _metric(url, "free_blocks")
+        if not lost or time.monotonic() > end:
+            return lost
+        time.sleep(0.05)
+
+
 async def _until(done: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not done():
@@ -197,8 +207,7 @@ def kill_stages(folder: Path, answers: Answers, count: int, end: float) -> Kille
     try:
         asyncio.run(_load(url, answers, seen, work))
         seen.restarts = int(_metric(url, "restarts_total"))
-        lost = _metric(url, "blocks") - _metric(url, "free_blocks")
-        if lost:
+        if lost := _lost_blocks(url):
             seen.wrong.append(f"{lost:.0f} blocks did not return")
         server.send_signal(signal.SIGTERM)
         if server.wait(PATIENCE_S):
