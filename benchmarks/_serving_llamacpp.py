@@ -37,7 +37,7 @@ def write_gguf(model: Any, path: Path, kind: str) -> None:
         path: the file.
         kind: ``f32`` or ``q8_0``: of matrices; norms stay float32.
     """
-    import gguf
+    import gguf  # pyright: ignore[reportMissingImports]
 
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -72,7 +72,7 @@ def write_gguf(model: Any, path: Path, kind: str) -> None:
 
 def _add_words(writer: Any, count: int) -> None:
     """A vocabulary of words that nobody writes: prompts and answers are tokens."""
-    import gguf
+    import gguf  # pyright: ignore[reportMissingImports]
 
     kinds = gguf.TokenType
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -139,7 +139,7 @@ class LlamaCpp:
     """
 
     def __init__(self, model: Any, kind: str, most: int, longest: int, tokens: int) -> None:
-        import xllamacpp
+        import xllamacpp  # pyright: ignore[reportMissingImports]
 
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / f"{kind}.gguf"
