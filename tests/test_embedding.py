@@ -110,6 +110,23 @@ def test_rows_are_kept_within_a_norm_as_torch_does() -> None:
     assert torch.equal(table.state_dict()["weight"], whole.weight)
 
 
+@pytest.mark.parametrize("padding", [None, 3])
+def test_weighted_bags_have_torchs_bits_with_a_padding_index_that_no_bag_has(
+    padding: int | None,
+) -> None:
+    first = torch.randn(60, 8)
+    exact = nn.EmbeddingBag(60, 8, mode="sum", padding_idx=padding, _weight=first.clone())
+    cached = CachedEmbeddingBag(
+        60, 8, mode="sum", padding_idx=padding, _weight=first.clone(), cache=40
+    )
+    for seed in range(30):
+        draw = torch.Generator().manual_seed(seed)
+        ids, weights = torch.randint(4, 60, (40,), generator=draw), torch.randn(40, generator=draw)
+        with torch.no_grad():
+            found = [table(ids, torch.arange(0, 40, 4), weights) for table in (exact, cached)]
+        assert torch.equal(*found)
+
+
 def test_batches_without_a_row_pass_the_look_ahead() -> None:
     torch.manual_seed(1)
     whole, table = (

@@ -299,9 +299,10 @@ class CachedEmbeddingBag(nn.Module):
             halves = bags.part(0, middle), bags.part(middle, len(bags))
             return torch.cat([self.looked_up(half) for half in halves])
         device = self.weight.device
-        slots, padding = found, None
+        # As torch: a padding index that no bag has still makes it add in another order.
+        padded = any(table.padding is not None for table in self.tables)
+        slots, padding = found, self._store.slots if padded else None
         if len(real) < len(bags.rows):
-            padding = self._store.slots
             places = (bags.rows >= 0).to(device)
             slots = torch.full(bags.rows.shape, padding, device=device).masked_scatter_(
                 places, found
