@@ -261,3 +261,9 @@ def test_the_command_plans_criteo_1tb_and_says_each_table_and_rank(
         main(["embedding", "plan", "criteo"])
     assert refused.value.code == 1
     assert "give NAME=ROWS" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["embedding", "plan", "user=5", "user=6"])
+    assert "'user' is given twice" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["embedding", "plan", "user=6"])
+    assert "fewer slots than a batch may have rows" in " ".join(capsys.readouterr().out.split())

@@ -213,6 +213,7 @@ def test_a_script_that_never_reports_is_named_and_keeps_its_slots(tmp_path: Path
     assert "a" not in expected_ends(history_of(cluster))
     cluster.finish()
     assert job.phase is Phase.ENDED
+    assert "ended without having reported" in job.note
 
 
 def test_a_script_that_never_reports_is_stopped_by_choice(tmp_path: Path) -> None:

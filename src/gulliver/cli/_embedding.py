@@ -16,6 +16,8 @@ from gulliver.errors import GulliverError
 from gulliver.options import AT_LEAST_1, SHARE, Range, byte_size, size_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gulliver.embedding import TablesPlan
 
 WIDTH = 130
@@ -65,7 +67,7 @@ def embedding_command(config: EmbeddingConfig, arguments: list[str]) -> int:
         config.batch,
         config.ids,
         config.cache,
-        config.hit_rate,
+        1.0 if config.cache == 1 else config.hit_rate,
         config.optimizer,
         host,
     )
@@ -91,6 +93,8 @@ def _tables(given: tuple[str, ...]) -> dict[str, int]:
         name, equals, rows = text.partition("=")
         if text in DATA_SETS:
             found |= {f"{text}-{n + 1}": count for n, count in enumerate(DATA_SETS[text])}
+        elif name in found:
+            raise GulliverError(f"table {name!r} is given twice: give each a name of its own")
         elif equals and name and rows.replace("_", "").isdigit():
             found[name] = int(rows)
         else:
@@ -133,9 +137,24 @@ def _show(plan: TablesPlan, cluster: str) -> None:
             f"{1e3 * plan.seconds[rank]:.2f}",
         )
     console.print(ranks)
+    _warn_of_small_caches(plan, console)
     slowest = max(plan.seconds)
     parts = ", ".join(f"{name} {1e3 * s:.2f}" for name, s in plan.parts.items())
     console.print(
         f"slowest rank {1e3 * slowest:.2f} ms a step ({parts}); no placement is below "
         f"{1e3 * plan.bound:.2f} ms. What is fetched can travel behind compute (LookAhead)."
     )
+
+
+def _warn_of_small_caches(plan: TablesPlan, console: Console) -> None:
+    """Names tables whose share of slots is less than the rows that one batch may have."""
+    job = plan.job
+    batch = int(-(-job.batch * job.ids // 1))
+    small = [n for n, rows in job.tables.items() if int(job.cache * rows) < min(rows, batch)]
+    if small:
+        least = max(min(job.tables[name], batch) / job.tables[name] for name in small)
+        console.print(
+            f"{len(small)} tables have fewer slots than a batch may have rows of them, {small[0]} "
+            f"among them: a batch that does is refused. A larger cache (up to {least:.3g}), or "
+            "several tables in one cache, avoids that."
+        )

@@ -213,10 +213,10 @@ class CachedEmbeddingBag(nn.Module):
         self._store.settle()
 
     def grow(self, rows: int | Mapping[str, int], _weight: Tensor | None = None) -> None:
-        """Adds rows to the last table, or to the only one.
+        """Grows the last table, or the only one, to a number of rows.
 
         Args:
-            rows: number of rows, afterwards; of several tables by the name of the last.
+            rows: number of rows afterwards, in all; of several tables by the name of the last.
             _weight: first values of the new rows; None to draw them as at the beginning.
 
         Raises:

@@ -180,6 +180,17 @@ class Controller:
             job.go(Phase.WAITING, "has saved and left its slots")
             self.changed = True
             return []
+        return self._ended(job, now)
+
+    def _ended(self, job: LiveJob, now: float) -> list[str]:
+        """All ranks have ended without an error, and not because they were asked to."""
+        if not job.starts:
+            note = "ended without having reported: call job.report of elastic() in every step"
+            return self._finish(job, Phase.ENDED, now, note)
+        done, samples = float(job.progress.get("done", 0)), job.submission.samples
+        if samples is not None and done < samples * (1 - 1e-9):
+            note = f"ended by itself after {done:g} of {samples:g} samples"
+            return self._finish(job, Phase.ENDED, now, note)
         return self._finish(job, Phase.ENDED, now, "done")
 
     def _finish(self, job: LiveJob, phase: Phase, now: float, note: str) -> list[str]:
