@@ -38,6 +38,8 @@ class Options:
     """Batch size without a scheduler."""
     drawn: Path | None = None
     """Folder for the samples that each rank drew."""
+    noise: bool = False
+    """Measure the gradient noise scale."""
 
 
 def samples_of(step: int, batch: int) -> tuple[Tensor, Tensor]:
@@ -53,7 +55,7 @@ def train(options: Options, job: Elastic) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     plugin = LowLevelZeroPlugin(stage=options.stage, verbose=False)
-    booster = Booster(plugin=plugin)
+    booster = Booster(plugin=plugin, gradient_noise=options.noise)
     model, optimizer, *_ = booster.boost(model, optimizer)
     first = booster.load(job.checkpoints, model, optimizer).step + 1 if job.resumes else 0
     for step in job.steps(first, options.steps):
@@ -64,10 +66,12 @@ def train(options: Options, job: Elastic) -> None:
         booster.backward(loss * job.weight(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
+        known = booster.noise_scale(job.batch) if options.noise else None
         note(options, job, step, mine)
         lasts = options.step_seconds + options.sample_seconds * len(mine)
         time.sleep(max(0.0, begun + lasts - time.monotonic()))
-        if job.report(loss) or step % options.every == options.every - 1:
+        noise = None if known is None else known.scale
+        if job.report(loss, noise=noise) or step % options.every == options.every - 1:
             booster.save(job.checkpoints, step, model, optimizer)
     print("saved", time.time())
     booster.close()

@@ -5,7 +5,8 @@ all policies on four kinds of traces; `attainable` searches with all arrivals an
 say how much any policy could gain; `artifact` looks at ONES on traces in the manner of the one it
 was published with: the order of the policies, what its evolution, its mutation and its predictor
 add, and what not knowing lengths costs ours; `placement` cuts the cluster into nodes. All of it is
-simulated, nothing is timed, and the same seeds give the same figures.
+simulated, nothing is timed, and the same seeds give the same figures; but part `real` lays real
+jobs beside the simulator, and kills some.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Literal
 import tyro
 
 from benchmarks._harness import Report, at_least, at_most, finish
+from benchmarks._schedule_real import real
 from gulliver.schedule import (
     Estimator,
     JobCluster,
@@ -36,7 +38,7 @@ from gulliver.schedule import (
     simulate,
 )
 
-Part = Literal["kinds", "attainable", "artifact", "placement"]
+Part = Literal["kinds", "attainable", "artifact", "placement", "real"]
 OURS = "rollout"
 PUBLISHED = "pollux, as published"
 KINDS = ("steady", "heavy-tail", "bursts", "fixed-batch")
@@ -80,12 +82,14 @@ COLUMNS = (
 class Options:
     """Options of the benchmark."""
 
-    parts: tuple[Part, ...] = ("kinds", "attainable", "artifact", "placement")
+    parts: tuple[Part, ...] = ("kinds", "attainable", "artifact", "placement", "real")
     """Parts to run."""
     seeds: int = 10
     """Traces of each kind."""
     processes: int = 2
     """Processes that simulate."""
+    address: str = "local"
+    """Where real jobs run: local starts Ray here, here does without Ray."""
     keep: bool = False
     """Write the result files."""
 
@@ -368,6 +372,7 @@ def main(options: Options) -> None:
         "attainable": attainable,
         "artifact": artifact,
         "placement": placement,
+        "real": lambda given: real(given.address, given.keep),
     }
     for part in options.parts:
         run[part](options)

@@ -20,9 +20,10 @@ from gulliver.booster._checkpoint import (
 )
 from gulliver.booster._files import FileKeeper, boosted_only
 from gulliver.booster._model import unwrapped
+from gulliver.booster._noise import NoiseMeter, NoiseScale, check_noise
 from gulliver.booster._pipelined import run_whole
 from gulliver.booster._plan_plugin import PlanPlugin
-from gulliver.booster._plugins import Plugin, TorchDDPPlugin
+from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.booster._running import Running
 from gulliver.comm import World, broadcast_object, guard, init_world, release_groups
 from gulliver.errors import GulliverError
@@ -41,9 +42,12 @@ class Booster(FileKeeper):
             stay in their own dtype; None leaves the model as it is.
         plan: plan to run as it is, instead of a plugin's: ``Plan.load("plan.yaml")``.
         verbose: print a plan when its model is boosted; a plugin says that by itself.
+        gradient_noise: measure the gradient noise scale, for `noise_scale`; it costs a pass over
+            the gradients of each backward and a number that travels at each step.
 
     Raises:
-        GulliverError: a precision that is not supported; a plugin and a plan.
+        GulliverError: a precision that is not supported; a plugin and a plan; `gradient_noise` with
+            a plugin whose ranks have no whole gradients of their own.
 
     Example:
         >>> booster = Booster(plugin=LowLevelZeroPlugin(stage=2))
@@ -57,6 +61,7 @@ class Booster(FileKeeper):
         mixed_precision: str | None = None,
         plan: Plan | None = None,
         verbose: bool = True,
+        gradient_noise: bool = False,
     ) -> None:
         check_precision(mixed_precision)
         if plugin is not None and not isinstance(plugin, Plugin):
@@ -70,7 +75,10 @@ class Booster(FileKeeper):
         if plan is not None:
             plugin = PlanPlugin(plan, verbose)
         self.plugin = plugin or TorchDDPPlugin()
-        self.mixed_precision = mixed_precision
+        if gradient_noise:
+            check_noise(self.plugin, (TorchDDPPlugin, LowLevelZeroPlugin))
+        self.mixed_precision, self.gradient_noise = mixed_precision, gradient_noise
+        self._noise: NoiseMeter | None = None
         self._last: Running | None = None
         super().__init__()
 
@@ -151,9 +159,13 @@ class Booster(FileKeeper):
         wrapped.watch(unwrapped(model))
         if boosted in self._optimizers:
             self._several.add(boosted)
+            if self.gradient_noise:
+                raise GulliverError("gradient_noise is measured of models with one optimizer")
         elif plan.precision.autocast != "none":
             autocast_calls(model, world.device.type, plan.precision.autocast)
         self._optimizers[boosted] = wrapped
+        if self.gradient_noise and optimizer is not None:
+            self._noise = NoiseMeter(wrapped, world)
         if world.is_main and self.plugin.verbose:
             self._last.planned.show()
         return boosted, None if optimizer is None else wrapped, criterion, dataloader, lr_scheduler
@@ -187,6 +199,24 @@ class Booster(FileKeeper):
                     f"{world.device}: move the model there before its optimizer is made"
                 )
         self.plugin.check(unwrapped(model), optimizer, self.mixed_precision or "none")
+
+    def noise_scale(self, batch: int) -> NoiseScale | None:
+        """Gradient noise scale as it is known by now; None before the first step.
+
+        McCandlish et al. 2018, "An empirical model of large-batch training". A batch of that many
+        samples teaches half of what its samples would one by one. Every rank has the same numbers.
+        Micro-batches should be of one size; of sizes that differ by one sample, as 16 over 3 ranks,
+        the estimate is off by less than a hundredth.
+
+        Args:
+            batch: samples of a step since the last call, over all ranks and micro-batches.
+
+        Raises:
+            GulliverError: it is not measured.
+        """
+        if not self.gradient_noise:
+            raise GulliverError("the noise is not measured: say Booster(gradient_noise=True)")
+        return None if self._noise is None else self._noise.scale(batch)
 
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer, **others: Any) -> None:
         """Backward of this rank's loss; gradients are averaged over the ranks.
