@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 # What the extension is built from: it is built anew when one of them changes.
 NATIVE := CMakeLists.txt $(wildcard native/*.*)
 DOCS_STAMP := $(VENV)/.installed-docs
-# Test files side by side, a process of pytest to a core; what is done takes from what is not.
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist worksteal
+# Test files side by side; what is done takes from what is not. One process of pytest more than there
+# are cores, because tests that wait for ranks and programs leave a core idle.
+SIDE_BY_SIDE := -n $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist worksteal
 BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))))
 
 .PHONY: demo test test-all stress lint types contracts bench parity docs clean install
