@@ -443,7 +443,7 @@ def _ramps(folder: Path, count: int) -> Path:
 
 def _train_until_the_clips_are_gone(world: World, config: TrainConfig, after: int) -> list[dict]:
     """Moves the clips away after a step, by rank 0."""
-    from gulliver.video import _training as training
+    from gulliver.video import _train as training
 
     table = config.data.table
     assert table is not None

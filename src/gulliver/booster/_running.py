@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -114,8 +115,10 @@ class Running:
     def _sent(self, predicted: int) -> Row:
         """Bytes sent in a step, without those that tune chunks or compare gradients."""
         steps, alone = self.optimizer.taken.sent()
-        # The mean: what is posted after a step counts for the next, or not, as time goes.
-        sent = statistics.fmean(steps)
+        # What is posted as a step ends counts for it or for the next one, as time goes, which a
+        # mean of few steps would show: so the usual number, where steps have one.
+        usual, times = Counter(steps).most_common(1)[0]
+        sent = usual if 2 * times >= len(steps) else statistics.fmean(steps)
         return Row("sent", "sent bytes", predicted, sent, "" if alone else EXTRA)
 
     def _phases(self, step: float) -> list[Row]:

@@ -123,7 +123,7 @@ class Logs(Folder):
     rank: Annotated[int, AT_LEAST_0] = 0
     """Rank."""
     attempt: Annotated[int | None, AT_LEAST_1] = None
-    """Which of its attempts; the last by default."""
+    """Number of the attempt; the last by default."""
     curve: bool = False
     """Print the steps that count, a JSON line each: samples, loss, batch, attempt."""
 

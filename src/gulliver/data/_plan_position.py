@@ -43,3 +43,24 @@ def checked_cuts(found: Any, most: int) -> list[int]:
     if not whole or sum(found) > most:
         raise GulliverError("the saved position is broken: its steps have more samples than wait")
     return list(found)
+
+
+def check_state(state: Any, model: str, data: str) -> None:
+    """Refuses what is no state of a planner of this model and these data.
+
+    Raises:
+        GulliverError: it says what it is of.
+    """
+    keys = {"epoch", "step", "drawn", "queue", "data", "model", "refinement"}
+    if not isinstance(state, Mapping) or not keys <= set(state):
+        raise GulliverError("this is not the state of a data-centric planner")
+    if state["model"] != model:
+        raise GulliverError(
+            f"the saved position was planned for model {state['model']!r}, this one is "
+            f"{model!r}: resume with the same model"
+        )
+    if state["data"] != data:
+        raise GulliverError(
+            "the saved position belongs to other data or another seed: resume with what the "
+            "run was started with"
+        )

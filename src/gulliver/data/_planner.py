@@ -21,14 +21,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
-from gulliver.data._arrangement import WINDOW, Arrangement
+from gulliver.data._arrangement import Arrangement
 from gulliver.data._budgets import (
     Budget,
     Samples,
@@ -39,55 +39,25 @@ from gulliver.data._budgets import (
     total,
     weight,
 )
-from gulliver.data._plan_position import checked_cuts, checked_seed, digest_of
+from gulliver.data._plan_position import check_state, checked_cuts, checked_seed, digest_of
+from gulliver.data._planner_costs import (
+    Costs,
+    check_arrange,
+    checked_degrees,
+    checked_window,
+    lot_of,
+)
 from gulliver.data._position import check_position
 from gulliver.data._step_ends import StepEnds
-from gulliver.data._steps import Facts, MicroBatch, RankGroup, Shape, StepPlan, facts_of
+from gulliver.data._steps import Facts, MicroBatch, RankGroup, Shape, SolvedStep, StepPlan, facts_of
 from gulliver.data._windows import Queue, Stream, Window, lots
 from gulliver.errors import GulliverError
-from gulliver.hardware import BatchCosts, Refinement
-from gulliver.options import positive_number, size_text, whole_number
+from gulliver.hardware import Refinement
+from gulliver.options import positive_number, size_text
 from gulliver.solve import BalancedStep, StepSolver, halves
 
-STEPS_AHEAD = 16
-"""Steps that the default window is as long as."""
 SPLIT = 1.02
 """Seconds over the bound from which samples that need many ranks may get a phase of their own."""
-
-
-class Costs(Protocol):
-    """Costs of samples, such as `SampleCosts` and `TableCosts` are.
-
-    Attributes:
-        memory: bytes of a rank.
-        identity: name of the model that they are of.
-    """
-
-    @property
-    def memory(self) -> float: ...
-    @property
-    def identity(self) -> str: ...
-
-    def degrees(self, ranks: int) -> tuple[int, ...]:
-        """Degrees up to a number of ranks."""
-        ...
-
-    def tokens(self, shape: Any) -> int:
-        """Tokens of a sample of a shape."""
-        ...
-
-    def batches(self, shape: Any, degree: int, pac: bool = True, most: int = 4096) -> BatchCosts:
-        """Costs of micro-batches of 1, 2, ... samples."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Solved:
-    """Parts of a step that follow one another, their seconds, and the bound of the whole."""
-
-    parts: tuple[BalancedStep, ...]
-    seconds: float
-    bound: float
 
 
 class DataCentricPlanner:
@@ -165,7 +135,7 @@ class DataCentricPlanner:
         self.skipped: Counter[Shape] = Counter()
         self.left_out: Counter[Shape] = Counter()
         self.epoch, self.step = 0, 0
-        self._degrees = self._checked_degrees(degree)
+        self._degrees = checked_degrees(costs, self.ranks, intra, degree)
         self._stream = Stream(shapes, seed, shuffle)
         self._solver = StepSolver({}, ranks, inter)
         self._facts: dict[tuple[Shape, int], list[Facts]] = {}
@@ -173,58 +143,18 @@ class DataCentricPlanner:
         self._fits: dict[Shape, bool] = {}
         self._least: dict[Shape, int] = {}
         self._queue = Queue()
-        self.arrange, self._arranged = arrange, self._checked_arrangement(arrange)
+        check_arrange(arrange, intra, inter)
+        self.arrange = arrange
+        self._arranged = None if arrange is None else Arrangement(arrange, budget, self._rows)
         if self._stream.counts is not None:
             self._check_table(self._stream.counts)
-        self.window = self._checked_window(window)
-
-    def _checked_degrees(self, degree: int | None) -> tuple[int, ...]:
-        known = self.costs.degrees(self.ranks)
-        if self.intra:
-            if degree is not None:
-                raise GulliverError("degree= is for intra=False: groups choose their own degrees")
-            return known
-        if degree is None or degree not in known or self.ranks % degree:
-            right = ", ".join(str(d) for d in known if self.ranks % d == 0)
-            if not right:
-                told = ", ".join(map(str, known)) or "none"
-                raise GulliverError(
-                    f"intra=False: {self.ranks} ranks are no multiple of a degree of these costs "
-                    f"({told}): take other ranks"
-                )
-            raise GulliverError(
-                f"intra=False needs one degree= of all groups that divides {self.ranks} ranks: "
-                f"{right}; not {degree}"
-            )
-        return (degree,)
-
-    def _checked_arrangement(self, ranks: int | None) -> Arrangement | None:
-        if ranks is None:
-            return None
-        if not (self.intra and self.inter):
-            raise GulliverError("arrange= needs intra and inter: it chooses degrees and repeats")
-        return Arrangement(ranks, self.budget, self._rows)
+        self.window = checked_window(budget, arrange, window)
 
     def _rows(self, shape: Shape, ranks: int) -> dict[int, np.ndarray]:
         """Seconds of a shape's micro-batches on so many ranks, as far as they are known now."""
         factor = self.refinement.factor(shape)
         rows = {d: self.costs.batches(shape, d, self.pac) for d in self.costs.degrees(ranks)}
         return {d: factor * row.seconds for d, row in rows.items() if len(row)}
-
-    def _checked_window(self, window: int | None) -> int:
-        if isinstance(self.budget, Samples):
-            window = STEPS_AHEAD * self.budget.count if window is None else window
-            window = whole_number("window", window)
-            if window < self.budget.count:
-                raise GulliverError(
-                    f"window={window} holds no step of {self.budget}: give at least "
-                    f"{self.budget.count}"
-                )
-        usual = 4096 if self.arrange is None else WINDOW
-        window = usual if window is None else whole_number("window", window)
-        if window < 1:
-            raise GulliverError(f"window={window}: give at least 1 sample")
-        return window
 
     def _check_table(self, counts: Mapping[Shape, tuple[int, int]]) -> None:
         """Looks at every shape of a table: (first sample, number of samples) by shape."""
@@ -272,7 +202,7 @@ class DataCentricPlanner:
             check_sample(self.budget, index, shape, *self._needs(shape), self.ranks)
         for degree, row in rows.items():
             self._facts[shape, degree] = facts_of(row, factor)
-        self._lots[shape] = _lot(self.costs, shape, self.pac) if self.together else 1
+        self._lots[shape] = lot_of(self.costs, shape, self.pac) if self.together else 1
         if self._arranged is not None:
             self._arranged.meet(shape, tokens)
 
@@ -298,7 +228,9 @@ class DataCentricPlanner:
         """Takes the costs of all known shapes anew."""
         known = [shape for shape, fits in self._fits.items() if fits]
         self._solver = StepSolver({}, self.ranks, self.inter)
-        self._arranged = self._checked_arrangement(self.arrange)
+        self._arranged = (
+            None if self.arrange is None else Arrangement(self.arrange, self.budget, self._rows)
+        )
         for shape in known:
             self._meet(shape, -1)
 
@@ -412,11 +344,11 @@ class DataCentricPlanner:
         nearest = isinstance(self.budget, Tokens)
         return self._queue.up_to(total(self.budget, self.ranks), nearest)
 
-    def _solved(self, count: int) -> _Solved:
+    def _solved(self, count: int) -> SolvedStep:
         """Deals samples to groups: of one kind in the whole step, or wide ones and then others."""
         shapes = Counter(self._queue.shapes[:count])
         whole = self._solver.plan_step(shapes)
-        best = _Solved((whole,), whole.seconds, whole.bound)
+        best = SolvedStep((whole,), whole.seconds, whole.bound)
         if not (self.intra and self.inter) or whole.seconds <= SPLIT * whole.bound:
             return best
         for degree in sorted({self._least[shape] for shape in shapes} - {1}):
@@ -428,7 +360,7 @@ class DataCentricPlanner:
             for found in self._orders(*parts):
                 seconds = sum(part.seconds for part in found)
                 if seconds + self._around(found) < best.seconds + self._around(best.parts):
-                    best = _Solved(found, seconds, whole.bound)
+                    best = SolvedStep(found, seconds, whole.bound)
         return best
 
     def _orders(
@@ -527,19 +459,7 @@ class DataCentricPlanner:
         Raises:
             GulliverError: the state is of other data, another seed or another model, or is none.
         """
-        keys = {"epoch", "step", "drawn", "queue", "data", "model", "refinement"}
-        if not isinstance(state, Mapping) or not keys <= set(state):
-            raise GulliverError("this is not the state of a data-centric planner")
-        if state["model"] != self.costs.identity:
-            raise GulliverError(
-                f"the saved position was planned for model {state['model']!r}, this one is "
-                f"{self.costs.identity!r}: resume with the same model"
-            )
-        if state["data"] != self._stream.digest:
-            raise GulliverError(
-                "the saved position belongs to other data or another seed: resume with what the "
-                "run was started with"
-            )
+        check_state(state, self.costs.identity, self._stream.digest)
         check_position(state["epoch"], state["step"], None)
         queue = self._stream.restored(state["epoch"], state["drawn"], state["queue"])
         cuts = checked_cuts(state.get("cuts", []), len(queue))
@@ -577,17 +497,3 @@ class DataCentricPlanner:
             f"{self.ranks} ranks, {self.budget}, degrees {degrees}, {' + '.join(on) or 'none'} on, "
             f"{ahead}, costs of {self.costs.identity}"
         )
-
-
-def _lot(costs: Costs, shape: Hashable, pac: bool) -> int:
-    """Samples of a shape that wait for each other: until each is within 2 % of the best.
-
-    It looks at the smallest group that a sample fits, whatever the ranks: which samples a step has
-    must not depend on those.
-    """
-    for degree in costs.degrees(1024):
-        row = costs.batches(shape, degree, pac)
-        if len(row):
-            each = row.seconds / np.arange(1, len(row) + 1)
-            return int(np.argmax(each <= 1.02 * each.min())) + 1
-    return 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gulliver.hardware import BatchCosts
+from gulliver.solve import BalancedStep
 
 Shape = Hashable
 """Name of a size of samples, such as ``480p/51`` or a `SampleShape`; equal ones share batches."""
@@ -150,3 +151,12 @@ def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
     seconds = ((factor * s).tolist() for s in (row.seconds, row.communication, row.recomputing))
     size = np.ceil(row.bytes).astype(np.int64).tolist()
     return list(zip(totals, kinds, *seconds, size, strict=True))
+
+
+@dataclass(frozen=True)
+class SolvedStep:
+    """Parts of a step that follow one another, their seconds, and the bound of the whole."""
+
+    parts: tuple[BalancedStep, ...]
+    seconds: float
+    bound: float

@@ -139,7 +139,8 @@ def fit_scaling(points: Sequence[tuple[int, int, float]]) -> Scaling:
     for count in (1, 2, 3):
         for chosen in combinations(range(3), count):
             found = np.linalg.lstsq(rows[:, chosen], np.ones(len(points)), rcond=None)[0]
-            if (found < 0).any():
+            # A step that only sends would take no time on one slot.
+            if (found < 0).any() or not found[[place < 2 for place in chosen]].any():
                 continue
             costs = np.zeros(3)
             costs[list(chosen)] = found

@@ -121,7 +121,7 @@ class Job:
         Args:
             slots: number of slots.
             batch: global batch size.
-            scaling: its costs where the slots lie; None for those of slots of one node.
+            scaling: costs where the slots lie; None for those of slots of one node.
         """
         worth = batch_efficiency(self.noise, self.batch, batch) if batch != self.batch else 1.0
         return (scaling or self.scaling).throughput(slots, batch) * worth

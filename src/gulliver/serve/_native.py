@@ -135,7 +135,7 @@ def problem_of(extension: str, interface: int, variable: str) -> str | None:
     """Says why an extension with kernels is not used; None where it is.
 
     Args:
-        extension: its module.
+        extension: name of the module.
         interface: version that is expected.
         variable: variable of the environment that chooses its instructions.
 

@@ -1,4 +1,4 @@
-"""Which waiting samples make a step, so that its groups of ranks end together.
+"""Choice of the waiting samples that make a step, so that its groups of ranks end together.
 
 A step of few large samples cannot be dealt evenly whatever is done: two of 4.4 seconds on four
 ranks each fill eight ranks, one of them and some of 3.6 do not. But a window has many samples, and

@@ -26,7 +26,6 @@ from torch.nn.utils import parametrize
 
 from gulliver._compat import share_forward_hooks
 from gulliver.errors import GulliverError, nearest
-from gulliver.options import size_text
 from gulliver.precision.int8._formats import (
     GROUP,
     check_int4,
@@ -42,89 +41,14 @@ from gulliver.precision.int8._modules import (
     QuantizedLayer,
     QuantizedLinear,
 )
-from gulliver.precision.int8._products import MODES, chosen_kernels
+from gulliver.precision.int8._products import MODES
+from gulliver.precision.int8._report import Layer, Report
 
 LOG = logging.getLogger("gulliver")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Model = TypeVar("Model", bound=nn.Module)
 NOTE = "_quantisation"
 """Attribute of a model that has its report."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Report on one layer.
-
-    Attributes:
-        path: path in the model.
-        kind: class of the layer.
-        shape: shape of its weight.
-        format: mode that it is in; empty where it was kept.
-        before: bytes of its weight.
-        after: bytes of its weight, scales and sums of rows.
-        why: why it was kept, or not in the mode that was asked for.
-        error: relative error of its weight in the Frobenius norm, where it was measured.
-    """
-
-    path: str
-    kind: str
-    shape: tuple[int, ...]
-    format: str
-    before: int
-    after: int
-    why: str = ""
-    error: float | None = None
-
-
-@dataclass
-class Report:
-    """Report on a model's layers and its kernels.
-
-    Attributes:
-        mode: mode that was asked for.
-        layers: all layers with a weight of two dims or more, replaced and kept.
-        before: bytes of the model's parameters and buffers.
-        after: those afterwards.
-    """
-
-    mode: str
-    layers: list[Layer] = field(default_factory=list)
-    before: int = 0
-    after: int = 0
-
-    @property
-    def replaced(self) -> list[Layer]:
-        """Layers that are quantised now."""
-        return [layer for layer in self.layers if layer.format]
-
-    @property
-    def kept(self) -> list[Layer]:
-        """Layers that are what they were."""
-        return [layer for layer in self.layers if not layer.format]
-
-    def __str__(self) -> str:
-        lines: dict[tuple[str, ...], int] = {}
-        for layer in self.layers:
-            path = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer.path)
-            shape = "x".join(map(str, layer.shape))
-            row = (path, layer.kind, shape, layer.format or "kept", layer.why)
-            lines[row] = lines.get(row, 0) + 1
-        widths = [max((len(row[i]) for row in lines), default=0) for i in range(4)]
-        text = [
-            f"{self.mode}: {len(self.replaced)} layers quantised, {len(self.kept)} kept; "
-            f"{size_text(self.before)} before, {size_text(self.after)} after"
-        ]
-        for row, count in lines.items():
-            cells = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False))
-            text.append(f"  {cells}  x{count}  {row[4]}".rstrip())
-        own = {(layer.format, *sorted(layer.shape)) for layer in self.replaced}
-        for shape, kernel in chosen_kernels().items():
-            mode, outputs, inputs, rows, dtype, *_ = shape
-            if (mode, *sorted((outputs, inputs))) not in own:
-                continue
-            name = str(dtype).removeprefix("torch.")
-            text.append(f"  kernel of {mode} {outputs}x{inputs}, {rows} rows of {name}: {kernel}")
-        return "\n".join(text)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class RankEnd(NamedTuple):
 
     Attributes:
         run: run that it was of.
-        rank: which one.
+        rank: number of the rank.
         code: exit code, negative for a signal.
         why: what is known besides.
     """

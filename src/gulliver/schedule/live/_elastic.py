@@ -129,7 +129,7 @@ class Elastic:
         """Samples of the global batch that this rank takes.
 
         Args:
-            part: which replica of the model this rank belongs to, where ranks share one.
+            part: number of the replica that this rank belongs to, where ranks share one.
             parts: number of replicas.
         """
         world = _world()

@@ -175,6 +175,17 @@ class _Training:
 
     def run_to_end(self, stop: StopRequest) -> Trained:
         """Steps until the last, or until a signal, after which the state is saved."""
+        try:
+            stopped = self._train(stop)
+        finally:
+            self.booster.close()
+        if stopped and self.done < self.steps:
+            self.say(f"stopped at step {self.done} of {self.steps}; continue with --resume")
+            return Trained(self.done, math.nan, self.parameters, False)
+        return self._finish()
+
+    def _train(self, stop: StopRequest) -> bool:
+        """Steps until the last, or until a signal; whether it was that."""
         stopped = False
         with Display("draft", self.steps, self.done, self.world.is_main) as display:
             while self.done < self.steps and not stopped:
@@ -187,11 +198,7 @@ class _Training:
                         self._save()
                     if last or stopped:
                         break
-        self.booster.close()
-        if stopped and self.done < self.steps:
-            self.say(f"stopped at step {self.done} of {self.steps}; continue with --resume")
-            return Trained(self.done, math.nan, self.parameters, False)
-        return self._finish()
+        return stopped
 
     def _step(self, batch: Any) -> None:
         loss = self.learner.loss(batch, self.done)
