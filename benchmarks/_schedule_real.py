@@ -231,8 +231,8 @@ def kill_ranks(folder: Path, nodes: Nodes) -> tuple[LiveJob, Path, int]:
         job = stage.control.jobs["victim"]
         attempt, wanted = job.attempt, stage.step("victim") + draws.randrange(1, 9)
         stage.until(lambda wanted=wanted: stage.step("victim") >= wanted)
-        ranks = sorted({line["pid"] for line in lines_of(place) if line["attempt"] == attempt})
-        os.kill(draws.choice(ranks), signal.SIGKILL)  # type: ignore[arg-type]
+        ranks = sorted({int(str(x["pid"])) for x in lines_of(place) if x["attempt"] == attempt})
+        os.kill(draws.choice(ranks), signal.SIGKILL)
         stage.until(lambda job=job, attempt=attempt: job.attempt > attempt or job.phase.over)
     stage.until(lambda: not stage.control.busy)
     return stage.control.jobs["victim"], place, steps

@@ -301,13 +301,12 @@ class CachedEmbeddingBag(nn.Module):
         device = self.weight.device
         # As torch: a padding index that no bag has still makes it add in another order.
         padded = any(table.padding is not None for table in self.tables)
-        slots, padding = found, self._store.slots if padded else None
+        slots, spare = found, self._store.slots
         if len(real) < len(bags.rows):
             places = (bags.rows >= 0).to(device)
-            slots = torch.full(bags.rows.shape, padding, device=device).masked_scatter_(
-                places, found
-            )
+            slots = torch.full(bags.rows.shape, spare, device=device).masked_scatter_(places, found)
         norm = self.max_norm, self.norm_type
+        padding = spare if padded else None
         lookup = Lookup(slots, bags.offsets.to(device), padding, self.mode, *norm)
         weights = None if bags.weights is None else bags.weights.to(device)
         if trained or (weights is not None and weights.requires_grad and torch.is_grad_enabled()):

@@ -24,7 +24,7 @@ class _Wish(NamedTuple):
     """Number of slots that a job is to have, and its batch size."""
 
     state: JobState
-    count: int
+    slots: int
     batch: int
 
 
@@ -49,7 +49,7 @@ def on_nodes(
         given = decision.allotments.get(state.job.name)
         if given is not None and isinstance(given.slots, int) and given.slots:
             wishes[state.job.name] = _Wish(state, given.slots, given.batch)
-    moving = {name: wish for name, wish in wishes.items() if wish.count != wish.state.count}
+    moving = {name: wish for name, wish in wishes.items() if wish.slots != wish.state.count}
     moved = {
         name: wish
         for name, wish in wishes.items()
@@ -90,7 +90,7 @@ def _slots(
 
     size = cluster.slots // cluster.nodes
     found: dict[str, tuple[int, ...]] = {}
-    split = place([wish.count for wish in entries], cluster.parts(free), loss)
+    split = place([wish.slots for wish in entries], cluster.parts(free), loss)
     for (name, wish), parts in zip(wishes.items(), split, strict=True):
         own: list[int] = []
         for node, part in enumerate(parts):

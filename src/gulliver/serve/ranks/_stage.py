@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gulliver.comm import ALONE, RankGroup
 from gulliver.errors import GulliverError
+from gulliver.options import byte_size
 from gulliver.parallel.pipeline import Stack, cut, make_stage, stack_of
 from gulliver.parallel.tensor import apply_tensor, deal, plan_tensor
 from gulliver.quantize import quantize_like
@@ -146,7 +147,7 @@ class StageModel:
         if ways.cache_tokens is not None:
             blocks = ways.cache_tokens // block_size
         elif ways.cache_bytes is not None:
-            blocks = ways.cache_bytes // block_bytes
+            blocks = byte_size("cache_bytes", ways.cache_bytes) // block_bytes
         else:
             room = int(free * SHARE) // self.layout.ranks
             if self.streamed is not None:
