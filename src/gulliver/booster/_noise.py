@@ -34,7 +34,7 @@ DECAY = 0.95
 
 
 class NoiseScale(NamedTuple):
-    """What is known of the noise of gradients.
+    """Estimate of the noise of gradients.
 
     Attributes:
         scale: noise scale in samples; inf where the gradient cannot be told from noise yet.
@@ -136,7 +136,7 @@ class NoiseMeter:
         self._calls, self._measured = 0, False
 
     def scale(self, batch: int) -> NoiseScale | None:
-        """What is known by now; None before the first step.
+        """Estimate by now; None before the first step.
 
         Args:
             batch: samples of the steps since the last call, over all ranks and micro-batches.

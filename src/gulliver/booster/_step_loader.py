@@ -238,7 +238,7 @@ class DataCentricLoader:
                 raise GulliverError("a step was not looped over: its samples would be left out")
 
     def weigh(self, index: int) -> float:
-        """What a sample counts in the mean over its step."""
+        """Weight of a sample in the mean over its step."""
         if self._weight is None:
             return 1.0
         return float(self._weight(index) if callable(self._weight) else self._weight[index])
