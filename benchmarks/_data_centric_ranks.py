@@ -196,7 +196,7 @@ def _ordered(seconds: dict[str, dict[int, dict[int, float]]]) -> Any:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a workload gave under each planner.
+    """Measurements of a workload under each planner.
 
     Attributes:
         speeds: samples a second of each epoch, by planner.

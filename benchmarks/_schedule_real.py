@@ -143,7 +143,7 @@ def plain_losses(steps: int) -> list[float]:
 
 
 def lines_of(folder: Path) -> list[dict[str, object]]:
-    """What ranks wrote of the samples that they drew."""
+    """Reads the lines that ranks wrote of the samples that they drew."""
     return [
         json.loads(text)
         for path in sorted((folder / "drawn").iterdir())

@@ -36,7 +36,7 @@ PATIENCE_S = 900.0
 
 @dataclass
 class Killed:
-    """What was seen.
+    """Counts of kills, and of answers compared.
 
     Attributes:
         count: kills.
@@ -98,7 +98,7 @@ def ranks_of(pid: int) -> list[int]:
 
 
 def working_ranks(pid: int) -> list[int]:
-    """Those that have threads of gloo, and so are no fork server."""
+    """Finds the processes with threads of gloo, which are no fork server."""
     found = []
     for child in ranks_of(pid):
         try:

@@ -55,7 +55,7 @@ WRONG = (
 
 @dataclass
 class Seen:
-    """What the clients have seen.
+    """Counts of what the clients have seen.
 
     Attributes:
         done: numbers of what was done.

@@ -100,7 +100,7 @@ def loss_of(outputs: Tensor, given: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank found: seconds of a step and the loss by contestant, and of a block alone."""
+    """Findings of a rank: seconds of a step and the loss by contestant, and of a block alone."""
 
     steps: dict[str, Spread]
     losses: dict[str, float]

@@ -275,7 +275,7 @@ def spanning(result: Result) -> float:
 
 
 def placement(options: Options) -> None:
-    """What nodes cost, and how seldom jobs lie on more of them than they need."""
+    """Compares what nodes cost, and how seldom jobs lie on more of them than they need."""
     report = Report(
         "schedule_placement",
         f"60 jobs on 16 slots of 1, 2 and 4 nodes, means of {options.seeds} traces, simulated",

@@ -313,7 +313,7 @@ def _share_before(made: list[list[int]], right: list[list[int]]) -> float:
 def _quality(
     report: Report, model: Any, quantised: Any, requests: Sequence[Asked], right: list[list[int]]
 ) -> None:
-    """What int8 weights change, given the same tokens before."""
+    """Measures what int8 weights change, given the same tokens before."""
     alike, places, distance = 0, 0, 0.0
     for one, answer in zip(requests, right, strict=False):
         ids = torch.tensor([[*one.prompt, *answer[:-1]]])

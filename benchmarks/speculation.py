@@ -136,7 +136,7 @@ def _measured(
 
 
 def guard(report: Report, model: Any, folder: Path, texts: list[list[int]], rounds: int) -> None:
-    """As many guesses as pay beside none, by the number of sequences at a time."""
+    """Times as many guesses as pay beside none, by the number of sequences at a time."""
     draft = load_draft(draft_folder(folder, "glide", 0))
     worst = {"clock": 9.9, "processors": 9.9}
     for count in LOADS:

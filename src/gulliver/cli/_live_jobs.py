@@ -26,7 +26,7 @@ DAY = Range(0.1, 86400)
 
 @dataclass(frozen=True)
 class Folder:
-    """Where jobs are submitted to."""
+    """Folder that jobs are submitted to."""
 
     folder: Path | None = None
     """Folder that scheduler, commands and jobs meet in, seen by all nodes; GULLIVER_JOBS or
@@ -35,7 +35,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Cluster(Folder):
-    """What a scheduler is started with."""
+    """Options that a scheduler is started with."""
 
     address: str = "local"
     """Ray cluster: its address, or local to start one on this machine; here does without Ray."""

@@ -39,7 +39,7 @@ RESERVED = 0.06
 
 @dataclass(frozen=True)
 class Found:
-    """What a search over grids found.
+    """Result of a search over grids.
 
     Attributes:
         best: grids that fit, fastest first, of each mesh the fastest.
