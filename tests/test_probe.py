@@ -19,6 +19,7 @@ from gulliver.cli import _probe as command
 from gulliver.comm import Chooser, World, all_gather, barrier, init_world
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
+    Axis,
     Cluster,
     Curve,
     Disk,
@@ -90,6 +91,17 @@ def test_the_error_of_a_fit_is_the_largest_that_is_left(noise: list[float]) -> N
     ]
     assert link.error == pytest.approx(max(left))
     assert max(left) < 0.35
+
+
+@pytest.mark.parametrize("seconds", [(4e-3, 3e-3, 2e-3, 1e-3), (2e-3, 2e-3, 2e-3, 2e-3)])
+def test_a_noisy_link_that_seems_to_cost_no_bytes_can_be_kept(
+    seconds: tuple[float, ...], tmp_path: Path
+) -> None:
+    link = fit_line((1 << 10, 1 << 16, 1 << 20, 4 << 20), seconds)
+    cluster = replace(described("8xh100-infiniband"), axes=(Axis("local", 8, link),))
+    cluster.save(tmp_path / "c.yaml")
+    assert Cluster.load(tmp_path / "c.yaml").axes[0].link.bandwidth == link.bandwidth
+    assert min(seconds) < 1.01 * point_to_point_seconds(link, 1 << 16) < 1.02 * max(seconds)
 
 
 def network(

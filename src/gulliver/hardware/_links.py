@@ -29,6 +29,7 @@ from gulliver.errors import GulliverError
 from gulliver.hardware._cluster import Axis, Link
 from gulliver.hardware._costs import point_to_point_seconds
 from gulliver.hardware._curve import Curve
+from gulliver.hardware._plausible import LINK
 from gulliver.hardware._timing import curve_of, once
 
 Pair = tuple[int, int]
@@ -40,6 +41,7 @@ LONG_S, BUDGET_S = 0.3, 1.0
 """A collective that takes so long is the largest; and what one of them may take in all."""
 EXCHANGES, EXCHANGES_S = 7, 0.05
 """Most exchanges of a size in a sweep, and seconds that they may take; there is one at least."""
+FASTEST = LINK[0][1]
 NEAR = 2.0
 """Nodes are seen where messages between them take at least so many times as long as within."""
 BUSY_SIDE, BUSY_PRODUCTS = 512, 4
@@ -140,7 +142,11 @@ def pair_rounds(size: int) -> list[list[Pair]]:
 
 
 def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
-    """Alpha and bandwidth by least squares of relative errors, and the largest that is left."""
+    """Alpha and bandwidth by least squares of relative errors, and the largest that is left.
+
+    On a busy machine large messages may take no longer than small ones: the bandwidth is then the
+    largest that a file may hold, and the error says what such a line is worth.
+    """
     # Weights 1 / seconds: a small message's microseconds count as much as a large one's.
     weights = [1 / s for s in seconds]
     a = sum(w * w for w in weights)
@@ -149,9 +155,12 @@ def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
     e, f = sum(weights), sum(w * c for w, c in zip(weights, counts, strict=True))
     determinant = a * d - b * b
     alpha = max(0.0, (e * d - b * f) / determinant)
-    slope = max((a * f - b * e) / determinant, 1e-15) if alpha else f / d
+    slope = (a * f - b * e) / determinant if alpha else f / d
+    if slope < 1 / FASTEST:
+        slope = 1 / FASTEST
+        alpha = (e - b * slope) / a
     errors = [abs((alpha + slope * c) / s - 1) for c, s in zip(counts, seconds, strict=True)]
-    return Link(alpha, 1 / slope, max(errors))
+    return Link(alpha, min(1 / slope, FASTEST), max(errors))
 
 
 def group_into_nodes(size: int, links: Mapping[Pair, Link]) -> list[list[int]]:
