@@ -28,6 +28,7 @@ from tests.references import FOLDER, folder_of_this_process
 TEST_DEADLINE_S = 150.0
 NATIVE_GRACE_S = 30.0
 DEAREST = 10
+LONG_CASES = Path(__file__).with_name("long_cases.txt")
 STDERR = pytest.StashKey[int]()
 
 
@@ -151,10 +152,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)
+    _mark_long_cases(config, items)
     if not config.getoption("--full"):
         left_out = [item for item in items if "full" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "full" not in item.keywords]
+
+
+def _mark_long_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Gives the cases of the table the marker `full`."""
+    lines = LONG_CASES.read_text().splitlines()
+    long = {line.partition(" ")[2] for line in lines if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.full)
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        gone = sorted(long - {item.nodeid for item in items})
+        if gone:
+            raise pytest.UsageError(f"{LONG_CASES.name}: no such test: {gone[0]} ({len(gone)} in all)")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
