@@ -169,7 +169,7 @@ def _mark_long_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         gone = sorted(long - {item.nodeid for item in items})
         if gone:
-            raise pytest.UsageError(f"{LONG_CASES.name}: no such test: {gone[0]} ({len(gone)} in all)")
+            raise pytest.UsageError(f"{LONG_CASES.name} names no test: {gone[0]}")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
