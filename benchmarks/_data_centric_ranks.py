@@ -125,6 +125,9 @@ class OneGroup:
     def __iter__(self) -> Any:
         return iter(self.plans)
 
+    def position(self) -> None:
+        """Of no use: it is iterated over once."""
+
 
 AGAIN, MOST = 4, 12
 """Micro-batches of a step that is measured, of large and of small ones: the first warms up, the

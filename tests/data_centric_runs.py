@@ -106,6 +106,14 @@ class RandomPlans:
     def __post_init__(self) -> None:
         self.costs = SimpleNamespace(kinds=KINDS[self.family])
 
+    def position(self) -> int:
+        """The next step."""
+        return self.step
+
+    def rewind(self, position: int) -> None:
+        """Goes back to a step."""
+        self.step = position
+
     def samples(self, step: int) -> list[int]:
         """Indices of the samples of a step."""
         draw = random.Random(f"{self.seed} {step}")

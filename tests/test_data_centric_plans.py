@@ -188,6 +188,20 @@ def test_samples_of_a_step_do_not_depend_on_the_ranks() -> None:
     assert steps[0] == steps[1] == steps[2]
 
 
+@pytest.mark.parametrize("budget", [Samples(24), Tokens(24 * 20)])
+def test_steps_are_of_a_kind_however_long_the_lots_that_costs_ask_for(budget: Budget) -> None:
+    """No steps of one shape in a row where the fixed cost of a micro-batch is nearly all of it."""
+    lengths = np.random.default_rng(0).choice([10, 20, 30], 480).tolist()
+    costs = FunctionCosts(lambda n: 1e-3 * n, lambda n: n, 10**6, fixed=5.0)
+    plans = list(DataCentricPlanner(costs, lengths, 1, budget))
+    assert len(plans) >= 20
+    shapes = [[lengths[index] for index in indices([plan])] for plan in plans]
+    for step, after in itertools.pairwise(shapes[:-1]):
+        shares = [(step + after).count(length) / len(step + after) for length in (10, 20, 30)]
+        assert 0.1 < min(shares)
+        assert max(shares) < 0.6
+
+
 def test_epochs_follow_each_other_in_other_orders() -> None:
     made = DataCentricPlanner(LengthCosts(), [8] * 40, 2, Samples(10))
     first, second = list(made), list(made)

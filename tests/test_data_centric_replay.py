@@ -128,7 +128,7 @@ def test_the_command_draws_steps_and_says_what_would_gain(
     out = capsys.readouterr().out
     assert "400 of 400 samples once each, 0 left out" in out
     gained = re.findall(r"with (.*): ([+-][0-9.]+) % samples/s", out)
-    assert next(name for name, _ in gained) == "--intra on"
+    assert next(name for name, _ in gained) == "out --no-intra"
     assert [float(gain) for _, gain in gained] == sorted(
         (float(g) for _, g in gained), reverse=True
     )

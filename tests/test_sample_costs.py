@@ -22,6 +22,7 @@ from gulliver.hardware import (
     SamplePoint,
     SampleShape,
     TableCosts,
+    all_reduce_seconds,
     all_to_all_seconds,
     described,
     fit_samples,
@@ -115,6 +116,23 @@ def test_more_ranks_share_compute_and_bytes_and_pay_messages() -> None:
     assert costs.degrees(5) == (1, 2, 3, 4, 5)
     assert replace(costs, allowed=(1, 2, 4)).degrees(8) == (1, 2, 4)
     assert replace(costs, cluster=None).degrees(8) == (1,)
+
+
+def test_tensor_ranks_share_blocks_and_sum_their_outputs() -> None:
+    cluster = described("8xh100-infiniband").resized(8)
+    costs = SampleCosts(MODEL, TRUE, 1e9, cluster, tensor=2)
+    shape = replace(SampleShape.document(4096), text=7)
+    alone, two = costs.alone.batches(shape, 2, pac=False), costs.batches(shape, 2, pac=False)
+    sums = 3 * 3 * 4 * all_reduce_seconds(cluster.crossed(1, 2), 4096 // 2 * 64 * 4)
+    # Ranks of a sequence lie as far apart as there are tensor ranks between.
+    exchanges = 4 * 3 * 4 * all_to_all_seconds(cluster.crossed(2, 2), 4096 // 2 * 64 * 4)
+    assert two.communication[0] == pytest.approx(sums + exchanges)
+    blocks = 4 * 4 * MODEL.forward_flops(shape) * TRUE.flop_s / 2
+    rest = alone.seconds[0] - alone.communication[0] - blocks
+    assert two.seconds[0] - two.communication[0] == pytest.approx(rest + blocks / 2)
+    assert two.bytes.tolist() == alone.bytes.tolist()
+    with pytest.raises(GulliverError, match="tensor=2: give the cluster"):
+        replace(costs, cluster=None).batches(shape, 1)
 
 
 def test_packed_documents_pay_for_their_own_attention_only() -> None:

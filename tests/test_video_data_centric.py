@@ -185,26 +185,29 @@ def test_groups_of_one_degree_train_the_model_of_one_rank(
     _assert_like(config.out, alone)
 
 
-def test_a_stopped_run_goes_on_with_other_ranks(
+def test_a_stopped_run_goes_on_with_other_ranks_and_without_tensor_ranks(
     pool: Pool, tmp_path: Path, autoencoder: Path, alone: Path
 ) -> None:
     costs = PlannerConfig(costs=alone / "costs.json")
     held_out = ValidationConfig(every=STEPS, clips=2, levels=2)
     config = uneven(tmp_path / "run", autoencoder, planner=costs, stage=2, validation=held_out)
-    for ranks, last in ((4, 2), (2, 3), (3, STEPS)):
-        pool.run(_train_double, ranks, replace(config, resume=last > 2), last)
+    for ranks, tensor, last in ((4, 2, 2), (2, 1, 3), (3, 1, STEPS)):
+        part = replace(config, resume=last > 2, tp_size=tensor)
+        pool.run(_train_double, ranks, part, last)
     _assert_like(config.out, alone)
 
 
 @pytest.mark.full
 def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path) -> None:
-    """By SIGKILL, 4 ranks, then 2, then 3: the samples of an epoch once each, and the curve."""
+    """By SIGKILL, 4 ranks as 2 x 2 tensor ranks, then 2, then 3: the curve of one process."""
     whole = replace(uneven(tmp_path / "whole", autoencoder), steps=24, save_every=1, keep=30)
     train(whole)
     costs = PlannerConfig(costs=whole.out / "costs.json")
     broken, done = replace(whole, out=tmp_path / "broken", planner=costs), 0
     for ranks in (4, 2, 3):
-        process = cli(*options_of(replace(broken, ranks=ranks, resume=done > 0)))
+        tensor = 2 if ranks == 4 else 1
+        part = replace(broken, ranks=ranks, tp_size=tensor, resume=done > 0)
+        process = cli(*options_of(part))
         if ranks != 3:
             wait_for_step(broken.out, done + 3, process)
             os.killpg(process.pid, signal.SIGKILL)
@@ -220,7 +223,7 @@ def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tp_size": 2}, "--tp-size is 2: leave it out with --data-centric: tensor"),
+        ({"tp_size": 32}, "--tp-size is 32: model"),
         ({"pp_size": 2}, "--pp-size is 2: leave it out with --data-centric"),
         ({"sp_size": 2}, "each step chooses how many ranks share a clip"),
         ({"plugin": "ddp"}, "--plugin is ddp: leave it out with --data-centric"),

@@ -48,7 +48,7 @@ from gulliver.data import (
 )
 from gulliver.errors import GulliverError
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
-from gulliver.parallel.zero import UnevenStep, check_uneven, uneven_step
+from gulliver.parallel.zero import LEFT, UnevenStep, check_uneven, uneven_step
 
 Weight = Callable[[int], float] | Sequence[float]
 """What the mean over a step is over: a number for each sample of the data set."""
@@ -95,6 +95,8 @@ class TrainingStep:
     weight: float
     measured: list[tuple[Any, float, float]] = field(default_factory=list)
     _begun: bool = False
+    _ended: bool = False
+    _steps: int = 0
     _open: LoadedBatch | None = None
     _uneven: UnevenStep | None = None
     _left: int = 0
@@ -106,6 +108,7 @@ class TrainingStep:
             raise GulliverError("the micro-batches of a step were looped over: each step once")
         self._begun = True
         loader, plan = self.loader, self.plan
+        self._steps = loader.optimizer.taken.steps
         own = plan.groups_of(loader.optimizer.rank)
         self._left = sum(len(group.micro_batches) for group in own)
         self._ends_alike = _ends_alike(plan, loader.optimizer.rank)
@@ -122,6 +125,7 @@ class TrainingStep:
                     for micro in group.micro_batches:
                         yield from self._run(micro, next(coming))
             next(coming, None)  # ends the thread that loads
+        self._ended = True
         # The last one of several ranks ends with the gradients' way to all of them.
         loader.observe(self.measured[:-1] if loader.optimizer.size > 1 else self.measured)
 
@@ -145,6 +149,11 @@ class TrainingStep:
         Raises:
             GulliverError: there is no micro-batch, or it had its backward; the loss has dims.
         """
+        if not isinstance(loss, Tensor):
+            raise GulliverError(
+                f"a loss that is a {type(loss).__name__}: give the mean over the micro-batch, a "
+                "scalar tensor with its graph"
+            )
         if loss.dim():
             raise GulliverError(
                 f"a loss of shape {tuple(loss.shape)}: give the mean over the micro-batch, a scalar"
@@ -164,6 +173,11 @@ class TrainingStep:
         self._sum = scaled if self._sum is None else self._sum + scaled
         last = not self._left and self._ends_alike
         uneven.backward(loss * (share * self.loader.optimizer.size), last=last)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the optimizer has stepped with what the micro-batches gave."""
+        return self._ended and self.loader.optimizer.taken.steps > self._steps
 
     def loss(self) -> float:
         """The mean loss over the whole step; every rank calls it, after the loop."""
@@ -222,10 +236,18 @@ class DataCentricLoader:
         kinds = getattr(planner.costs, "kinds", ())
         named = [(kind.name, kind.count) for kind in kinds]
         self._switch = RecomputeSwitch(self.model, named) if named else None
-        self._state: dict[str, Any] | None = None
+        self._given: tuple[TrainingStep, Any] | None = None
 
     def __iter__(self) -> Iterator[TrainingStep]:
-        for plan in self.planner:
+        if self._given is not None and not self._given[0]._ended:
+            # It was looked at, or left before its end: its samples are in no step yet.
+            self.planner.rewind(self._given[1])
+        self._given, plans = None, iter(self.planner)
+        while True:
+            before = self.planner.position()
+            plan = next(plans, None)
+            if plan is None:
+                return
             weight = sum(self.weigh(index) for _, batch in plan for index in batch.samples)
             if not weight > 0:
                 raise GulliverError(
@@ -233,9 +255,12 @@ class DataCentricLoader:
                     "above 0 for some of each step"
                 )
             step = TrainingStep(self, plan, weight)
+            self._given = step, before
             yield step
             if not step._begun:
                 raise GulliverError("a step was not looped over: its samples would be left out")
+            if not step._ended:
+                raise GulliverError(LEFT)
 
     def weigh(self, index: int) -> float:
         """Weight of a sample in the mean over its step."""
@@ -296,7 +321,13 @@ class DataCentricLoader:
             self.planner.observe([one for rank in found for one in rank])
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the step that was given out last, as plain values."""
+        """The position as plain values: after the step that was given out last, if it was taken.
+
+        As long as the optimizer has not stepped, the weights are those before that step, and so is
+        the position: whatever the end, its samples are used once.
+        """
+        if self._given is not None and not self._given[0].is_taken:
+            return self.planner.state_dict(self._given[1])
         return self.planner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -306,6 +337,7 @@ class DataCentricLoader:
             GulliverError: the state is of other data, another seed or another model.
         """
         self.planner.load_state_dict(state)
+        self._given = None
 
 
 def _ends_alike(plan: StepPlan, rank: int) -> bool:

@@ -438,11 +438,12 @@ class PlanData:
     window: Annotated[int | None, Range(1, 2**24)] = None
     """Samples that are looked at ahead; by default 16 steps' worth."""
     intra: bool = True
-    """Groups choose their own degrees; else all have --degree."""
+    """Groups choose their own degrees; with --no-intra all have --degree."""
     inter: bool = True
-    """Groups run several micro-batches in a step; else one each."""
+    """Groups run several micro-batches in a step; with --no-inter one each."""
     together: bool = True
-    """Samples of a shape wait in the window for an efficient micro-batch."""
+    """Samples of a shape wait in the window for an efficient micro-batch; with --no-together none
+    does."""
     arrange: Annotated[int | None, Range(1, 4096)] = None
     """Ranks that steps are put together for, mostly --ranks; with --tokens."""
     degree: Annotated[int | None, Range(1, 4096)] = None

@@ -26,6 +26,8 @@ from gulliver.io import named_errors, write_text
 
 def plan_data(options: PlanData) -> int:
     """Plans an epoch, prints its first steps, its shares, and what other settings would gain."""
+    if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
+        raise GulliverError(f"--html {options.html}: name a file in a folder that exists")
     costs = TableCosts.load(options.costs)
     shapes = _shapes(options, costs)
     settings = _settings(options)
@@ -52,7 +54,7 @@ def gains(options: PlanData, costs: TableCosts, shapes: Sequence[str], speed: fl
     tried: dict[str, tuple[Budget, dict[str, Any]]] = {}
     for name in ("intra", "inter", "together"):
         if not settings[name]:
-            tried[f"--{name} on"] = (
+            tried[f"out --no-{name}"] = (
                 budget,
                 {**settings, name: True} | ({"degree": None} if name == "intra" else {}),
             )
@@ -113,7 +115,14 @@ def _shapes(options: PlanData, costs: TableCosts) -> list[str]:
     if options.shapes is None:
         return draw_shapes(costs, options.distribution, options.count, options.seed)
     with named_errors(options.shapes, "read"):
-        text = options.shapes.read_text(encoding="utf-8")
+        data = options.shapes.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")  # editors on Windows begin with a byte order mark
+    except UnicodeDecodeError as error:
+        raise GulliverError(
+            f"--shapes {options.shapes} is no text in UTF-8 ({error.reason} at byte {error.start}):"
+            " write a shape on each line"
+        ) from None
     found = [line.strip() for line in text.splitlines() if line.strip()]
     if not found:
         raise GulliverError(f"{options.shapes} names no shapes: write one on each line")

@@ -42,6 +42,7 @@ from gulliver.data._budgets import (
 from gulliver.data._plan_position import check_state, checked_cuts, checked_seed, digest_of
 from gulliver.data._planner_costs import (
     Costs,
+    alone,
     check_arrange,
     checked_degrees,
     checked_window,
@@ -56,6 +57,11 @@ from gulliver.hardware import Refinement
 from gulliver.options import positive_number, size_text
 from gulliver.solve import BalancedStep, StepSolver, halves
 
+MOST_LOT = 0.25
+"""Share of a step that samples of one shape wait for each other to fill, at most: where lots are as
+long as steps, steps of one shape come in rows, and what is learnt suffers (docs/lab-notes.md)."""
+Position = tuple[int, int, Queue]
+"""Epoch, step, and what is drawn and in no step yet."""
 SPLIT = 1.02
 """Seconds over the bound from which samples that need many ranks may get a phase of their own."""
 
@@ -152,8 +158,8 @@ class DataCentricPlanner:
 
     def _rows(self, shape: Shape, ranks: int) -> dict[int, np.ndarray]:
         """Seconds of a shape's micro-batches on so many ranks, as far as they are known now."""
-        factor = self.refinement.factor(shape)
-        rows = {d: self.costs.batches(shape, d, self.pac) for d in self.costs.degrees(ranks)}
+        factor, costs = self.refinement.factor(shape), alone(self.costs)
+        rows = {d: costs.batches(shape, d, self.pac) for d in costs.degrees(ranks)}
         return {d: factor * row.seconds for d, row in rows.items() if len(row)}
 
     def _check_table(self, counts: Mapping[Shape, tuple[int, int]]) -> None:
@@ -202,7 +208,9 @@ class DataCentricPlanner:
             check_sample(self.budget, index, shape, *self._needs(shape), self.ranks)
         for degree, row in rows.items():
             self._facts[shape, degree] = facts_of(row, factor)
-        self._lots[shape] = lot_of(self.costs, shape, self.pac) if self.together else 1
+        if self.together:
+            most = MOST_LOT * total(self.budget, self.ranks) / self._weights(shape)
+            self._lots[shape] = max(1, min(lot_of(self.costs, shape, self.pac), int(most)))
         if self._arranged is not None:
             self._arranged.meet(shape, tokens)
 
@@ -356,12 +364,24 @@ class DataCentricPlanner:
             others = {s: n for s, n in shapes.items() if s not in wide}
             if not others:
                 continue
-            parts = (self._solver.plan_step(Counter(some)) for some in (wide, others))
-            for found in self._orders(*parts):
+            # The shorter plan needs two that are: what even their bounds exclude is not planned.
+            if self._hopeless(best, self._solver.bound(wide), self._solver.bound(others)):
+                continue
+            first = self._solver.plan_step(wide)
+            if self._hopeless(best, first.seconds, self._solver.bound(others)):
+                continue
+            for found in self._orders(first, self._solver.plan_step(others)):
                 seconds = sum(part.seconds for part in found)
                 if seconds + self._around(found) < best.seconds + self._around(best.parts):
                     best = SolvedStep(found, seconds, whole.bound)
         return best
+
+    def _hopeless(self, best: SolvedStep, *seconds: float) -> bool:
+        """Whether parts of at least so many seconds cannot be shorter than the best so far.
+
+        Where the ends of a step count, the order of its parts does, too: then none is excluded.
+        """
+        return self.ends is None and sum(seconds) >= best.seconds * (1 + 1e-9)
 
     def _orders(
         self, wide: BalancedStep, others: BalancedStep
@@ -436,18 +456,28 @@ class DataCentricPlanner:
         digest.update(json.dumps(self.state_dict(), sort_keys=True).encode())
         return digest.hexdigest()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last plan that was given out, as plain values."""
-        position = {
-            "epoch": self.epoch,
-            "step": self.step,
-            "drawn": self._queue.drawn,
-            "queue": list(self._queue.indices),
-            "cuts": list(self._queue.cuts),
+    def position(self) -> Position:
+        """Where the planner is, to come back to with `rewind` or to save with `state_dict`."""
+        return self.epoch, self.step, self._queue.copy()
+
+    def rewind(self, position: Position) -> None:
+        """Goes back to a position; iterators that were begun before are of no use then."""
+        self.epoch, self.step, queue = position
+        self._queue = queue.copy()
+
+    def state_dict(self, position: Position | None = None) -> dict[str, Any]:
+        """Returns a position as plain values, by default that after the plan given out last."""
+        epoch, step, queue = position or (self.epoch, self.step, self._queue)
+        position_now = {
+            "epoch": epoch,
+            "step": step,
+            "drawn": queue.drawn,
+            "queue": list(queue.indices),
+            "cuts": list(queue.cuts),
         }
         return {
-            **position,
-            "digest": digest_of(position),
+            **position_now,
+            "digest": digest_of(position_now),
             "data": self._stream.digest,
             "model": self.costs.identity,
             "refinement": self.refinement.state_dict(),

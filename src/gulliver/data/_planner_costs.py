@@ -43,12 +43,18 @@ class Costs(Protocol):
         ...
 
 
+def alone(costs: Costs) -> Costs:
+    """Costs that decide which samples make a step: they must not hang on tensor ranks."""
+    return getattr(costs, "alone", costs)
+
+
 def lot_of(costs: Costs, shape: Hashable, pac: bool) -> int:
     """Samples of a shape that wait for each other: until each is within 2 % of the best.
 
     It looks at the smallest group that a sample fits, whatever the ranks: which samples a step has
     must not depend on those.
     """
+    costs = alone(costs)
     for degree in costs.degrees(1024):
         row = costs.batches(shape, degree, pac)
         if len(row):

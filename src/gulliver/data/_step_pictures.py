@@ -51,7 +51,7 @@ class Shares:
         if not self.communication and not self.recompute:
             inside = "messages and recompute are inside compute, the costs do not tell them apart"
         return (
-            f"{self.seconds:.4g} s, {self.samples:,} samples; ranks wait {100 * self.wait:.2f} %, "
+            f"{self.seconds:.4g} s, {_counted(self.samples)}; ranks wait {100 * self.wait:.2f} %, "
             f"{inside}; {100 * self.gap:.2f} % over the bound"
         )
 
@@ -124,6 +124,10 @@ def steps_page(title: str, lines: Sequence[str], plans: Sequence[StepPlan], draw
     )
 
 
+def _counted(samples: int) -> str:
+    return f"{samples:,} sample{'s' * (samples != 1)}"
+
+
 def _names(plans: Iterable[StepPlan]) -> dict[str, int]:
     found = sorted({str(batch.shape) for plan in plans for _, batch in plan})
     return {name: number for number, name in enumerate(found)}
@@ -143,11 +147,14 @@ def _chart(plan: StepPlan, names: dict[str, int]) -> str:
         drawn.append(f'<text x="0" y="{y + 14}" font-size="12">{_ranks(group)}</text>')
         for batch in group.micro_batches:
             name = str(batch.shape)
-            told = (
-                f"{name}: {len(batch.samples)} samples, {batch.seconds:.4g} s, of that messages "
-                f"{batch.communication:.3g} s and recompute {batch.recomputing:.3g} s "
-                f"({batch.recompute} blocks), {batch.bytes / 2**30:.2f} GiB"
-            )
+            told = f"{name}: {_counted(len(batch.samples))}, {batch.seconds:.4g} s"
+            if batch.communication or batch.recomputing:
+                told += (
+                    f", of that messages {batch.communication:.3g} s and recompute "
+                    f"{batch.recomputing:.3g} s ({batch.recompute} blocks)"
+                )
+            if batch.bytes >= 2**20:  # less are those of a table that counts in tokens
+                told += f", {batch.bytes / 2**30:.3g} GiB"
             color = COLORS[names[name] % len(COLORS)]
             plain = batch.seconds - batch.communication - batch.recomputing
             for seconds, fill in (

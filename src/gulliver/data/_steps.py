@@ -18,7 +18,7 @@ Shape = Hashable
 """Name of a size of samples, such as ``480p/51`` or a `SampleShape`; equal ones share batches."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Samples of one shape that a group of ranks runs at once.
 
@@ -43,7 +43,7 @@ class MicroBatch:
     bytes: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankGroup:
     """Ranks that share the sequence of every sample, and their micro-batches in order.
 
@@ -71,7 +71,7 @@ class RankGroup:
         return sum(len(batch.samples) for batch in self.micro_batches)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One optimizer step of all data ranks.
 
@@ -153,7 +153,7 @@ def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
     return list(zip(totals, kinds, *seconds, size, strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SolvedStep:
     """Parts of a step that follow one another, their seconds, and the bound of the whole."""
 

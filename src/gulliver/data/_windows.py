@@ -43,6 +43,8 @@ class Stream:
                 _check_hashable(index, shape)
                 first, count = self.counts.get(shape, (index, 0))
                 self.counts[shape] = first, count + 1
+            # A copy: what the caller does to the list afterwards would be seen by one rank alone.
+            self._shapes = shapes = list(shapes)
             number = {shape: place for place, shape in enumerate(self.counts)}
             codes = np.fromiter((number[s] for s in shapes), np.int64, len(shapes))
             content = hashlib.blake2b(repr(list(number)).encode(), digest_size=8)
@@ -149,6 +151,13 @@ class Queue:
     def weight(self) -> float:
         """Weight of all samples in the queue."""
         return float(self._ends[-1] - self._start) if len(self._ends) else 0.0
+
+    def copy(self) -> Queue:
+        """The same samples in another queue."""
+        other = Queue(self.drawn)
+        other.indices, other.shapes, other.cuts = self.indices[:], self.shapes[:], self.cuts[:]
+        other._ends, other._start = self._ends, self._start  # never changed in place
+        return other
 
     def extend(self, indices: np.ndarray, shapes: list[Shape], weights: np.ndarray) -> None:
         """Puts samples at the end."""

@@ -113,6 +113,7 @@ class TableCosts:
         if "parts" not in changes and ("communication" in values or "recompute" in values):
             tables = (values.get("communication", {}), values.get("recompute", {}))
             changes["parts"] = _Looked(*tables)
+            _check_parts(path, seconds, changes["parts"])
         token = float(changes.pop("token_bytes", 1.0))
         return cls(seconds, lengths, token, changes.pop("memory", cap * token), **changes)
 
@@ -176,6 +177,22 @@ class TableCosts:
     @cached_property
     def _names(self) -> tuple[str, ...]:
         return tuple(self.seconds)
+
+
+def _check_parts(
+    path: Path | str, seconds: Mapping[str, Mapping[int, Mapping[int, float]]], parts: Parts
+) -> None:
+    """Refuses parts that are no parts of the seconds."""
+    for shape, degrees in seconds.items():
+        for degree, row in degrees.items():
+            for batch, whole in row.items():
+                sent, again = parts(shape, degree, batch)
+                if sent < 0 or again < 0 or sent + again > whole * (1 + 1e-9):
+                    raise GulliverError(
+                        f"{path}: {batch} of {shape} on {degree} ranks take {whole:g} s, of which "
+                        f"{sent:g} s of communication and {again:g} s of recompute are no parts: "
+                        "give numbers from 0 on that are together at most as much"
+                    )
 
 
 def _along(sizes: np.ndarray, values: np.ndarray, at: np.ndarray) -> np.ndarray:

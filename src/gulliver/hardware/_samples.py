@@ -9,7 +9,9 @@ A micro-batch of b samples in a model of L blocks, on a group of d ranks, all bl
 N are tokens, P pixels that an autoencoder encodes, and 4 F a forward, its repetition and a backward
 of two. Two depths tell the blocks from the rest, two sizes of batch what is fixed from what grows:
 four points fix the lot, more points give an error. Messages are Ulysses's: four exchanges of heads
-in each of three passes. `_refinement.py` corrects the seconds by real steps.
+in each of three passes. Where each rank is several, which share each layer's tensors, blocks take
+as much less, and their outputs are summed in each pass; what lies around them is on each whole.
+`_refinement.py` corrects the seconds by real steps.
 
 Read `fit_samples` first, then `SampleCosts.batches`. It does not know how anything is measured:
 `measure_samples` calls back.
@@ -21,14 +23,14 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from gulliver.errors import GulliverError
 from gulliver.hardware._batch_costs import BatchCosts, BlockKind, keep_blocks
 from gulliver.hardware._cluster import Cluster
-from gulliver.hardware._costs import ITEM_BYTES, all_to_all_seconds
+from gulliver.hardware._costs import ITEM_BYTES, all_reduce_seconds, all_to_all_seconds
 
 PASSES, EXCHANGES = 4, 4
 """Forwards' worth of compute with recompute; exchanges of heads in a pass (q, k, v, output)."""
@@ -173,6 +175,8 @@ class SampleCosts:
         cluster: ranks and links; None: groups of one rank only.
         allowed: degrees that the model takes, such as divisors of its heads; None: all.
         encoded_alike: every rank of a group encodes all pixels of its samples; else its share.
+        tensor: ranks that each of these ranks is, which share each layer's tensors. Bytes are told
+            as without them: never too few.
     """
 
     model: SampleModel
@@ -181,6 +185,12 @@ class SampleCosts:
     cluster: Cluster | None = None
     allowed: tuple[int, ...] | None = None
     encoded_alike: bool = False
+    tensor: int = 1
+
+    @property
+    def alone(self) -> SampleCosts:
+        """Costs without tensor ranks: which samples make a step hangs on these."""
+        return replace(self, tensor=1)
 
     @property
     def identity(self) -> str:
@@ -218,12 +228,13 @@ class SampleCosts:
         room = self.memory - fit.states
         largest = max(0, min(most, int(room / each + 1e-9))) if each > 0 else most
         size = np.arange(1, largest + 1)
-        repeated = size * model.depth * model.forward_flops(shape) * fit.flop_s / degree
+        blocks = model.depth * model.forward_flops(shape) * fit.flop_s
+        repeated = size * blocks / (degree * self.tensor)
         encoders = 1 if self.encoded_alike else degree
         around = size * (
             fit.token_s * shape.tokens / degree + fit.pixel_s * shape.pixels / encoders
         )
-        sent = self._messages(tokens, degree, size)
+        sent = self._messages(tokens, degree, size) + self._sums(shape, tokens, size)
         fixed = fit.fixed_s + model.depth * fit.call_s
         counts = np.tile([kind.count for kind in model.kinds], (largest, 1)).astype(np.int64)
         seconds = fixed + PASSES * repeated + around + sent
@@ -235,10 +246,23 @@ class SampleCosts:
         if degree == 1 or not len(size):
             return np.zeros(len(size))
         assert self.cluster is not None, "degrees() gives one rank without a cluster"
-        axes = self.cluster.crossed(1, degree)
+        axes = self.cluster.crossed(self.tensor, degree)
         unit = tokens * self.model.hidden * ITEM_BYTES[self.model.dtype]
         count = EXCHANGES * (PASSES - 1) * self.model.depth
         ends = [all_to_all_seconds(axes, int(n * unit)) for n in (1, max(2, len(size)))]
+        return count * np.interp(size, [1, max(2, len(size))], ends)
+
+    def _sums(self, shape: SampleShape, tokens: float, size: np.ndarray) -> np.ndarray:
+        """Seconds in which tensor ranks sum what blocks give: [B], as of `_messages`."""
+        if self.tensor == 1 or not len(size):
+            return np.zeros(len(size))
+        if self.cluster is None:
+            raise GulliverError(f"tensor={self.tensor}: give the cluster of these ranks, too")
+        axes = self.cluster.crossed(1, self.tensor)
+        unit = tokens * self.model.hidden * ITEM_BYTES[self.model.dtype]
+        # After attention and MLP, and after the attention to a text where there is one.
+        count = (2 + (shape.text > 0)) * (PASSES - 1) * self.model.depth
+        ends = [all_reduce_seconds(axes, int(n * unit)) for n in (1, max(2, len(size)))]
         return count * np.interp(size, [1, max(2, len(size))], ends)
 
 

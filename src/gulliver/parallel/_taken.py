@@ -18,6 +18,7 @@ class StepsTaken:
     """Record of the last steps.
 
     Attributes:
+        steps: number of all steps so far.
         stepped_at: moments at which they ended.
         updated_in: seconds of them between their call and their end.
         sent_at: bytes that this process had sent at these moments.
@@ -28,6 +29,7 @@ class StepsTaken:
     """
 
     def __init__(self) -> None:
+        self.steps = 0
         self.stepped_at: deque[float] = deque(maxlen=TIMED_STEPS)
         self.updated_in: deque[float] = deque(maxlen=TIMED_STEPS)
         self.sent_at: deque[int] = deque(maxlen=TIMED_STEPS)
@@ -45,6 +47,7 @@ class StepsTaken:
         if len(self.stepped_at) < COUNTED_STEPS:
             # Only now are all of them where they were reduced to.
             self.most_gradients = max(self.most_gradients, gradient_bytes())
+        self.steps += 1
         self.stepped_at.append(time.perf_counter())
         self.updated_in.append(self.stepped_at[-1] - begun)
         self.sent_at.append(sent_bytes())

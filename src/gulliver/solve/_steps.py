@@ -24,8 +24,7 @@ Source: McNaughton 1959, "Scheduling with Deadlines and Loss Functions" (the wra
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +32,7 @@ import numpy as np
 
 from gulliver.errors import GulliverError
 from gulliver.solve._accumulation import accumulated, covering, split_batches
+from gulliver.solve._step_packing import Packed, Packing
 
 TRIES, CLOSE = 10, 0.004
 """Times that are tried, and the share of the bound at which trying more does not pay."""
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
     batches: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GroupWork:
     """What one group of ranks runs in a step.
 
@@ -70,7 +70,7 @@ class GroupWork:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BalancedStep:
     """A step: groups, the widest first.
 
@@ -85,9 +85,6 @@ class BalancedStep:
     seconds: float
     bound: float
     left: dict[Hashable, int]
-
-
-_Packed = tuple[list[tuple[int, float, list[tuple[Hashable, int]]]], dict[Hashable, int]]
 
 
 class StepSolver:
@@ -121,6 +118,7 @@ class StepSolver:
         self._rate: dict[Hashable, float] = {}
         self._one: dict[Hashable, float] = {}
         self._plans: dict[frozenset[tuple[Hashable, int]], BalancedStep] = {}
+        self._packings: dict[str, tuple[dict[Hashable, int], Packing]] = {}
         for shape, rows in seconds.items():
             self.add(shape, rows)
 
@@ -136,6 +134,7 @@ class StepSolver:
         self._seconds[shape], self._names[shape], self._known[shape] = fit, repr(shape), 0
         self._one[shape] = min(float(t.min()) for t in fit.values())
         self._plans.clear()
+        self._packings.clear()
         self._learn(shape, 16)
 
     def _learn(self, shape: Hashable, count: int) -> None:
@@ -193,25 +192,31 @@ class StepSolver:
             Samples that found a place, by shape, and seconds of the longest group; None where
             there are none.
         """
-        for shape, count in [*counts.items(), *(small or {}).items()]:
-            self._learn(shape, count)
-        fitting = {s: n for s, n in counts.items() if min(self.first_ends(s, 1)) <= limit}
-        packed = self._pack(fitting, limit, 0.0, {}, partly=True) if fitting else ([], {})
-        if packed is None:
-            return None
+        packing = self._packing("large", counts)
+        packed = packing.pack(limit, [0] * len(counts), partly=True)
+        assert packed is not None, "what does not fit is left"
         groups, left = packed
-        taken = {s: n - left[s] for s, n in fitting.items() if n > left[s]}
         longest = max((seconds for _, seconds, _ in groups), default=0.0)
+        taken = _less(counts, left)
         if small:
-            rest = dict(small)
-            order = list(rest)
             free = self.ranks - sum(degree for degree, *_ in groups)
-            each = [*groups, *[(1, 0.0, [])] * free]
-            for degree, seconds, _ in each:
-                more, _ = self._fill(order, rest, degree, until - seconds)
-                longest = max(longest, seconds + more)
-            taken |= {s: n - rest[s] for s, n in small.items() if n > rest[s]}
+            busy = [(degree, seconds) for degree, seconds, _ in groups] + [(1, 0.0)] * free
+            rest, after = self._packing("small", small).follow(busy, until)
+            longest = max(longest, after)
+            taken |= _less(small, rest)
         return (taken, longest) if taken else None
+
+    def _packing(self, kind: str, counts: Mapping[Hashable, int]) -> Packing:
+        """The packing of samples; the last one of a kind is kept, which many times are tried on."""
+        known = self._packings.get(kind)
+        if known is None or known[0] != counts or list(known[0]) != list(counts):
+            for shape, count in counts.items():
+                self._learn(shape, count)
+            rows = [self._ends[shape] for shape in counts], list(counts.values())
+            rates = [self._rate[shape] for shape in counts]
+            known = dict(counts), Packing(*rows, rates, self.ranks, self.repeat)
+            self._packings[kind] = known
+        return known[1]
 
     def bound(self, counts: Mapping[Hashable, int]) -> float:
         """Seconds that no plan of so many samples of each shape can be under."""
@@ -244,28 +249,34 @@ class StepSolver:
         counts = {shape: counts[shape] for shape in sorted(counts, key=self._names.__getitem__)}
         for shape, count in counts.items():
             self._learn(shape, count)
-        bound = self.bound(counts)
-        best, longest = self._search(counts, bound)
+        shapes, bound = list(counts), self.bound(counts)
+        packing = self._packing("step", counts)
+        best, longest = self._search(counts, packing, bound)
         for lost, part, gap in OTHERWISE:
             if best is not None and longest > (1 + gap) * bound:
                 most = max(1, self.ranks // part)
-                best, longest = self._shortened(counts, bound, best, longest, lost, most)
+                best, longest = _shortened(packing, bound, best, longest, lost, most)
         if best is None:
-            best = self._most(counts)
+            best = packing.pack(float("inf"), [0] * len(shapes), partly=True)
+            assert best is not None, "what does not fit is left"
             longest = max((seconds for _, seconds, _ in best[0]), default=0.0)
-        groups, left = best
-        if any(left.values()):
-            bound = self.bound({s: n - left[s] for s, n in counts.items() if n > left[s]})
+        groups, rest = best
+        left = {shape: n for shape, n in zip(shapes, rest, strict=True) if n}
+        if left:
+            bound = self.bound(_less(counts, rest))
         works = [
             GroupWork(
                 degree,
                 seconds,
-                tuple(Piece(shape, self._split(shape, degree, n)) for shape, n in taken),
+                tuple(
+                    Piece(shapes[number], self._split(shapes[number], degree, n))
+                    for number, n in taken
+                ),
             )
             for degree, seconds, taken in groups
         ]
         works.sort(key=lambda work: -work.degree)
-        return BalancedStep(tuple(works), longest, bound, {s: n for s, n in left.items() if n})
+        return BalancedStep(tuple(works), longest, bound, left)
 
     def _split(self, shape: Hashable, degree: int, count: int) -> tuple[int, ...]:
         key = shape, degree, count
@@ -274,15 +285,17 @@ class StepSolver:
             self._splits[key] = split_batches(seconds, count) if self.repeat else (count,)
         return self._splits[key]
 
-    def _search(self, counts: dict[Hashable, int], bound: float) -> tuple[_Packed | None, float]:
+    def _search(
+        self, counts: Mapping[Hashable, int], packing: Packing, bound: float
+    ) -> tuple[Packed | None, float]:
         """Bisects for the least time that the ranks suffice for."""
         low, high, limit = bound, 0.0, FIRST * bound
         best, longest = None, float("inf")
-        degrees: dict[Hashable, int] = {}
+        degrees = [0] * len(packing.counts)
         for number in range(TRIES):
-            chosen = dict(degrees)
-            packed = self._pack(counts, limit, 0.0, chosen)
-            if packed is None or any(packed[1].values()):
+            chosen = list(degrees)
+            packed = packing.pack(limit, chosen)
+            if packed is None or any(packed[1]):
                 low = limit
                 limit = (low + high) / 2 if high else limit * WIDEN ** (2 ** min(number, 6))
                 continue
@@ -296,133 +309,47 @@ class StepSolver:
                 break
             limit = (low + high) / 2
         if best is None and self.repeat:
-            best = self._together(counts)
+            best = self._together(counts, packing)
             longest = best[0][0][1]
         return best, longest
 
-    def _shortened(
-        self,
-        counts: dict[Hashable, int],
-        bound: float,
-        best: _Packed,
-        longest: float,
-        lost: float,
-        most: int,
-    ) -> tuple[_Packed, float]:
-        """Tries shorter and shorter times with other degrees, until the ranks do not suffice."""
-        degrees: dict[Hashable, int] = {}
-        shorter = SHORTER
-        for _ in range(TRIES):
-            limit = max(bound, (1 - shorter) * longest)
-            chosen = dict(degrees)
-            packed = self._pack(counts, limit, lost, chosen, most=most)
-            if packed is not None and not any(packed[1].values()):
-                degrees = chosen
-                best, longest = packed, max(group[1] for group in packed[0])
-                shorter *= 2
-            else:
-                shorter /= 2
-                if shorter < SHORTER:
-                    break
-        return best, longest
-
-    def _together(self, counts: dict[Hashable, int]) -> _Packed:
+    def _together(self, counts: Mapping[Hashable, int], packing: Packing) -> Packed:
         """All samples in one group of the degree that ends soonest: always possible."""
         found = []
         for degree in {d for rows in self._seconds.values() for d in rows}:
-            if all(degree in self._ends[shape] for shape in counts):
-                seconds = sum(self._ends[shape][degree][n] for shape, n in counts.items())
-                found.append((seconds, degree))
+            if all(degree in ends for ends in packing.ends):
+                each = zip(packing.ends, packing.counts, strict=True)
+                found.append((sum(ends[degree][n] for ends, n in each), degree))
         if not found:
             raise GulliverError(
                 f"no {self.ranks} ranks can run these shapes in one step: {list(counts)}"
             )
         seconds, degree = min(found)
-        return [(degree, seconds, list(counts.items()))], {}
+        return [(degree, seconds, list(enumerate(packing.counts)))], [0] * len(packing.counts)
 
-    def _most(self, counts: dict[Hashable, int]) -> _Packed:
-        """Deals as many samples as find a place when time does not matter."""
-        packed = self._pack(counts, float("inf"), 0.0, {}, partly=True)
-        assert packed is not None, "what does not fit is left"
-        return packed
 
-    def _degree(
-        self, shape: Hashable, count: int, limit: float, ranks: int, lost: float
-    ) -> int | None:
-        """Degree of least rank seconds; what groups leave unused counts by `lost`."""
-        least, chosen = float("inf"), None
-        for degree, ends in self._ends[shape].items():
-            if degree <= ranks and ends[1] <= limit:
-                fits = count
-                if count >= len(ends) or ends[count] > limit:
-                    fits = bisect_right(ends, limit, 1, min(len(ends), count + 1)) - 1
-                left = limit - ends[fits] if lost and fits < count else 0.0
-                each = degree * (ends[fits] + lost * left) / fits
-                if each < least:
-                    least, chosen = each, degree
-        return chosen
-
-    def _pack(
-        self,
-        counts: dict[Hashable, int],
-        limit: float,
-        lost: float,
-        degrees: dict[Hashable, int],
-        partly: bool = False,
-        most: int | None = None,
-    ) -> _Packed | None:
-        """Fills groups up to a time; None where a sample does not fit it or ranks run out.
-
-        `degrees` keeps what shapes have chosen, for times near each other choose alike.
-        """
-        for shape, count in counts.items():
-            known = degrees.get(shape)
-            if known is not None and self._ends[shape][known][1] <= limit:
-                continue
-            degree = self._degree(shape, count, limit, most or self.ranks, lost)
-            if degree is None and most is not None:
-                degree = self._degree(shape, count, limit, self.ranks, lost)
-            if degree is None:
-                return None
-            degrees[shape] = degree
-        order = sorted(counts, key=lambda s: (-degrees[s], -self._ends[s][degrees[s]][1]))
-        left, free, groups = dict(counts), self.ranks, []
-        while order:
-            first = order[0]
-            degree = degrees[first]
-            if degree > free:
-                found = self._degree(first, left[first], limit, free, 0.0) if free else None
-                if found is None and partly:
-                    order.pop(0)
-                    continue
-                if found is None:
-                    return None
-                degree = found
-            groups.append((degree, *self._fill(order, left, degree, limit)))
-            free -= degree
-            if not free and order:
-                return (groups, left) if partly else None
-        return groups, left
-
-    def _fill(
-        self, order: list[Hashable], left: dict[Hashable, int], degree: int, limit: float
-    ) -> tuple[float, list[tuple[Hashable, int]]]:
-        """Fills one group with what fits, the largest first; takes it from `order` and `left`."""
-        spent, taken = 0.0, []
-        for shape in list(order):
-            ends = self._ends[shape].get(degree)
-            if ends is None or spent + ends[1] > limit:
-                continue
-            count = left[shape]
-            if count >= len(ends) or spent + ends[count] > limit:
-                count = bisect_right(ends, limit - spent, 1, min(len(ends), count + 1)) - 1
-                if not count:  # sums of floats may disagree in the last digit
-                    continue
-            spent += ends[count]
-            taken.append((shape, count))
-            left[shape] -= count
-            if not left[shape]:
-                order.remove(shape)
-            if not self.repeat:
+def _shortened(
+    packing: Packing, bound: float, best: Packed, longest: float, lost: float, most: int
+) -> tuple[Packed, float]:
+    """Tries shorter and shorter times with other degrees, until the ranks do not suffice."""
+    degrees = [0] * len(packing.counts)
+    shorter = SHORTER
+    for _ in range(TRIES):
+        limit = max(bound, (1 - shorter) * longest)
+        chosen = list(degrees)
+        packed = packing.pack(limit, chosen, lost, most=most)
+        if packed is not None and not any(packed[1]):
+            degrees = chosen
+            best, longest = packed, max(group[1] for group in packed[0])
+            shorter *= 2
+        else:
+            shorter /= 2
+            if shorter < SHORTER:
                 break
-        return spent, taken
+    return best, longest
+
+
+def _less(counts: Mapping[Hashable, int], left: Sequence[int]) -> dict[Hashable, int]:
+    """Samples that are not left."""
+    each = zip(counts.items(), left, strict=True)
+    return {shape: count - rest for (shape, count), rest in each if count > rest}

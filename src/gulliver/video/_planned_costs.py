@@ -122,7 +122,7 @@ def ready_costs(
     told += f": error of points left out {fit.error:.1%}, {fit.worst:.1%} at most"
     memory, why = _memory(config, world)
     cluster = current_cluster(world.size) if world.size > 1 else None
-    costs = SampleCosts(known, fit, memory, cluster, encoded_alike=True)
+    costs = SampleCosts(known, fit, memory, cluster, encoded_alike=True, tensor=config.tp_size)
     return costs, [told, f"memory of a rank: {size_text(memory)}, {why}"]
 
 

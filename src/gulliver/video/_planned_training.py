@@ -55,7 +55,7 @@ class PlannedTrainer(Trainer):
         planner = DataCentricPlanner(
             costs,
             [self.shapes.of[bucket] for bucket in order],
-            self.world.size,
+            self.world.size // config.tp_size,
             budget_of(config),
             window=config.planner.window,
             intra=config.planner.intra,

@@ -24,13 +24,15 @@ class PlannerConfig:
     window: Annotated[int | None, Range(1, 2**24)] = None
     """Samples that are looked at ahead; by default 16 steps' worth."""
     intra: bool = True
-    """Groups of ranks choose how many share a clip; else all have --planner.degree."""
+    """Groups of ranks choose how many share a clip; with --planner.no-intra all have
+    --planner.degree."""
     degree: Annotated[int | None, Range(1, 4096)] = None
     """Ranks that share a clip, with --planner.no-intra."""
     inter: bool = True
-    """Groups run several micro-batches in a step; else one each."""
+    """Groups run several micro-batches in a step; with --planner.no-inter one each."""
     pac: bool = True
-    """Memory that is left keeps activations; else every block is computed again."""
+    """Memory that is left keeps activations; with --planner.no-pac every block is computed
+    again."""
     arrange: Annotated[int | None, Range(1, 4096)] = None
     """Ranks that steps are put together for, in steps of unequal tokens; with --planner.tokens."""
     unfit: Literal["refuse", "skip"] = "refuse"
@@ -64,10 +66,9 @@ def planner_needs(config: Any) -> dict[str, tuple[bool, str]]:
     budget = "leave it out, --planner.tokens or --planner.seconds say what a step takes"
     needs["data.batch_size"] = other, budget
     told = "leave it out with --data-centric: "
-    grid = f"{told}tensor and pipeline ranks beside changing groups are not supported"
+    grid = f"{told}pipeline ranks beside changing groups are not supported"
     for name, why in {
         "plugin": f"{told}its steps need ZeRO",
-        "tp_size": grid,
         "pp_size": grid,
         "sp_size": f"{told}each step chooses how many ranks share a clip, or --planner.degree does",
         "accumulate": f"{told}each step has the micro-batches that its plan says",

@@ -28,9 +28,8 @@ def make_plugin(config: TrainConfig) -> Plugin:
     """Makes the plugin that says how the ranks share the work."""
     # Steps of many shapes take many times, which tuning would take for its own doing.
     if config.data_centric:
-        return DataCentricPlugin(
-            config.stage, config.sequence_parallelism_mode or "all_to_all", chunk_mb=CHUNK_MB
-        )
+        mode = config.sequence_parallelism_mode or "all_to_all"
+        return DataCentricPlugin(config.stage, mode, chunk_mb=CHUNK_MB, tp_size=config.tp_size)
     if config.ranks_of_a_model > 1:
         mode = config.sequence_parallelism_mode or "all_to_all"
         return HybridParallelPlugin(

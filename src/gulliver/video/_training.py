@@ -107,7 +107,8 @@ class Trainer:
             self._agree if config.ranks_of_a_model > 1 else None,
             frozenset(inspect.signature(model.forward).parameters) & {"num_frames", "ar"},
         )
-        if config.ranks_of_a_model > 1 and not self.maker.encoded:
+        shares = config.ranks_of_a_model > 1 and not config.data_centric
+        if shares and not self.maker.encoded:
             share_coding(
                 autoencoder, ranks_alike(self.place), config.autoencoder.share, console().print
             )

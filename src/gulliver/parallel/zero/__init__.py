@@ -36,11 +36,12 @@ from gulliver.parallel.zero._sharded import ShardedChunk, squared_norm
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
 from gulliver.parallel.zero._statistics import BufferSync
 from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
-from gulliver.parallel.zero._uneven import UnevenStep, check_uneven, uneven_step
+from gulliver.parallel.zero._uneven import LEFT, UnevenStep, check_uneven, uneven_step
 
 __all__ = [
     "ELEMENTWISE",
     "IN_FLIGHT",
+    "LEFT",
     "OPTIMIZERS",
     "BucketTuner",
     "BufferSync",

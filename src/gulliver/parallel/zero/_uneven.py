@@ -29,7 +29,12 @@ from gulliver.parallel.zero._unfreezing import wake
 
 UNFINISHED = (
     "a step whose ranks have unequal work is under way: call its own backward(loss) inside the "
-    "loop over its micro-batches, and the optimizer's step() after that loop has ended"
+    "loop over its micro-batches, and the optimizer's step(), zero_grad() and clipping after that "
+    "loop has ended"
+)
+LEFT = (
+    "the loop over a step was left before its end, and gradients of a part of it are there: call "
+    "the optimizer's zero_grad() on all ranks and go over the steps anew, which begin with this one"
 )
 
 
@@ -72,16 +77,23 @@ def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
         GulliverError: the optimizer does something in every backward that ranks do together.
     """
     check_uneven(optimizer)
+    if optimizer.unfinished:  # what was added up before would count in this step, too
+        raise GulliverError(optimizer.unfinished)
     shards = optimizer.shards
     wake(shards)
-    optimizer.unfinished = UNFINISHED
+    optimizer.unfinished, optimizer.open_step = UNFINISHED, True
     try:
         with shards.gatherer.whole():
             step = UnevenStep(optimizer)
             yield step
             step.finish()
-    finally:
+    except BaseException:  # a loop that is left closes its generator: that is no Exception
+        optimizer.unfinished = LEFT
+        raise
+    else:
         optimizer.unfinished = ""
+    finally:
+        optimizer.open_step = False
 
 
 def check_uneven(optimizer: ZeroOptimizer) -> None:

@@ -1,0 +1,219 @@
+"""Groups of ranks filled with the samples of one step, up to a time that is tried.
+
+`StepSolver` tries many times for each step, so this is where planning spends its own. Shapes are
+numbers here, and what does not hang on the time is kept from one to the next: the order in which
+shapes are taken, and the first ends of every shape on groups of a degree.
+
+[Note: why little is looked at] Most of a group's visits to shapes would find that one more sample
+does not fit. So the least first end up to each place of the order is kept: the first place where it
+is within the room that is left is found by bisection, and nothing before it can fit. And a time is
+given up as soon as the ranks that are free cannot hold what is left even at its best rate. Both
+leave every answer as it would be without.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+Ends = Mapping[int, list[float]]
+"""Seconds in which 0, 1, ... samples of a shape end on a group, by degree."""
+Filled = tuple[int, float, list[tuple[int, int]]]
+"""Degree, seconds, and how many samples of each shape a group takes."""
+Packed = tuple[list[Filled], list[int]]
+"""Groups, and how many samples of each shape are left."""
+
+ROUNDED = 1e-12
+"""Share of a time by which sums of floats may differ."""
+
+
+class Packing:
+    """The samples of a step, and ways to deal them to groups.
+
+    Args:
+        ends: ends of each shape, at degrees of at most `ranks`.
+        counts: samples of each shape, none of 0.
+        rates: least rank seconds of a sample of each shape.
+        ranks: ranks that groups share.
+        repeat: groups may run several micro-batches; else one each.
+    """
+
+    def __init__(
+        self,
+        ends: Sequence[Ends],
+        counts: Sequence[int],
+        rates: Sequence[float],
+        ranks: int,
+        repeat: bool = True,
+    ) -> None:
+        self.ends, self.counts, self.rates = ends, counts, rates
+        self.ranks, self.repeat = ranks, repeat
+        self._needed = sum(count * rate for count, rate in zip(counts, rates, strict=True))
+        self._orders: dict[tuple[int, ...], Order] = {}
+
+    def pack(
+        self,
+        limit: float,
+        degrees: list[int],
+        lost: float = 0.0,
+        partly: bool = False,
+        most: int | None = None,
+    ) -> Packed | None:
+        """Fills groups up to a time, the shapes of the widest groups and the largest first.
+
+        Args:
+            limit: seconds that no group runs longer than.
+            degrees: what shapes have chosen for times near this one, 0 for nothing yet; changed.
+            lost: how much of the time that a shape's samples leave in a group counts as lost.
+            partly: deal what finds a place.
+            most: ranks of a group, if that is possible.
+
+        Returns:
+            None where a sample fits no group, or ranks run out, unless `partly`.
+        """
+        if not self._choose(limit, degrees, lost, partly, most):
+            return None
+        order = self._order(degrees)
+        left, free, needed = list(self.counts), self.ranks, self._needed
+        groups: list[Filled] = []
+        head, waiting = 0, len(order.members)
+        while waiting:
+            first = order.members[head]
+            if not left[first]:
+                head += 1
+                continue
+            degree = degrees[first]
+            if degree > free:
+                degree = self._degree(first, left[first], limit, free, 0.0) if free else 0
+                if not degree and partly:
+                    head, waiting = head + 1, waiting - 1
+                    continue
+            if not degree or (not partly and needed > free * limit * (1 + 1e-9)):
+                return None
+            spent, taken = order.fill(left, head, degree, limit, self.repeat)
+            for shape, count in taken:
+                left[shape] -= count
+                waiting -= not left[shape]
+                needed -= count * self.rates[shape]
+            groups.append((degree, spent, taken))
+            free -= degree
+            if not free and waiting:
+                return (groups, left) if partly else None
+        return groups, left
+
+    def follow(self, groups: Sequence[tuple[int, float]], until: float) -> tuple[list[int], float]:
+        """Fills groups that are busy up to some seconds, shapes in their own order.
+
+        Args:
+            groups: degree and seconds of each.
+            until: seconds up to which samples follow.
+
+        Returns:
+            Samples of each shape that are left, and seconds of the longest group that took some.
+        """
+        order = self._order([1] * len(self.counts), in_turn=True)
+        left, longest = list(self.counts), 0.0
+        for degree, seconds in groups:
+            spent, taken = order.fill(left, 0, degree, until - seconds, self.repeat)
+            for shape, count in taken:
+                left[shape] -= count
+            longest = max(longest, seconds + spent)
+        return left, longest
+
+    def _choose(
+        self, limit: float, degrees: list[int], lost: float, partly: bool, most: int | None
+    ) -> bool:
+        """Chooses the degree of every shape; whether all have one."""
+        for shape, ends in enumerate(self.ends):
+            known = degrees[shape]
+            if known and ends[known][1] <= limit:
+                continue
+            count = self.counts[shape]
+            degree = self._degree(shape, count, limit, most or self.ranks, lost)
+            if not degree and most is not None:
+                degree = self._degree(shape, count, limit, self.ranks, lost)
+            if not degree and not partly:
+                return False
+            degrees[shape] = degree
+        return True
+
+    def _degree(self, shape: int, count: int, limit: float, ranks: int, lost: float) -> int:
+        """Degree of least rank seconds, 0 for none; what groups leave unused counts by `lost`."""
+        least, chosen = float("inf"), 0
+        for degree, ends in self.ends[shape].items():
+            if degree <= ranks and ends[1] <= limit:
+                fits = count
+                if count >= len(ends) or ends[count] > limit:
+                    fits = bisect_right(ends, limit, 1, min(len(ends), count + 1)) - 1
+                left = limit - ends[fits] if lost and fits < count else 0.0
+                each = degree * (ends[fits] + lost * left) / fits
+                if each < least:
+                    least, chosen = each, degree
+        return chosen
+
+    def _order(self, degrees: Sequence[int], in_turn: bool = False) -> Order:
+        key = (*degrees, int(in_turn))
+        if key not in self._orders:
+            members = [shape for shape, degree in enumerate(degrees) if degree]
+            if not in_turn:
+                members.sort(key=lambda s: (-degrees[s], -self.ends[s][degrees[s]][1]))
+            self._orders[key] = Order(members, self.ends)
+        return self._orders[key]
+
+
+class Order:
+    """Shapes in the order in which groups take them.
+
+    Args:
+        members: shapes, each once.
+        ends: ends of all shapes.
+    """
+
+    def __init__(self, members: list[int], ends: Sequence[Ends]) -> None:
+        self.members, self._ends = members, ends
+        self._rows: dict[int, tuple[list[list[float]], list[float], list[float]]] = {}
+
+    def _row(self, degree: int) -> tuple[list[list[float]], list[float], list[float]]:
+        """Ends at a degree by place, the first of each, and the least so far with its sign turned.
+
+        A shape that has no such degree ends never.
+        """
+        if degree not in self._rows:
+            never = [0.0, float("inf")]
+            ends = [self._ends[shape].get(degree, never) for shape in self.members]
+            firsts = [row[1] for row in ends]
+            # Turned, they grow from place to place, as bisection needs.
+            self._rows[degree] = ends, firsts, [-low for low in accumulate(firsts, min)]
+        return self._rows[degree]
+
+    def fill(
+        self, left: Sequence[int], head: int, degree: int, limit: float, repeat: bool
+    ) -> tuple[float, list[tuple[int, int]]]:
+        """Fills one group with what fits: its seconds, and samples of each shape.
+
+        Args:
+            left: samples of each shape that wait.
+            head: place to begin at.
+            degree: ranks of the group.
+            limit: seconds that it runs at most.
+            repeat: whether it may run more than one shape.
+        """
+        rows, firsts, lows = self._row(degree)
+        members, spent, slack = self.members, 0.0, ROUNDED * limit
+        taken: list[tuple[int, int]] = []
+        place = max(head, bisect_left(lows, spent - limit - slack))
+        while place < len(members):
+            count = left[members[place]]
+            if count and spent + firsts[place] <= limit:
+                ends = rows[place]
+                if count >= len(ends) or spent + ends[count] > limit:
+                    count = bisect_right(ends, limit - spent, 1, min(len(ends), count + 1)) - 1
+                if count:  # sums of floats may disagree in the last digit
+                    spent += ends[count]
+                    taken.append((members[place], count))
+                    if not repeat:
+                        break
+                    place = max(place, bisect_left(lows, spent - limit - slack) - 1)
+            place += 1
+        return spent, taken
