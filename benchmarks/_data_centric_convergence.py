@@ -38,8 +38,8 @@ class Trained:
         losses: training loss of every tenth of the steps.
         held_out: loss of held-out clips at the end, the mean over shapes.
         digits: share of made clips with the right digit, all shapes alike.
-        seconds: wall time of training, from its first line to its end.
-        processor: seconds of processors in it, which others on the machine do not lengthen.
+        seconds: wall time of its steps, over all calls.
+        processor: seconds of processors in all calls, which others on the machine lengthen less.
     """
 
     way: str
@@ -105,18 +105,19 @@ def _config(out: Path, way: str, seed: int, steps: int, rate: float) -> TrainCon
 
 
 def _run(config: TrainConfig, way: str, seed: int) -> Trained:
-    whole, begun, used = not config.out.exists(), time.perf_counter(), time.process_time()
-    if not train(config).finished:
+    begun, finished = time.process_time(), train(config).finished
+    so_far = config.out / "processor.txt"
+    processor = time.process_time() - begun
+    processor += float(so_far.read_text()) if so_far.is_file() else 0.0
+    so_far.write_text(repr(processor))
+    if not finished:
         raise SystemExit(f"{config.out} was stopped: call again, it goes on")
-    # Of a run that was stopped in between nobody knows them.
-    nobody = float("nan")
-    seconds = time.perf_counter() - begun if whole else nobody
-    processor = time.process_time() - used if whole else nobody
     log = [json.loads(line) for line in (config.out / "log.jsonl").read_text().splitlines()]
     losses, tenth = [line["loss"] for line in log], max(1, len(log) // 10)
     means = [statistics.mean(losses[n : n + tenth]) for n in range(0, len(losses), tenth)]
     lines = (config.out / "validation.jsonl").read_text().splitlines()
     held_out = json.loads(lines[-1])["loss"]
+    seconds = log[-1]["seconds"]
     return Trained(way, seed, means, held_out, _digits(config.out), seconds, processor)
 
 

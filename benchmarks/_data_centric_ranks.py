@@ -208,6 +208,8 @@ class Measured:
         imbalance: mean imbalance, by planner.
         step: mean samples of a step, by planner.
         ends: what a step takes besides.
+        limit: samples a second that no plan of these costs could be above: each step as short as
+            its bound, and the shorter of its ends at both.
     """
 
     speeds: dict[str, list[float]]
@@ -216,6 +218,7 @@ class Measured:
     imbalance: dict[str, float]
     step: dict[str, float]
     ends: StepEnds
+    limit: float
 
 
 def run_workloads(works: list[Workload], rounds: int) -> list[Measured]:
@@ -299,14 +302,17 @@ def _compared(
                     real / _predicted(step.plan, ends, n == 0)
                     for n, (real, step) in enumerate(zip(most, steps, strict=True))
                 ]
-    predicted, imbalance, samples = {}, {}, {}
+    predicted, imbalance, samples, limit = {}, {}, {}, 0.0
+    least = min(ends.first_alone, ends.first_shared) + min(ends.last_alone, ends.last_shared)
     for name, planner in planners.items():
         plans = list(planner)
         seconds = sum(_predicted(plan, ends, n == 0) for n, plan in enumerate(plans))
         predicted[name] = len(shapes) / seconds
         imbalance[name] = statistics.mean(plan.imbalance for plan in plans)
         samples[name] = len(shapes) / len(plans)
-    return Measured(speeds, ratios, predicted, imbalance, samples, ends)
+        if name == "ours":
+            limit = len(shapes) / sum(plan.bound + least for plan in plans)
+    return Measured(speeds, ratios, predicted, imbalance, samples, ends, limit)
 
 
 def _predicted(plan: Any, ends: StepEnds, is_first: bool) -> float:

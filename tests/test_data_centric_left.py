@@ -151,3 +151,20 @@ def _inside(world: World) -> list[str]:
 def test_gradients_are_not_cleared_or_clipped_inside_a_step(pool: Pool) -> None:
     for told in pool.run(_inside, 2):
         assert all("after that loop has ended" in line for line in told)
+
+
+def _weighed(world: World, weights: list[float]) -> tuple[list[int], int]:
+    model, optimizer, loader = _made(world)
+    told = loader.planner, loader.dataset, model, optimizer
+    with pytest.raises(GulliverError, match="0 for every sample"):
+        DataCentricLoader(*told, weight=[0.0] * SAMPLES)
+    weighed = DataCentricLoader(*told, weight=weights)
+    return _rest(model, optimizer, weighed), weighed.passed_over
+
+
+def test_a_step_of_samples_that_weigh_nothing_is_passed_over(pool: Pool) -> None:
+    last = pool.run(_weighed, 2, [1.0] * SAMPLES)[0][0][-4:]
+    weights = [float(index not in last) for index in range(SAMPLES)]
+    for used, passed_over in pool.run(_weighed, 2, weights):
+        assert sorted(used + last) == list(range(SAMPLES))
+        assert passed_over == 4

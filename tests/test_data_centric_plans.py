@@ -198,7 +198,7 @@ def test_steps_are_of_a_kind_however_long_the_lots_that_costs_ask_for(budget: Bu
     shapes = [[lengths[index] for index in indices([plan])] for plan in plans]
     for step, after in itertools.pairwise(shapes[:-1]):
         shares = [(step + after).count(length) / len(step + after) for length in (10, 20, 30)]
-        assert 0.1 < min(shares)
+        assert min(shares) > 0.1
         assert max(shares) < 0.6
 
 

@@ -138,10 +138,23 @@ def test_the_command_draws_steps_and_says_what_would_gain(
 
 def test_shapes_of_a_file_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = tmp_path / "shapes.txt"
-    shapes.write_text("240p/51\n144p/1\n144p/1\n720p/102\n")
+    shapes.write_text("\ufeff240p/51\n144p/1\n144p/1\n720p/102\n", encoding="utf-8")
     options = ["--shapes", str(shapes), "--samples", "4", "--ranks", "2"]
     assert run(["plan", "data", "--costs", str(TABLE), *options]) == 0
     assert "4 of 4 samples once each" in capsys.readouterr().out
+
+
+def test_files_that_cannot_be_read_or_written_are_refused_at_once(tmp_path: Path) -> None:
+    shapes = tmp_path / "shapes.txt"
+    shapes.write_bytes(b"\xff\xfe\x00")
+    for options, told in (
+        (["--shapes", str(shapes)], "is no text in UTF-8"),
+        (["--html", str(tmp_path)], "name a file in a folder that exists"),
+        (["--html", str(tmp_path / "none" / "steps.html")], "name a file in a folder that exists"),
+    ):
+        with pytest.raises(GulliverError, match=told):
+            run(["plan", "data", "--costs", str(TABLE), "--samples", "4", *options])
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,7 @@ class DataCentricLoader:
 
     Attributes:
         degree: degree of the model; None where no sequences are shared.
+        passed_over: samples of steps in which every sample weighs 0; such a step is not given out.
 
     Raises:
         GulliverError: ranks plan differently; the model cannot run what is planned.
@@ -237,6 +238,9 @@ class DataCentricLoader:
         named = [(kind.name, kind.count) for kind in kinds]
         self._switch = RecomputeSwitch(self.model, named) if named else None
         self._given: tuple[TrainingStep, Any] | None = None
+        self.passed_over = 0
+        if isinstance(weight, Sequence) and not any(weight):
+            raise GulliverError("weight= is 0 for every sample: there is nothing to learn from")
 
     def __iter__(self) -> Iterator[TrainingStep]:
         if self._given is not None and not self._given[0]._ended:
@@ -249,10 +253,13 @@ class DataCentricLoader:
             if plan is None:
                 return
             weight = sum(self.weigh(index) for _, batch in plan for index in batch.samples)
+            if weight == 0:  # nothing to learn from, such as texts without labels
+                self.passed_over += plan.samples
+                continue
             if not weight > 0:
                 raise GulliverError(
-                    f"the samples of step {plan.step} count {weight} together: weight= must be "
-                    "above 0 for some of each step"
+                    f"the samples of step {plan.step} count {weight} together: weight= must give "
+                    "numbers of at least 0"
                 )
             step = TrainingStep(self, plan, weight)
             self._given = step, before

@@ -58,6 +58,7 @@ class Replayed:
         spread: largest weight of a sample over the smallest in one step.
         gap: predicted seconds over the bounds of the steps, less 1; None where there is no bound.
         planning: processor seconds of planning.
+        wall: seconds of planning by the clock; on a machine that others use these are more.
         few: samples of a small step: one in twenty has fewer.
         many: samples of a large step: one in twenty has more.
     """
@@ -73,6 +74,7 @@ class Replayed:
     spread: float
     gap: float | None
     planning: float
+    wall: float
     few: float
     many: float
 
@@ -130,9 +132,9 @@ def replay_published(
     method: Method, costs: TableCosts, shapes: Sequence[str], ranks: int, seed: int = 0
 ) -> Replayed:
     """Runs a published planner over an epoch, drops and weights as they are in it."""
-    begun = time.process_time()
-    plan = published_plan(method, costs, Counter(shapes), ranks, seed)
-    planning = time.process_time() - begun
+    clock = _Clock()
+    with clock:
+        plan = published_plan(method, costs, Counter(shapes), ranks, seed)
     seconds = busy = 0.0
     tokens = 0
     sizes: list[int] = []
@@ -148,7 +150,7 @@ def replay_published(
         spreads.append(spread)
     imbalance = 1 - busy / (ranks * seconds) if seconds else 0.0
     effective = float(np.mean(shares)) if shares else 0.0
-    told = (imbalance, effective, max(spreads), None, planning, *_range(sizes))
+    told = (imbalance, effective, max(spreads), None, clock.processor, clock.wall, *_range(sizes))
     return Replayed(method, len(plan.steps), sum(sizes), plan.dropped, tokens, seconds, *told)
 
 
@@ -184,16 +186,41 @@ def replay_ours(
         name: name in the result.
         settings: switches of `DataCentricPlanner`.
     """
-    begun = time.process_time()
-    planner = DataCentricPlanner(costs, shapes, ranks, budget, **settings)
-    plans = list(planner)
-    planning = time.process_time() - begun
-    tokens = sum(len(b.samples) * costs.tokens(b.shape) for plan in plans for _, b in plan)
-    used = {index for plan in plans for _, batch in plan for index in batch.samples}
-    seconds, busy, bound = sums(plans)
-    sizes = _range([plan.samples for plan in plans])
-    told = (1 - busy / (ranks * seconds), 1.0, 1.0, seconds / bound - 1, planning, *sizes)
-    return Replayed(name, len(plans), len(used), len(shapes) - len(used), tokens, seconds, *told)
+    clock = _Clock()
+    with clock:
+        planner = DataCentricPlanner(costs, shapes, ranks, budget, **settings)
+        steps = iter(planner)
+    tokens, used, sizes = 0, set[int](), list[int]()
+    together = np.zeros(3)
+    while True:
+        with clock:
+            plan = next(steps, None)
+        if plan is None:
+            break
+        # Plans are looked at and forgotten, as in training.
+        tokens += sum(len(batch.samples) * costs.tokens(batch.shape) for _, batch in plan)
+        used.update(index for _, batch in plan for index in batch.samples)
+        sizes.append(plan.samples)
+        together += sums([plan])
+    seconds, busy, bound = together.tolist()
+    told = (1 - busy / (ranks * seconds), 1.0, 1.0, seconds / bound - 1)
+    times = (clock.processor, clock.wall, *_range(sizes))
+    count = len(used)
+    return Replayed(name, len(sizes), count, len(shapes) - count, tokens, seconds, *told, *times)
+
+
+class _Clock:
+    """Adds up the seconds of what runs inside, of this process and of the clock."""
+
+    def __init__(self) -> None:
+        self.processor = self.wall = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = time.process_time(), time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.processor += time.process_time() - self._begun[0]
+        self.wall += time.perf_counter() - self._begun[1]
 
 
 def sums(plans: Iterable[StepPlan]) -> tuple[float, float, float]:

@@ -186,7 +186,13 @@ def _check_parts(
     for shape, degrees in seconds.items():
         for degree, row in degrees.items():
             for batch, whole in row.items():
-                sent, again = parts(shape, degree, batch)
+                try:
+                    sent, again = parts(shape, degree, batch)
+                except (AttributeError, TypeError, ValueError) as error:
+                    raise GulliverError(
+                        f"{path}: communication and recompute must be tables by shape, degree and "
+                        f"batch, as cost_table is ({error!r})"
+                    ) from None
                 if sent < 0 or again < 0 or sent + again > whole * (1 + 1e-9):
                     raise GulliverError(
                         f"{path}: {batch} of {shape} on {degree} ranks take {whole:g} s, of which "
