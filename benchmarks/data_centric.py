@@ -396,13 +396,13 @@ def convergence(options: Options) -> Report:
         told = (f"{one.losses[-1]:.4f}", f"{one.held_out:.4f}", f"{one.digits:.1%}")
         times = (f"{one.seconds:.0f}", f"{one.processor:.0f}")
         report.rows.append((one.way, str(one.seed), *told, *times))
-        figures = means.setdefault(one.way, {"loss": [], "held-out": [], "digits": []})
+        figures = means.setdefault(one.way, {"training": [], "held-out": [], "digits": []})
         values = (one.losses[-1], one.held_out, one.digits)
         for name, value in zip(figures, values, strict=True):
             figures[name].append(value)
     plain, planned = (means[way] for way in WAYS)
     report.figures = {way: {n: statistics.mean(v) for n, v in means[way].items()} for way in WAYS}
-    for name in ("loss", "held-out"):
+    for name in ("training", "held-out"):
         apart = statistics.mean(planned[name]) - statistics.mean(plain[name])
         noise = (spread(plain[name]) ** 2 + spread(planned[name]) ** 2) ** 0.5
         told = f"{name} loss: data-centric less plain, in standard errors"

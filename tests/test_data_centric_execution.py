@@ -171,6 +171,19 @@ def test_documents_are_packed_without_padding() -> None:
     assert padded["input_ids"].tolist() == [[5, 6, 0, 0, 0]]
     assert padded["labels"].tolist() == [[-100, 6, -100, -100, -100]]
     assert padded["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
+    whole = {"input_ids": [5, 6], "labels": None, "attention_mask": [1, 1]}
+    assert pack_documents([whole])["labels"].tolist() == [[-100, 6]]
+    for text, told in (
+        ({"input_ids": [0, 5], "attention_mask": [0, 1]}, "leave padding out"),
+        (
+            {"input_ids": [5, 6], "token_type_ids": [0, 0]},
+            r"has \['token_type_ids'\]: give input_ids",
+        ),
+        ({"labels": [5, 6]}, "has no input_ids"),
+        ("text", "the input_ids of a text are a str"),
+    ):
+        with pytest.raises(GulliverError, match=told):
+            pack_documents([text])
     with pytest.raises(GulliverError, match="no texts to pack"):
         pack_documents([])
     with pytest.raises(GulliverError, match="give whole numbers"):

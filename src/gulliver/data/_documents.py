@@ -7,7 +7,7 @@ a micro-batch one behind the other as they are, and positions that begin anew te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ STEPS = 8
 """Planned lengths between a power of two and the next: they are at most an eighth too long."""
 SHORTEST = 16
 IGNORED = -100
+FIELDS = ("input_ids", "labels", "attention_mask")
+"""What a text may have."""
 
 
 def document_shapes(lengths: Iterable[int], causal: bool = True) -> list[SampleShape]:
@@ -53,7 +55,7 @@ def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor
 
     Args:
         documents: token ids of each, ``[length]``; or mappings with ``input_ids`` and perhaps
-            ``labels`` of the same length, unshifted.
+            ``labels`` of the same length, unshifted, and an ``attention_mask`` of ones.
         least: tokens of the row at least; what is missing is a text of its own, without labels.
 
     Returns:
@@ -61,22 +63,14 @@ def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor
         token of a text is no label: the text before it must not learn it.
 
     Raises:
-        GulliverError: no texts, an empty one, ids that are no whole numbers, or other labels.
+        GulliverError: no texts, an empty one, ids that are no whole numbers, other labels, tokens
+            that are masked, or fields that cannot be packed.
     """
     if not len(documents):
         raise GulliverError("there are no texts to pack: give at least one")
     rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
     for document in documents:
-        fields = document if isinstance(document, dict) else {"input_ids": document}
-        ids = torch.as_tensor(fields["input_ids"])
-        labels = torch.as_tensor(fields.get("labels", ids)).clone()
-        if ids.is_floating_point():
-            raise GulliverError(f"a text has ids of {ids.dtype}: give whole numbers")
-        if ids.dim() != 1 or not len(ids) or labels.shape != ids.shape:
-            raise GulliverError(
-                f"a text of ids {tuple(ids.shape)} and labels {tuple(labels.shape)}: expected one "
-                "dim and equal lengths of at least 1"
-            )
+        ids, labels = _ids_and_labels(document)
         labels[0] = IGNORED
         rows["input_ids"].append(ids)
         rows["labels"].append(labels)
@@ -87,3 +81,35 @@ def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor
         rows["labels"].append(rows["labels"][0].new_full((missing,), IGNORED))
         rows["position_ids"].append(torch.arange(missing))
     return {name: torch.cat(parts)[None] for name, parts in rows.items()}
+
+
+def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
+    """Token ids of a text, and labels that may be changed; both [length]."""
+    fields = document if isinstance(document, Mapping) else {"input_ids": document}
+    others = fields.keys() - FIELDS
+    if "input_ids" not in fields or others:
+        told = f"has {sorted(map(str, others))}" if others else "has no input_ids"
+        raise GulliverError(f"a text {told}: give {', '.join(FIELDS)} alone")
+    found = {}
+    for name in FIELDS:
+        given = fields.get(name)
+        if given is None and name != "input_ids":
+            given = found["input_ids"]
+        try:
+            found[name] = torch.as_tensor(given)
+        except (TypeError, ValueError, RuntimeError):
+            raise GulliverError(
+                f"the {name} of a text are a {type(given).__name__}: give whole numbers"
+            ) from None
+    ids, labels = found["input_ids"], found["labels"].clone()
+    if ids.is_floating_point() or labels.is_floating_point():
+        raise GulliverError(f"a text has ids of {ids.dtype}: give whole numbers")
+    if ids.dim() != 1 or not len(ids) or labels.shape != ids.shape:
+        raise GulliverError(
+            f"a text of ids {tuple(ids.shape)} and labels {tuple(labels.shape)}: expected one "
+            "dim and equal lengths of at least 1"
+        )
+    # Padding would be trained as text, and counted in weights of lengths.
+    if fields.get("attention_mask") is not None and not bool(found["attention_mask"].all()):
+        raise GulliverError("a text has tokens that its attention_mask hides: leave padding out")
+    return ids, labels

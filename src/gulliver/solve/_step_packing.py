@@ -24,6 +24,8 @@ Filled = tuple[int, float, list[tuple[int, int]]]
 Packed = tuple[list[Filled], list[int]]
 """Groups, and how many samples of each shape are left."""
 
+FEW = 16
+"""Shapes up to which looking at each is faster than to find the next one that fits."""
 ROUNDED = 1e-12
 """Share of a time by which sums of floats may differ."""
 
@@ -199,11 +201,13 @@ class Order:
             limit: seconds that it runs at most.
             repeat: whether it may run more than one shape.
         """
-        rows, firsts, lows = self._row(degree)
+        rows, firsts, lows = self._rows.get(degree) or self._row(degree)
         members, spent, slack = self.members, 0.0, ROUNDED * limit
         taken: list[tuple[int, int]] = []
-        place = max(head, bisect_left(lows, spent - limit - slack))
-        while place < len(members):
+        places = len(members)
+        many = places > FEW
+        place = max(head, bisect_left(lows, -limit - slack)) if many else head
+        while place < places:
             count = left[members[place]]
             if count and spent + firsts[place] <= limit:
                 ends = rows[place]
@@ -214,6 +218,7 @@ class Order:
                     taken.append((members[place], count))
                     if not repeat:
                         break
-                    place = max(place, bisect_left(lows, spent - limit - slack) - 1)
+                    if many:
+                        place = max(place, bisect_left(lows, spent - limit - slack) - 1)
             place += 1
         return spent, taken
