@@ -301,6 +301,7 @@ def _refused(world: World) -> list[str]:
     say(lambda: step.backward(torch.zeros(())))
     say(lambda: list(step))
     say(lambda: list(step))
+    optimizer.zero_grad()
     step = next(iter(loader))
     batches: Any = iter(step)
     batch = next(batches)

@@ -65,7 +65,9 @@ def load_samples(path: Path | str, model: SampleModel) -> SampleFit:
                 f"({_told(found.get(name))}, here {_told(value)}): measure it again"
             )
     if not all(math.isfinite(rate) and rate >= 0 for rate in asdict(fit).values()):
-        raise GulliverError(f"{path} holds rates below 0: measure it again")
+        raise GulliverError(
+            f"{path} holds rates that are no numbers of at least 0: measure it again"
+        )
     return fit
 
 
