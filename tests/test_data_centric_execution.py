@@ -295,6 +295,7 @@ def _refused(world: World) -> list[str]:
     say(lambda: DataCentricLoader(_one_shape(2), data, norm, slow))
     loader = DataCentricLoader(_one_shape(2), [torch.zeros(4)] * 12, model, optimizer, shape_of=len)
     say(lambda: [list(step) for step in loader])
+    optimizer.zero_grad()
     loader = DataCentricLoader(_one_shape(2), data, model, optimizer)
     step = next(iter(loader))
     say(lambda: step.backward(torch.zeros(1)))
