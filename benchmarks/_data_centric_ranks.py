@@ -303,7 +303,8 @@ def _compared(
                     for n, (real, step) in enumerate(zip(most, steps, strict=True))
                 ]
     predicted, imbalance, samples, limit = {}, {}, {}, 0.0
-    least = min(ends.first_alone, ends.first_shared) + min(ends.last_alone, ends.last_shared)
+    first = min(ends.first_alone, ends.first_shared)
+    least = first + min(ends.last_alone, ends.last_shared)
     for name, planner in planners.items():
         plans = list(planner)
         seconds = sum(_predicted(plan, ends, n == 0) for n, plan in enumerate(plans))
@@ -311,7 +312,8 @@ def _compared(
         imbalance[name] = statistics.mean(plan.imbalance for plan in plans)
         samples[name] = len(shapes) / len(plans)
         if name == "ours":
-            limit = len(shapes) / sum(plan.bound + least for plan in plans)
+            # Before the first step of an epoch nothing is on its way.
+            limit = len(shapes) / (sum(plan.bound + least for plan in plans) - first)
     return Measured(speeds, ratios, predicted, imbalance, samples, ends, limit)
 
 
