@@ -50,7 +50,7 @@ from gulliver.data._planner_costs import (
 )
 from gulliver.data._position import check_position
 from gulliver.data._step_ends import StepEnds
-from gulliver.data._steps import Facts, MicroBatch, RankGroup, Shape, SolvedStep, StepPlan, facts_of
+from gulliver.data._steps import Facts, Shape, SolvedStep, StepPlan, facts_of, place
 from gulliver.data._windows import Queue, Stream, Window, lots
 from gulliver.errors import GulliverError
 from gulliver.hardware import Refinement
@@ -327,7 +327,7 @@ class DataCentricPlanner:
         members: dict[Shape, list[int]] = {}
         for index, shape in zip(indices, shapes, strict=True):
             members.setdefault(shape, []).append(index)
-        phases = [self._groups(part, members) for part in solved.parts]
+        phases = [place(part, members, self._facts, self.ranks) for part in solved.parts]
         aside = [(index, shape) for shape in members for index in members[shape]]
         if aside:
             self._queue.put_back(aside, self._weights)
@@ -364,7 +364,6 @@ class DataCentricPlanner:
             others = {s: n for s, n in shapes.items() if s not in wide}
             if not others:
                 continue
-            # The shorter plan needs two that are: what even their bounds exclude is not planned.
             if self._hopeless(best, self._solver.bound(wide), self._solver.bound(others)):
                 continue
             first = self._solver.plan_step(wide)
@@ -377,10 +376,7 @@ class DataCentricPlanner:
         return best
 
     def _hopeless(self, best: SolvedStep, *seconds: float) -> bool:
-        """Whether parts of at least so many seconds cannot be shorter than the best so far.
-
-        Where the ends of a step count, the order of its parts does, too: then none is excluded.
-        """
+        """Whether parts of at least so many seconds cannot be shorter, where ends do not count."""
         return self.ends is None and sum(seconds) >= best.seconds * (1 + 1e-9)
 
     def _orders(
@@ -396,35 +392,10 @@ class DataCentricPlanner:
 
     def _around(self, parts: Sequence[BalancedStep]) -> float:
         """Seconds at both ends of a step."""
-        if self.ends is None:
-            return 0.0
-        first, last = (any(work.degree > 1 for work in parts[n].groups) for n in (0, -1))
-        ends = self.ends
-        begin = ends.first_shared if first else ends.first_alone
-        return begin + (ends.last_shared if last else ends.last_alone)
+        return 0.0 if self.ends is None else self.ends.around(parts)
 
     def _weights(self, shape: Shape) -> float:
         return weight(self.budget, self.costs.tokens(shape), self._time_of(shape))
-
-    def _groups(
-        self, solved: BalancedStep, members: dict[Shape, list[int]]
-    ) -> tuple[RankGroup, ...]:
-        """Gives ranks and samples to groups, the widest first; takes them from `members`."""
-        first, groups = 0, []
-        for work in solved.groups:
-            batches = []
-            for shape, sizes in work.pieces:
-                facts, waiting = self._facts[shape, work.degree], members[shape]
-                start = 0
-                for size in sizes:
-                    samples = tuple(waiting[start : start + size])
-                    start += size
-                    batches.append(MicroBatch(shape, samples, *facts[size - 1]))
-                del waiting[:start]
-            groups.append(RankGroup(tuple(range(first, first + work.degree)), tuple(batches)))
-            first += work.degree
-        groups += [RankGroup((rank,)) for rank in range(first, self.ranks)]
-        return tuple(groups)
 
     def check_sample(self, index: int, planned: Shape, found: Shape) -> None:
         """Refuses a sample that is of another shape than the table says.

@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass
 
 from gulliver.data._steps import RankGroup
 from gulliver.errors import GulliverError
+from gulliver.solve import BalancedStep
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class StepEnds:
     def last(self, groups: Sequence[RankGroup]) -> float:
         """Seconds at the end, by the groups of the last phase."""
         return self.last_shared if _shared(groups) else self.last_alone
+
+    def around(self, parts: Sequence[BalancedStep]) -> float:
+        """Seconds at both ends, by the parts of a step in their order."""
+        first, last = (any(work.degree > 1 for work in parts[n].groups) for n in (0, -1))
+        begin = self.first_shared if first else self.first_alone
+        return begin + (self.last_shared if last else self.last_alone)
 
 
 def _shared(groups: Sequence[RankGroup]) -> bool:

@@ -6,7 +6,7 @@ after the other. It is plain data, equal on all ranks, and knows nothing of how 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,3 +160,34 @@ class SolvedStep:
     parts: tuple[BalancedStep, ...]
     seconds: float
     bound: float
+
+
+def place(
+    solved: BalancedStep,
+    members: dict[Shape, list[int]],
+    facts: Mapping[tuple[Shape, int], list[Facts]],
+    ranks: int,
+) -> tuple[RankGroup, ...]:
+    """Gives ranks and samples to groups, the widest first.
+
+    Args:
+        solved: groups by their degrees, and how many samples each micro-batch has.
+        members: waiting samples of each shape; those that are given are taken from it.
+        facts: facts of micro-batches by shape and degree.
+        ranks: all ranks; those that are left have no work.
+    """
+    first, groups = 0, []
+    for work in solved.groups:
+        batches = []
+        for shape, sizes in work.pieces:
+            known, waiting = facts[shape, work.degree], members[shape]
+            start = 0
+            for size in sizes:
+                samples = tuple(waiting[start : start + size])
+                start += size
+                batches.append(MicroBatch(shape, samples, *known[size - 1]))
+            del waiting[:start]
+        groups.append(RankGroup(tuple(range(first, first + work.degree)), tuple(batches)))
+        first += work.degree
+    groups += [RankGroup((rank,)) for rank in range(first, ranks)]
+    return tuple(groups)

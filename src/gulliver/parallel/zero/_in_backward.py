@@ -195,8 +195,10 @@ class InBackward:
         """Refuses what comes too late where a backward has begun a step.
 
         Raises:
-            GulliverError: a step was begun.
+            GulliverError: a step was begun, or one whose ranks have unequal work is under way.
         """
+        if self._shards.inside:
+            raise GulliverError(self._shards.inside)
         if self.begun:
             raise GulliverError(
                 f"{what} between backward and step: step_in_backward has begun the step already; "

@@ -82,9 +82,6 @@ class ZeroOptimizer(BoostedOptimizer):
     spreads_state = True
     adds_micro_batches = False
 
-    open_step = False
-    """Whether a step whose ranks have unequal work is under way: its gradients are not whole."""
-
     def __init__(
         self,
         inner: torch.optim.Optimizer,
@@ -347,22 +344,14 @@ class ZeroOptimizer(BoostedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients; with ``set_to_none=False`` those that there are become zeros."""
         self._begun.refuse("zero_grad was called")
-        self._refuse_inside()
-        self.unfinished = ""
-        self._used = None
+        self._used, self.unfinished = None, ""
         self._reducer.forget(set_to_none)
         if self.tuner is not None and set_to_none and self.gatherer.step > self._tuned:
             self._tuned = self.gatherer.step
             self.tuner.stepped()
 
-    def _refuse_inside(self) -> None:
-        """Refuses what would take gradients away, or look at them, while a step adds them up."""
-        if self.open_step:
-            raise GulliverError(self.unfinished)
-
     def _landed(self) -> list[ShardedChunk]:
         """Returns the chunks, whose gradients are in the shards."""
-        self._refuse_inside()
         self._begun.refuse("gradients were clipped or read")
         self._settle()
         self._reducer.land_all()

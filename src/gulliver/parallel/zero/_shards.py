@@ -74,6 +74,7 @@ class ShardedState:
         gatherer: moves parameters from them.
         uses: names in the order in which a forward is expected to read them, before it is known.
         on_gradient: called with the name of a parameter whose gradient has come.
+        inside: why gradients may not be read or forgotten now; empty where they may.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ShardedState:
         self.sleeping = {p: self.frozen_names[p] for p in chain(*self._given) if p in frozen}
         self.list_members()
         self.watched = GroupWatch(inner, group)
-        self.manager = manager
+        self.manager, self.inside = manager, ""
         self.pool = BufferPool() if manager is None else LentBuffers(manager)
         self.tiers = None if manager is None else Tiers(inner)
         self.by_chunk = steps_by_chunk(inner)

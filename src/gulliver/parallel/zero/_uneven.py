@@ -81,7 +81,7 @@ def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
         raise GulliverError(optimizer.unfinished)
     shards = optimizer.shards
     wake(shards)
-    optimizer.unfinished, optimizer.open_step = UNFINISHED, True
+    optimizer.unfinished = shards.inside = UNFINISHED
     try:
         with shards.gatherer.whole():
             step = UnevenStep(optimizer)
@@ -93,7 +93,7 @@ def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
     else:
         optimizer.unfinished = ""
     finally:
-        optimizer.open_step = False
+        shards.inside = ""
 
 
 def check_uneven(optimizer: ZeroOptimizer) -> None:
