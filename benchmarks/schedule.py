@@ -11,12 +11,15 @@ jobs beside the simulator, and kills some.
 
 from __future__ import annotations
 
+import os
+import pickle
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import tyro
 
@@ -92,6 +95,9 @@ class Options:
     """Where real jobs run: local starts Ray here, here does without Ray."""
     keep: bool = False
     """Write the result files."""
+    traces: Path | None = None
+    """Folder that simulated traces are kept in: a run that was cut off goes on from there, whichever
+    code they are of."""
 
 
 Found = dict[str, list[Summary]]
@@ -110,11 +116,26 @@ def one(table: str, trace: str, seed: int) -> tuple[dict[str, Summary], float]:
     return found, statistics.fmean(gaps)
 
 
+def remembered(folder: Path | None, simulate_one: Callable[..., Any], *given: Any) -> Any:
+    """Simulates a trace, or reads what it came to when it was simulated before."""
+    if folder is None:
+        return simulate_one(*given)
+    path = folder / f"{simulate_one.__name__}-{'-'.join(map(str, given))}.pickle"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(f".{os.getpid()}").write_bytes(pickle.dumps(simulate_one(*given)))
+        path.with_suffix(f".{os.getpid()}").replace(path)
+    return pickle.loads(path.read_bytes())
+
+
 def gather(part: Part, traces: tuple[str, ...], options: Options) -> dict[str, tuple[Found, float]]:
     """Simulates traces of all seeds."""
     with ProcessPoolExecutor(options.processes) as pool:
         waiting = {
-            trace: [pool.submit(one, part, trace, seed) for seed in range(options.seeds)]
+            trace: [
+                pool.submit(remembered, options.traces, one, part, trace, seed)
+                for seed in range(options.seeds)
+            ]
             for trace in traces
         }
         done = {trace: [task.result() for task in tasks] for trace, tasks in waiting.items()}
@@ -218,7 +239,10 @@ def attainable(options: Options) -> None:
     )  # fmt: skip
     with ProcessPoolExecutor(options.processes) as pool:
         waiting = {
-            trace: [pool.submit(attainable_of, trace, seed) for seed in range(options.seeds)]
+            trace: [
+                pool.submit(remembered, options.traces, attainable_of, trace, seed)
+                for seed in range(options.seeds)
+            ]
             for trace in KINDS
         }
         done = {trace: [task.result() for task in tasks] for trace, tasks in waiting.items()}
@@ -284,7 +308,10 @@ def placement(options: Options) -> None:
     )  # fmt: skip
     with ProcessPoolExecutor(options.processes) as pool:
         waiting = {
-            (trace, size): [pool.submit(placed, trace, seed, size) for seed in range(options.seeds)]
+            (trace, size): [
+                pool.submit(remembered, options.traces, placed, trace, seed, size)
+                for seed in range(options.seeds)
+            ]
             for trace in ("steady", "fixed-batch")
             for size in NODES
         }
