@@ -103,17 +103,16 @@ class Options:
 Found = dict[str, list[Summary]]
 
 
-def one(table: str, trace: str, seed: int) -> tuple[dict[str, Summary], float]:
-    """Simulates all policies on one trace; with them the mean gap of ours to its bound."""
-    policies = KIND_POLICIES if table == "kinds" else ARTIFACT_POLICIES
+def one(table: str, trace: str, seed: int, policy: str) -> tuple[Summary, float]:
+    """Simulates a policy on a trace; with it the mean gap of its plans to their bound."""
     jobs, cluster = generate(trace, seed)
-    found, gaps = {}, [0.0]
-    for name, make in policies.items():
-        result = simulate(jobs, cluster, make())
-        found[name] = result.summary()
-        if name.startswith(OURS):
-            gaps = result.gaps
-    return found, statistics.fmean(gaps)
+    result = simulate(jobs, cluster, policies_of(table)[policy]())
+    return result.summary(), statistics.fmean(result.gaps or [0.0])
+
+
+def policies_of(table: str) -> dict[str, Callable[[], Policy]]:
+    """Names the policies of a table."""
+    return KIND_POLICIES if table == "kinds" else ARTIFACT_POLICIES
 
 
 def remembered(folder: Path | None, simulate_one: Callable[..., Any], *given: Any) -> Any:
@@ -129,22 +128,25 @@ def remembered(folder: Path | None, simulate_one: Callable[..., Any], *given: An
 
 
 def gather(part: Part, traces: tuple[str, ...], options: Options) -> dict[str, tuple[Found, float]]:
-    """Simulates traces of all seeds."""
+    """Simulates traces of all seeds; with them the mean gap of ours."""
+    names, seeds = policies_of(part), range(options.seeds)
     with ProcessPoolExecutor(options.processes) as pool:
         waiting = {
-            trace: [
-                pool.submit(remembered, options.traces, one, part, trace, seed)
-                for seed in range(options.seeds)
-            ]
+            (trace, name, seed): pool.submit(
+                remembered, options.traces, one, part, trace, seed, name
+            )
             for trace in traces
+            for seed in seeds
+            for name in names
         }
-        done = {trace: [task.result() for task in tasks] for trace, tasks in waiting.items()}
+        done = {key: task.result() for key, task in waiting.items()}
+    last = [name for name in names if name.startswith(OURS)][-1]
     return {
         trace: (
-            {name: [found[name] for found, _ in results] for name in results[0][0]},
-            statistics.fmean(gap for _, gap in results),
+            {name: [done[trace, name, seed][0] for seed in seeds] for name in names},
+            statistics.fmean(done[trace, last, seed][1] for seed in seeds),
         )
-        for trace, results in done.items()
+        for trace in traces
     }
 
 

@@ -83,6 +83,7 @@ class FakeBackend:
     def start(self, launch: Launch) -> None:
         busy = {s for a in self.attempts.values() for s in a.launch.slots}
         assert not busy & set(launch.slots), "a slot has two ranks"
+        assert set(launch.slots) <= set(self.places), "a slot is gone"
         name = launch.submission.name
         acts = self.behaviours.setdefault(name, Behaviour())
         first = self.saved.get(name, -1) + 1

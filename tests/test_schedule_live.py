@@ -180,13 +180,24 @@ def test_a_job_that_fails_again_and_again_is_given_up_with_its_last_line(tmp_pat
     )
 
 
-def test_a_node_that_leaves_is_survived_on_the_slots_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [False, True], ids=["seen gone", "does not answer"])
+def test_a_node_that_leaves_is_survived_on_the_slots_left(
+    asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = FakeCluster(tmp_path, slots=4)
     cluster.backend.places |= {2: "b", 3: "b"}
     cluster.submit("a", slots=4, tries=1)
     cluster.run(6)
     assert len(cluster.jobs["a"].held) == 4
-    cluster.backend.lose("b")
+    if asked:
+        # As Ray's nodes: it is the question for the ends of ranks that nobody answers.
+        ended = cluster.backend.ended
+        asks = iter([lambda: cluster.backend.lose("b")])
+        monkeypatch.setattr(
+            cluster.backend, "ended", lambda: (next(asks, lambda: None)(), ended())[1]
+        )
+    else:
+        cluster.backend.lose("b")
     cluster.run(4)
     job = cluster.jobs["a"]
     assert set(job.held) <= {0, 1}

@@ -75,8 +75,9 @@ class Controller:
         """Looks, decides and acts."""
         now = self._now()
         self._account(now)
-        causes = self._follow_nodes() + self._follow_submissions(now)
-        causes += self._follow_ends(now) + self._follow_reports(now)
+        # Ends first: a rank that does not answer is how one hears that a node is gone.
+        causes = self._follow_ends(now) + self._follow_nodes() + self._follow_submissions(now)
+        causes += self._follow_reports(now)
         causes += self._follow_wishes(now) + self._follow_time(now)
         due = self.wake is not None and now >= self.wake
         if causes or due:
@@ -338,7 +339,9 @@ class Controller:
         held = {slot for job in self.jobs.values() for slot in job.held}
         for job in self.jobs.values():
             if job.phase is Phase.WAITING and job.assigned and not job.stopping:
-                if not held & set(job.assigned) and set(job.assigned) <= set(self.slots):
+                # Asked anew: the start of another job may have found a node gone.
+                there = set(self.backend.slots())
+                if not held & set(job.assigned) and set(job.assigned) <= there:
                     self._launch(job, now)
                     held |= set(job.held)
             elif job.phase is Phase.RUNNING and (
