@@ -96,8 +96,8 @@ class Options:
     keep: bool = False
     """Write the result files."""
     traces: Path | None = None
-    """Folder that simulated traces are kept in: a run that was cut off goes on from there, whichever
-    code they are of."""
+    """Folder that simulated traces are kept in: a run that was cut off goes on from there, with
+    whatever code made them."""
 
 
 Found = dict[str, list[Summary]]
