@@ -2,8 +2,9 @@
 
 Eight small jobs come to 4 slots under two policies. Their steps sleep as long as their costs say,
 as a host does while its device computes, so that 4 slots fit two cores; what the scheduler adds is
-real: processes, checkpoints, resizes. Before, one job is started and resized, and the seconds of
-that are all that the simulator is told of this machine.
+real: processes, checkpoints, resizes. Before, one job is started, resized and ended, and what the
+scheduler measures of it (seconds of a step on 1, 2 and 4 slots, of a start, of resizes, of saves
+that others wait for, of an end) is all that the simulator is told of this machine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ from gulliver.schedule.live import (
     Controller,
     LiveJob,
     LocalNodes,
+    Measured,
     Nodes,
     Phase,
     RayNodes,
@@ -166,29 +168,26 @@ def off(folder: Path, steps: int, expected: Sequence[float]) -> tuple[float, int
     return max(abs(a["loss"] - b) for a, b in zip(curve, expected, strict=False)), wrong
 
 
-def calibrate(folder: Path, nodes: Nodes) -> tuple[float, list[float]]:
-    """Seconds of a start, and of resizes to other numbers of slots."""
+SIZES = (1, 2, 4, 1, 2)
+"""Slots of the job that is looked at before, one after the other."""
+FEW = 14
+"""Steps on each of them."""
+
+
+def calibrate(folder: Path, nodes: Nodes) -> LiveJob:
+    """Runs a job on several numbers of slots to its end, and so measures what the scheduler does."""
     policy = Given()
     stage = Stage.make(folder, nodes, policy)
-    stage.submit("calibration", 1000, 1)
-    for count in (2, 4, 1, 2):
-        before = stage.step("calibration")
-        stage.until(lambda before=before: stage.step("calibration") > before + 3)
+    stage.submit("calibration", FEW * len(SIZES), 1)
+    for place, count in enumerate(SIZES):
         policy.count = count
-        stage.until(
-            lambda count=count: (
-                len(stage.control.jobs["calibration"].held) == count
-                and stage.step("calibration") >= 0
-            )
-        )
-    job = stage.control.jobs["calibration"]
-    (stage.control.spool.job(job.name) / "stop").touch()
-    stage.until(lambda: job.phase.over)
-    return job.starts[0], job.resizes
+        stage.until(lambda place=place: stage.step("calibration") > FEW * (place + 0.7))
+    stage.until(lambda: not stage.control.busy)
+    return stage.control.jobs["calibration"]
 
 
-def jobs_of(start: float, resize: float) -> list[Job]:
-    """The trace: arrivals, samples and costs."""
+def jobs_of(known: Job) -> list[Job]:
+    """The trace: arrivals, samples and costs, with all seconds as they were measured."""
     return [
         Job(
             f"j{number}",
@@ -196,9 +195,11 @@ def jobs_of(start: float, resize: float) -> list[Job]:
             float(steps * BATCH),
             BATCH,
             slots,
-            COSTS,
-            resize_seconds=resize,
-            start_seconds=start,
+            known.scaling,
+            resize_seconds=known.resize_seconds,
+            start_seconds=known.start_seconds,
+            save_seconds=known.save_seconds,
+            end_seconds=known.end_seconds,
             most_slots=BATCH,
         )
         for number, (steps, slots) in enumerate(zip(STEPS, ASKED, strict=True))
@@ -206,11 +207,11 @@ def jobs_of(start: float, resize: float) -> list[Job]:
 
 
 def run_trace(
-    folder: Path, nodes: Nodes, policy: str, trace: Sequence[Job], resizes: Sequence[float]
+    folder: Path, nodes: Nodes, policy: str, trace: Sequence[Job], before: LiveJob
 ) -> Stage:
     """Runs the trace as real jobs."""
     stage = Stage.make(folder, nodes, make_policy(policy))
-    stage.control.resize_seconds = list(resizes)
+    stage.control.measured = Measured.of([before])
     for job in trace:
         due = stage.control.begun + job.arrival
         stage.until(lambda due=due: time.time() >= due)
@@ -257,14 +258,15 @@ def real(address: str, keep: bool) -> None:
 
 
 def _real(place: Path, nodes: Nodes, report: Report) -> None:
-    start, resizes = calibrate(place / "calibration", nodes)
-    trace = jobs_of(start, statistics.fmean(resizes))
+    before = calibrate(place / "calibration", nodes)
+    known = before.job()
+    trace = jobs_of(known)
     longest = plain_losses(max(*STEPS, 8 * KILLS))
-    report.figures |= {"start_seconds": start, "resize_seconds": resizes}
+    report.figures |= {"measured": before.measured._asdict(), "costs": asdict(known.scaling)}
     worst, wrong, resized = 0.0, 0, 0
     for policy in POLICIES:
         expected = simulate(trace, JobCluster(SLOTS), make_policy(policy))
-        stage = run_trace(place / policy, nodes, policy, trace, resizes)
+        stage = run_trace(place / policy, nodes, policy, trace, before)
         _compare(report, policy, trace, expected.ends, stage)
         for job, steps in zip(trace, STEPS, strict=True):
             difference, bad = off(stage.control.spool.job(job.name), steps, longest)
@@ -283,10 +285,14 @@ def _real(place: Path, nodes: Nodes, report: Report) -> None:
         at_most("samples that count not exactly once after the kills", missing, 0),
     ]
     kind = "Ray" if isinstance(nodes, RayNodes) else "processes of this machine"
-    each = ", ".join(f"{seconds:.2f}" for seconds in resizes)
+    each = ", ".join(f"{seconds:.2f}" for seconds in before.resizes)
+    steps_told = ", ".join(f"{known.scaling.seconds(n, BATCH):.3f}" for n in (1, 2, 4))
+    steps_asked = ", ".join(f"{COSTS.seconds(n, BATCH):.3f}" for n in (1, 2, 4))
     report.notes += [
-        f"On {kind}. A start took {start:.2f} s and resizes {each} s before; the simulator has "
-        "their mean. Steps sleep as long as their costs say, so that a slot is no core.",
+        f"On {kind}. Before, a start took {known.start_seconds:.2f} s, resizes {each} s, of which "
+        f"{known.save_seconds:.2f} until the slots were free, and an end {known.end_seconds:.2f} "
+        f"s; steps on 1, 2 and 4 slots took {steps_told} s, of which {steps_asked} are slept, so "
+        "that a slot is no core. The simulator is told these means and nothing else.",
         f"The killed job ran on 2 slots, saved every 4 steps, and was started {victim.attempt} "
         "times.",
     ]

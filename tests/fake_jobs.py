@@ -35,6 +35,7 @@ class Behaviour:
         scaling: seconds of a step.
         start: seconds from a start to the first step.
         save: seconds of a save.
+        tail: seconds from the last step to the end.
         every: steps between two checkpoints.
         silent: whether it says nothing.
         deaf: whether it never leaves.
@@ -44,6 +45,7 @@ class Behaviour:
     scaling: Scaling = field(default_factory=lambda: Scaling(0.05))
     start: float = 1.0
     save: float = 0.5
+    tail: float = 0.0
     every: int = 10
     silent: bool = False
     deaf: bool = False
@@ -151,6 +153,9 @@ class FakeBackend:
         leaving = asked and not complete and not acts.deaf
         if not acts.silent:
             self._tell(found, at, done, leaving)
+        if complete and acts.tail:
+            found.leaves_at = found.next = at + acts.tail
+            return
         if complete:
             self._end(name, 0)
             return

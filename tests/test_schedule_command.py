@@ -54,6 +54,8 @@ def test_measured_points_become_costs(tmp_path: Path) -> None:
         ({"arrival": 9, "deadline": 5}, "deadline is 5.0: give a number from 9 on"),
         ({"announced": "perhaps"}, "announced is 'perhaps': give true or false"),
         ({"measured": [[1, 32, 100]]}, "give measured points or sample_seconds, not both"),
+        ({"measured": [], "sample_seconds": None}, "job 1: measured: no measured points: give at"),
+        ({"save_seconds": 9, "resize_seconds": 5}, "job 'a': save_seconds 9 are a part of resize"),
     ],
 )
 def test_bad_jobs_are_refused_in_one_line(tmp_path: Path, changed: dict, told: str) -> None:

@@ -214,7 +214,10 @@ def submit(config: Submit) -> int:
         **{name: getattr(config, name) for name in same},
     )
     spool.check(submission)
-    begun = ensure_scheduler(_options(config))
+    begun = ensure_scheduler(
+        _options(config),
+        lambda what: print(f"the scheduler {what}", file=sys.stderr, flush=True),
+    )
     about = spool.scheduler() or {}
     if submission.slots > about.get("slots", submission.slots):
         raise GulliverError(

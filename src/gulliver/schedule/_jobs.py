@@ -41,6 +41,9 @@ class Job:
         resize_seconds: seconds that it loses when its slots change, and when it goes on after a
             pause.
         start_seconds: seconds from its first slots to its first step.
+        save_seconds: those of `resize_seconds` in which it saves and still holds the slots that it
+            leaves.
+        end_seconds: seconds from its last step until it has ended and its slots are free.
         most_slots: largest number of slots that it runs on, None for any.
         announced: whether policies know `samples`; otherwise they have to estimate.
         curvature: how fast its loss falls, as policies observe it: it is by then
@@ -64,6 +67,8 @@ class Job:
     announced: bool = True
     curvature: float = 3.0
     start_seconds: float = 0.0
+    save_seconds: float = 0.0
+    end_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         told = f"job {self.name!r}"
@@ -71,7 +76,13 @@ class Job:
         _number(f"{told}: samples", self.samples, 0, above=True)
         _number(f"{told}: noise", self.noise, 0)
         _number(f"{told}: resize_seconds", self.resize_seconds, 0)
-        _number(f"{told}: start_seconds", self.start_seconds, 0)
+        for name in ("start_seconds", "save_seconds", "end_seconds"):
+            _number(f"{told}: {name}", getattr(self, name), 0)
+        if self.save_seconds > self.resize_seconds:
+            raise GulliverError(
+                f"{told}: save_seconds {self.save_seconds:g} are a part of resize_seconds, which "
+                f"are {self.resize_seconds:g}: give at most as many"
+            )
         _number(f"{told}: curvature", self.curvature, 0, above=True)
         for name in ("batch", "slots", "least_batch", "most_batch", "most_slots"):
             if (value := getattr(self, name)) is not None:

@@ -3,7 +3,8 @@
 Between two events nothing changes, so progress is rate times seconds and the next event is known in
 closed form: a job comes, a job ends, or the policy asks to be woken. At each event the policy says
 what every job has from then on. A job whose slots change makes no progress for its resize seconds,
-while it holds the new slots. Read `simulate`, then `_Run`.
+while it holds the new slots. Where a job has `save_seconds` or `end_seconds`, those who get its
+slots wait for it (`_handover.py`). Read `simulate`, then `_Run`.
 
 Of several nodes, `_nodes.py` says which slots a job gets, unless its policy names them. It does not
 know how long a step is delayed by its neighbours.
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gulliver.errors import GulliverError
+from gulliver.schedule._handover import Handover
 from gulliver.schedule._jobs import Job, JobCluster, check_trace
 from gulliver.schedule._nodes import on_nodes
 from gulliver.schedule._result import Change, Result, Round, Segment
@@ -90,6 +92,7 @@ class _Run:
         self.result = Result(jobs, cluster, policy.name)
         self.present: list[JobState] = []
         self.finished: list[JobState] = []
+        self.handover = Handover()
         self.now = 0.0
 
     def run(self) -> Result:
@@ -147,9 +150,10 @@ class _Run:
             left = state.job.samples - state.done
             state.drawn += left * _drawn_per_sample(state)
             state.done = state.job.samples
-            self.result.ends[state.job.name] = self.now
+            self.result.ends[state.job.name] = self.now + state.job.end_seconds
             self.present.remove(state)
             self.finished.append(state)
+            self.handover.end(state, self.now)
             state.slots, state.batch = (), 0
             told += f"{state.job.name} ended; "
         return told
@@ -207,6 +211,11 @@ class _Run:
         if self.cluster.nodes > 1:
             chosen.update(on_nodes(self.present, decision, chosen, self.cluster, self.now))
         self._check(chosen)
+        left = {
+            state.job.name: self.handover.leave(state, self.now)
+            for state in self.present
+            if state.slots != chosen.get(state.job.name, ((), 0))[0]
+        }
         changes = []
         for state in self.present:
             slots, batch = chosen.get(state.job.name, ((), 0))
@@ -215,9 +224,9 @@ class _Run:
             before = state.count
             if slots != state.slots:
                 changes.append(Change(state.job.name, before, len(slots)))
+                ready = self.handover.enter(state, slots, self.now, left[state.job.name])
                 if slots:
-                    costs = state.job.start_seconds, state.job.resize_seconds
-                    state.ready = self.now + costs[state.started is not None]
+                    state.ready = ready
                     state.resizes += state.started is not None
                     state.started = self.now if state.started is None else state.started
                 state.changed, state.epochs_since = self.now, 0.0

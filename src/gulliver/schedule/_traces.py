@@ -117,7 +117,10 @@ def _job(path: Path, number: int, row: Mapping[str, Any]) -> Job:
             raise GulliverError(
                 f"{told}: measured: give a list of [slots, batch, samples a second]"
             )
-        scaling = fit_scaling([(int(n), int(b), float(speed)) for n, b, speed in points])
+        try:
+            scaling = fit_scaling([(int(n), int(b), float(speed)) for n, b, speed in points])
+        except GulliverError as error:
+            raise GulliverError(f"{told}: measured: {error}") from None
     elif "sample_seconds" in costs:
         scaling = Scaling(**costs)
     else:

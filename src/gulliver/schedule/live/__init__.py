@@ -32,7 +32,7 @@ from gulliver.schedule.live._history import (
 )
 from gulliver.schedule.live._ray import RayNodes
 from gulliver.schedule.live._submission import Spool, Submission, default_folder
-from gulliver.schedule.live._tracking import LiveJob, Phase
+from gulliver.schedule.live._tracking import LiveJob, Measured, Phase
 
 __all__ = [
     "HERE",
@@ -45,6 +45,7 @@ __all__ = [
     "Launch",
     "LiveJob",
     "LocalNodes",
+    "Measured",
     "Nodes",
     "Phase",
     "RankEnd",

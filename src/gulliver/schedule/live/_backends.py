@@ -163,7 +163,7 @@ class Agent:
         """Address of this node, and a port that is free there now."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return _own_address(), probe.getsockname()[1]
+            return own_address(), probe.getsockname()[1]
 
     def start(self, ranks: Sequence[RankStart]) -> None:
         """Starts ranks."""
@@ -193,7 +193,7 @@ class Agent:
             self._program.wait()
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """Address that other nodes reach this one by; no packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

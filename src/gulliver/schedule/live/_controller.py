@@ -24,7 +24,7 @@ from gulliver.schedule._result import Change, Round, Segment
 from gulliver.schedule._state import Policy, View, limits_of, placed
 from gulliver.schedule.live._backends import Backend, Launch, RankEnd
 from gulliver.schedule.live._submission import Spool, read_object, write_object
-from gulliver.schedule.live._tracking import LiveJob, Phase
+from gulliver.schedule.live._tracking import LiveJob, Measured, Phase
 
 ROUNDS = 1000
 """Decisions that are remembered."""
@@ -56,7 +56,7 @@ class Controller:
         self.jobs: dict[str, LiveJob] = {}
         self.slots: dict[int, str] = {}
         self.rounds: deque[Round] = deque(maxlen=ROUNDS)
-        self.resize_seconds: list[float] = []
+        self.measured = Measured([], [], [], [])
         self.wake: float | None = None
         self.refused: dict[str, str] = {}
         self.changed, self.draining = True, False
@@ -178,6 +178,8 @@ class Controller:
             return self._failed(job, now)
         if left:
             job.saving = now - (job.progress["time"] - self.begun)
+            job.saves.append(job.saving)
+            self.measured.saves.append(job.saving)
             job.go(Phase.WAITING, "has saved and left its slots")
             self.changed = True
             return []
@@ -192,6 +194,8 @@ class Controller:
         if samples is not None and done < samples * (1 - 1e-9):
             note = f"ended by itself after {done:g} of {samples:g} samples"
             return self._finish(job, Phase.ENDED, now, note)
+        job.ends = [max(0.0, now - (job.progress["time"] - self.begun))]
+        self.measured.ends.extend(job.ends)
         return self._finish(job, Phase.ENDED, now, "done")
 
     def _finish(self, job: LiveJob, phase: Phase, now: float, note: str) -> list[str]:
@@ -242,9 +246,10 @@ class Controller:
         seconds = max(0.0, begun - job.launched)
         if job.attempt == 1:
             job.starts = [seconds]
+            self.measured.starts.append(seconds)
         elif job.saving is not None:
             job.resizes.append(seconds + job.saving)
-            self.resize_seconds.append(job.resizes[-1])
+            self.measured.resizes.append(job.resizes[-1])
         job.saving = None
         if job.phase is Phase.STARTING:
             job.go(Phase.RUNNING, f"runs since {begun:.4g} s")
@@ -325,7 +330,7 @@ class Controller:
     def view(self, now: float, present: list[LiveJob], here: list[int], cause: str) -> View:
         """What the policy sees: slots are numbered from 0 on, whichever are there."""
         places = {slot: place for place, slot in enumerate(here)}
-        states = [job.seen(now, places, self.resize_seconds) for job in present]
+        states = [job.seen(now, places, self.measured) for job in present]
         room = sum(self.quotas.values())
         # Of a cluster that has lost nodes not all quotas are there: all tenants share then.
         cluster = JobCluster(len(here), self.quotas if room <= len(here) else {})

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +32,8 @@ from gulliver.schedule.live._submission import Spool, write_object
 
 HERE, LOCAL = "here", "local"
 """Addresses without Ray, and of a Ray cluster that is started for the schedule."""
+STARTS = {HERE: "imports torch once for all jobs", LOCAL: "starts a Ray cluster on this machine"}
+"""What a scheduler does first, by its address."""
 PROGRAM = "from gulliver.schedule.live._daemon import main; main()"
 TICK_S = 0.1
 SECONDS_BETWEEN_WRITES = 0.5
@@ -120,6 +122,7 @@ def serve(options: SchedulerOptions) -> None:
     with only_one(spool):
         # One that was killed has left it.
         (spool.path / "scheduler.json").unlink(missing_ok=True)
+        spool.starts(STARTS.get(options.address, f"joins the Ray cluster at {options.address}"))
         nodes = make_nodes(options)
         try:
             before = read_history(spool)
@@ -129,9 +132,11 @@ def serve(options: SchedulerOptions) -> None:
                 take_up(job)
                 controller.jobs[job.name] = job
             controller.rounds.extend(before.rounds if before else ())
+            spool.starts("waits for the nodes, where torch is imported once for all jobs")
             while not controller.slots:
                 controller.tick()
                 time.sleep(TICK_S)
+            spool.starts("")
             _announce(spool, options, controller, nodes)
             with StopRequest().listening() as stop:
                 _loop(controller, options, stop)
@@ -199,8 +204,14 @@ def has_new(spool: Spool) -> bool:
     return bool(set(spool.names()) - known)
 
 
-def ensure_scheduler(options: SchedulerOptions) -> bool:
+def ensure_scheduler(
+    options: SchedulerOptions, tell: Callable[[str], object] = lambda what: None
+) -> bool:
     """Starts a scheduler where the folder has none; whether it has.
+
+    Args:
+        options: what to start it with.
+        tell: called with what it is doing, whenever that changes.
 
     Raises:
         GulliverError: it could not be started; it says why.
@@ -212,6 +223,7 @@ def ensure_scheduler(options: SchedulerOptions) -> bool:
     if options.address != HERE:
         require_ray()
     make_policy(options.policy)
+    spool.starts("")
     log = spool.path / "scheduler.log"
     with named_errors(log), open(log, "ab") as file:
         program = subprocess.Popen(
@@ -221,15 +233,21 @@ def ensure_scheduler(options: SchedulerOptions) -> bool:
             stderr=file,
             start_new_session=True,
         )
-    due = time.monotonic() + START_S
+    due, doing = time.monotonic() + START_S, ""
     while time.monotonic() < due:
+        if spool.starting() not in ("", doing):
+            doing = spool.starting()
+            tell(doing)
         told = spool.scheduler()
         if told is not None and has_scheduler(spool):
             return True
         if program.poll() is not None:
             raise GulliverError(f"the scheduler did not start: {last_line(log)}")
         time.sleep(TICK_S)
-    raise GulliverError(f"the scheduler did not start within {START_S:g} s: see {log}")
+    raise GulliverError(
+        f"the scheduler did not start within {START_S:g} s (it {doing or 'has said nothing'}): see "
+        f"{log}"
+    )
 
 
 def stop_scheduler(folder: Path) -> None:

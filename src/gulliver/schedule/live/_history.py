@@ -15,11 +15,11 @@ from gulliver.schedule._result import Change, Result, Round, Segment
 from gulliver.schedule._simulator import follow
 from gulliver.schedule._why import told_change
 from gulliver.schedule.live._submission import Spool, read_object, write_object
-from gulliver.schedule.live._tracking import LiveJob, Phase
+from gulliver.schedule.live._tracking import LiveJob, Measured, Phase
 
 PLAIN = (
     "note", "batch", "attempt", "launched", "heard", "silent", "stopping", "progress", "resizes",
-    "starts", "base", "failures", "ended",
+    "starts", "saves", "ends", "base", "failures", "ended",
 )  # fmt: skip
 """Attributes of a job that are kept as they are."""
 STATE = ("done", "drawn", "started", "changed", "service", "resizes", "batch")
@@ -65,9 +65,9 @@ class History:
         return self.jobs[name]
 
     @property
-    def resize_seconds(self) -> list[float]:
-        """Seconds of all resizes so far."""
-        return [seconds for job in self.jobs.values() for seconds in job.resizes]
+    def measured(self) -> Measured:
+        """Seconds that were measured of all jobs so far."""
+        return Measured.of(self.jobs.values())
 
     def cluster(self) -> JobCluster:
         """The slots that are there."""
@@ -115,7 +115,7 @@ def read_history(spool: Spool) -> History | None:
 def _job_from(spool: Spool, name: str, told: Mapping[str, Any]) -> LiveJob:
     job = LiveJob(spool.read(name), told["arrival"], Phase[told["phase"]])
     for key in PLAIN:
-        setattr(job, key, told[key])
+        setattr(job, key, told.get(key, getattr(job, key)))
     job.assigned, job.held = tuple(told["assigned"]), tuple(told["held"])
     job.alive = set(told["alive"])
     job.points = {(n, b): speed for n, b, speed in told["points"]}
@@ -202,7 +202,7 @@ def expected_ends(history: History) -> dict[str, float]:
     cluster = JobCluster(len(here), quotas)
     policy = make_policy(history.policy, history.seed)
     policy.begin(cluster)
-    states = [job.seen(history.now, places, history.resize_seconds) for job in present]
+    states = [job.seen(history.now, places, history.measured) for job in present]
     finished = [job.state for job in history.jobs.values() if job.phase is Phase.ENDED]
     return follow(history.now, states, finished, cluster, policy).ends
 

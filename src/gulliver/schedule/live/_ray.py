@@ -13,11 +13,14 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from gulliver.errors import GulliverError
-from gulliver.schedule.live._backends import Agent, NodeLost, Nodes
+from gulliver.schedule.live._backends import Agent, NodeLost, Nodes, own_address
 
+AUTH_MODE = "RAY_AUTH_MODE"
+"""Variable that says whether Ray asks for tokens, and shows its own."""
 NAMESPACE, SCHEDULER = "gulliver", "gulliver-scheduler"
 SECONDS_BETWEEN_LOOKS = 1.0
 """Seconds between two looks at which nodes there are."""
@@ -27,6 +30,17 @@ START_S = 180.0
 """Seconds that the first process of a cluster that was just started may take."""
 STORE_BYTES = 80 << 20
 """Bytes of the object store of a local cluster: no object of any size is put there."""
+
+
+def show_token(address: str) -> None:
+    """Lets Ray show its token to a cluster of this machine.
+
+    Ray asks for one on every cluster that it starts, but does not show it to an address that is
+    spelt out; to another machine it is not shown unasked, which need not be the one that it is of.
+    """
+    host, token = address.rpartition(":")[0], Path.home() / ".ray" / "auth_token"
+    if token.is_file() and host in ("127.0.0.1", "localhost", socket.gethostname(), own_address()):
+        os.environ.setdefault(AUTH_MODE, "token")
 
 
 def require_ray() -> None:
@@ -110,6 +124,8 @@ class RayNodes(Nodes):
         self._hold(who)
 
     def _connect(self, address: str | None, slots: int | None, dashboard: bool) -> None:
+        if address is not None:
+            show_token(address)
         import ray
 
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
@@ -124,6 +140,8 @@ class RayNodes(Nodes):
             context: Any = ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             told = str(error).splitlines()[0]
+            if address is not None and os.environ.get(AUTH_MODE) != "token":
+                told += f"; if it asks for a token, set {AUTH_MODE}=token and RAY_AUTH_TOKEN_PATH"
             raise GulliverError(f"no Ray cluster at {address or 'this machine'}: {told}") from None
         self.address: str = context.address_info.get("gcs_address") or str(address)
         self.dashboard: str | None = context.dashboard_url or None

@@ -5,6 +5,7 @@ submitted by a file, says how far it is in one, and is asked to leave by one. So
 killed leaves nothing behind that the next one does not find.
 
     scheduler.json, scheduler.log    who schedules, on how many slots
+    starting.json                    what one that starts is doing
     schedule.json, schedule.html     what has happened, and its picture
     jobs/NAME/job.json               what was submitted
     jobs/NAME/control.json           what the scheduler asks of it
@@ -105,7 +106,7 @@ class Submission:
             raise GulliverError(
                 f"job {self.name!r}: give tries from 1 on, and grace and report_within above 0"
             )
-        self.job(0.0, self.first_scaling, 0.0, 0.0)
+        self.job(0.0, self.first_scaling, 0.0, 0.0, 0.0, 0.0)
 
     @property
     def first_scaling(self) -> Scaling:
@@ -114,7 +115,9 @@ class Submission:
             return Scaling(self.slots / max(self.batch, 1))
         return Scaling(self.sample_seconds, self.step_seconds, self.exchange_seconds)
 
-    def job(self, arrival: float, scaling: Scaling, resize: float, start: float) -> Job:
+    def job(
+        self, arrival: float, scaling: Scaling, resize: float, start: float, save: float, end: float
+    ) -> Job:
         """Makes the job that policies see."""
         # A rank without a sample would only hold a slot, unless several share a model: then its
         # user says how many.
@@ -135,6 +138,8 @@ class Submission:
             tenant=self.tenant,
             resize_seconds=resize,
             start_seconds=start,
+            save_seconds=save,
+            end_seconds=end,
             most_slots=most,
             announced=self.samples is not None,
         )
@@ -232,6 +237,14 @@ class Spool:
             raise GulliverError(f"{self.job(name) / 'job.json'} is no job: submit it again")
         values["arguments"] = tuple(values.get("arguments", ()))
         return Submission(**values)
+
+    def starts(self, what: str) -> None:
+        """Says how far the start of a scheduler is; empty once it is there."""
+        write_object(self.path / "starting.json", {"what": what})
+
+    def starting(self) -> str:
+        """What a scheduler that starts is doing; empty where none starts."""
+        return (read_object(self.path / "starting.json") or {}).get("what", "")
 
     def scheduler(self) -> dict[str, Any] | None:
         """What the scheduler says of itself; None where there is none."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from gulliver.hardware import Scaling, fit_scaling
 from gulliver.schedule._jobs import Job
@@ -22,6 +23,35 @@ FEW = 3
 """Steps of an attempt from which their mean is looked at."""
 NOTICED = 0.05
 """Change of a step's seconds from which the costs that policies see are fitted anew."""
+
+
+class Measured(NamedTuple):
+    """Seconds that were measured of jobs.
+
+    Attributes:
+        starts: from the first slots to the first step.
+        resizes: from the last step to the first one after.
+        saves: of resizes, from the last step until the slots are free.
+        ends: from the last step until a job that is done has ended.
+    """
+
+    starts: list[float]
+    resizes: list[float]
+    saves: list[float]
+    ends: list[float]
+
+    @classmethod
+    def of(cls, jobs: Iterable[LiveJob]) -> Measured:
+        """Gathers what was measured of jobs."""
+        found = [job.measured for job in jobs]
+        return cls(*(list(chain.from_iterable(values)) for values in zip(*found, strict=True)))
+
+    def or_of(self, others: Measured) -> Measured:
+        """Takes what others have where there is nothing; of all only the last."""
+        return Measured(*((own or other)[-LAST:] for own, other in zip(self, others, strict=True)))
+
+
+NOTHING = Measured([], [], [], [])
 
 
 class Phase(Enum):
@@ -78,6 +108,8 @@ class LiveJob:
         progress: what it said last.
         resizes: seconds of its resizes, as measured.
         starts: seconds from its first slots to its first step.
+        saves: seconds of resizes in which it still held its slots.
+        ends: seconds from its last step to its end.
         points: samples a second, by slots and batch.
         scaling: costs that policies see.
         base: step that the attempt went on from.
@@ -110,6 +142,8 @@ class LiveJob:
     progress: dict[str, Any] = field(default_factory=dict)
     resizes: list[float] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
+    saves: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
     points: dict[tuple[int, int], float] = field(default_factory=dict)
     scaling: Scaling | None = None
     base: int = -1
@@ -142,19 +176,31 @@ class LiveJob:
         assert phase in TRANSITIONS[self.phase], f"{self.name}: {self.phase} to {phase}"
         self.phase, self.note = phase, note or self.note
 
-    def job(self, others: Sequence[float] = ()) -> Job:
+    @property
+    def measured(self) -> Measured:
+        """Seconds that were measured of it."""
+        return Measured(self.starts, self.resizes, self.saves, self.ends)
+
+    def job(self, others: Measured = NOTHING) -> Job:
         """Makes the job that policies see, of what is known by now.
 
         Args:
-            others: seconds of resizes of other jobs, for one that has none yet.
+            others: seconds of all jobs, for those that this one has none of yet.
         """
-        known = self.resizes[-LAST:] or list(others)[-LAST:]
+        known = self.measured.or_of(others)
+        resize = fmean(known.resizes) if known.resizes else RESIZE_SECONDS
+        start, save, end = (
+            fmean(seconds) if seconds else 0.0
+            for seconds in (known.starts, known.saves, known.ends)
+        )
         return replace(
             self.submission.job(
                 self.arrival,
                 self.scaling or self.submission.first_scaling,
-                fmean(known) if known else RESIZE_SECONDS,
-                fmean(self.starts) if self.starts else 0.0,
+                resize,
+                start,
+                min(save, resize),
+                end,
             ),
             noise=float(self.progress.get("noise") or self.submission.noise),
         )
@@ -175,13 +221,13 @@ class LiveJob:
         self.scaling = found
         return True
 
-    def seen(self, now: float, places: Mapping[int, int], others: Sequence[float]) -> JobState:
+    def seen(self, now: float, places: Mapping[int, int], others: Measured) -> JobState:
         """What policies see of it.
 
         Args:
             now: second.
             places: number among the slots that are there, of each of them.
-            others: seconds of resizes of other jobs.
+            others: seconds that were measured of all jobs.
         """
         state, told = self.state, self.progress
         job = self.job(others)
