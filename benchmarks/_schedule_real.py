@@ -175,7 +175,7 @@ FEW = 14
 
 
 def calibrate(folder: Path, nodes: Nodes) -> LiveJob:
-    """Runs a job on several numbers of slots to its end, and so measures what the scheduler does."""
+    """Measures what the scheduler does: a job on several numbers of slots, to its end."""
     policy = Given()
     stage = Stage.make(folder, nodes, policy)
     stage.submit("calibration", FEW * len(SIZES), 1)

@@ -67,7 +67,7 @@ def test_large_batches_with_many_duplicates_are_exact(name: str) -> None:
 
 def test_padding_last_offsets_and_gradients_of_weights_are_torch_s() -> None:
     first = torch.randn(30, 8)
-    options: dict[str, Any] = {"mode": "sum", "include_last_offset": True, "padding_idx": 3}
+    options: dict[str, Any] = {"mode": "sum", "include_last_offset": True, "padding_idx": -3}
     whole = nn.EmbeddingBag(30, 8, sparse=True, _weight=first.clone(), **options)
     table = CachedEmbeddingBag(30, 8, _weight=first, cache=7, **options)
     pair = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (whole, table)]
@@ -338,6 +338,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "share": ({"cache": 1.5}, "no share"),
     "slots": ({"cache": 11}, "give 1 to 10"),
     "padding": ({"padding_idx": 10}, "0 to 9"),
+    "padding below": ({"padding_idx": -11}, "-1 to -10"),
+    "int8": ({"cold": "int8", "_weight": torch.full((10, 4), torch.inf)}, "row 0 .* inf or nan"),
     "policy": ({"policy": "dataset"}, "frequencies belong together"),
     "short": ({"policy": "dataset", "frequencies": torch.ones(3).numpy()}, "of 3 rows, not of 10"),
     "cold": ({"cold": "int4"}, "cold='int4' is unknown"),

@@ -78,10 +78,8 @@ def run(
     tables = ShardedEmbeddingBag(
         SIZES, DIM, placement(where, ranks), mode=mode, _weight=first_values(), cache=0.9
     )
-    parameters = list(tables.parameters())
-    optimizer = OPTIMIZERS[name](parameters) if parameters else None
-    if optimizer is not None:
-        tables.attach(optimizer)
+    optimizer = OPTIMIZERS[name](tables.parameters())  # also of a rank that has no table
+    tables.attach(optimizer)
     if begin:
         load(Path(folder), {"tables": tables.parts()})
         tables.loaded()
@@ -93,9 +91,8 @@ def run(
         each = SAMPLES // ranks
         output = tables(ids, offsets)
         output.backward(gradient[rank * each : (rank + 1) * each] * ranks)
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         outputs.append(output.detach())
     parts = tables.parts()
     if folder and not begin:
@@ -234,3 +231,72 @@ def refuses_columns(world: World) -> str:
 
 def test_an_optimizer_of_whole_rows_refuses_columns(pool: Pool) -> None:
     assert "by row or whole" in pool.run(refuses_columns, 2)[0]
+
+
+def all_refuse(world: World, where: Any) -> tuple[list[str], list[Tensor]]:
+    """One rank after the other gives something wrong; then all go on as if nothing had been."""
+    told = []
+    tables = ShardedEmbeddingBag(
+        {"a": 12, "b": 40}, DIM, where, "sum", cache=0.5,
+        _weight=torch.arange(52.0 * DIM).view(52, DIM),
+    )  # fmt: skip
+    tables.attach(torch.optim.SGD(tables.parameters(), lr=0.5))
+    good = torch.tensor([[1, 2], [3, 4]]) + world.rank
+    bad = torch.tensor([[1, 40], [3, 4]])
+    many = {"a": torch.arange(6).view(1, 6), "b": torch.arange(40).view(1, 40)}
+    few = {"a": torch.arange(6).view(1, 6), "b": torch.tensor([[1]])}
+    for rank in range(world.size):
+        mine = world.rank == rank
+        for attempt in (
+            lambda mine=mine: tables(bad if mine else good),
+            lambda mine=mine: tables({"a": good[:, :1]} if mine else good),
+            lambda mine=mine: tables.announce(bad if mine else good),
+            lambda mine=mine: tables(many if mine else few),
+        ):
+            with pytest.raises(GulliverError) as caught:
+                attempt()
+            told.append(str(caught.value))
+    tables.announce(good)
+    with pytest.raises(GulliverError) as caught:
+        tables(good + (world.rank == 0))
+    told.append(str(caught.value))
+    output = tables(good)
+    output.sum().backward()
+    return told, [output.detach()]
+
+
+@pytest.mark.parametrize("where", ["row", "column", {"a": "whole:1", "b": "whole:1"}])
+def test_what_is_wrong_on_one_rank_is_told_by_all_which_then_go_on(where: Any, pool: Pool) -> None:
+    one, two = pool.run(all_refuse, 2, where)
+    assert one[0] == two[0]
+    for rank in range(2):
+        bad, missing, announced, small = one[0][4 * rank : 4 * rank + 4]
+        who = f"rank {rank}: "
+        assert bad.startswith(who + "table 'b' has the rows 0 to 39: id 40, number 0 of 2")
+        assert missing == who + "table 'b' has no ids: give empty bags"
+        assert announced == bad
+        assert "different rows does not fit a cache of" in small
+    assert "the ids are not those that were announced next" in one[0][-1]
+    table = torch.arange(52.0 * DIM).view(52, DIM)
+    for rank, (_, (output,)) in enumerate((one, two)):
+        ids = torch.tensor([[1, 14], [3, 16]]) + rank
+        assert torch.equal(output, table[ids])
+
+
+def without_a_table(world: World) -> tuple[int, list[Tensor]]:
+    torch.manual_seed(world.rank)
+    weight = torch.arange(20.0 * DIM, dtype=torch.float64).view(20, DIM)
+    tables = ShardedEmbeddingBag({"a": 20}, DIM, "whole:0", "sum", _weight=weight, cache=0.9)
+    optimizer = torch.optim.Adagrad(tables.parameters(), lr=0.1)
+    tables.attach(optimizer)
+    output = tables(torch.tensor([[3 + world.rank]]))
+    output.sum().backward()
+    optimizer.step()
+    return sum(p.numel() for p in tables.parameters()), [output.detach()]
+
+
+def test_a_rank_without_a_table_has_a_parameter_and_gets_rows_of_every_dtype(pool: Pool) -> None:
+    (some, (first,)), (none, (second,)) = pool.run(without_a_table, 2)
+    assert (some, none) == (18 * DIM, 0)
+    assert first.dtype == second.dtype == torch.float64
+    assert torch.equal(second[0, 0], torch.arange(4.0 * DIM, 5 * DIM, dtype=torch.float64))

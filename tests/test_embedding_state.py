@@ -202,3 +202,42 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_step(tmp_path: Path) -> N
     train(table, optimizer, iter(batches[6:]), False)
     assert torch.equal(table.state_dict()["weight"], table_state["weight"])
     assert _equal(_states(optimizer), optimizer_state["state"][0])
+
+
+@pytest.mark.parametrize("cold", ["exact", "bf16", "int8"])
+def test_a_copy_has_the_same_rows_and_trains_alone(cold: Any) -> None:
+    table = CachedEmbeddingBag({"a": 20, "b": 9}, 4, mode="sum", cache=9, cold=cold,
+                               padding_idx={"b": -1})  # fmt: skip
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    table.attach(optimizer)
+    ids = torch.tensor([[1, 2], [3, 8]])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        table(ids).sum().backward()
+        optimizer.step()
+
+    step()
+    copy = deepcopy(table)
+    before = table.state_dict()["weight"].clone()
+    assert torch.equal(copy.state_dict()["weight"], before)
+    step()
+    assert torch.equal(copy.state_dict()["weight"], before)
+    assert not torch.equal(table.state_dict()["weight"], before)
+    with torch.no_grad():
+        expected = before[ids + torch.tensor([0, 20])] * torch.tensor([[[1], [1]], [[1], [0]]])
+        assert torch.equal(copy(ids), expected)
+    copy.attach(torch.optim.SGD(copy.parameters(), lr=0.1))
+
+
+def test_int8_keeps_tiny_rows_and_refuses_rows_without_a_scale() -> None:
+    tiny = torch.full((1, 2000), 1e-39)
+    whole, scales = round_int8(tiny, torch.Generator().manual_seed(0))
+    assert (whole * scales).mean().item() == pytest.approx(1e-39, rel=0.3)
+    table = CachedEmbeddingBag(30, 4, mode="sum", cache=2, cold="int8")
+    optimizer = torch.optim.SGD(table.parameters(), lr=torch.inf)
+    table.attach(optimizer)
+    table(torch.tensor([[17]])).sum().backward()
+    optimizer.step()
+    with pytest.raises(GulliverError, match="row 17 of the table has inf or nan"):
+        table.flush()

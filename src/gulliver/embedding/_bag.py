@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -51,7 +52,8 @@ class CachedEmbeddingBag(nn.Module):
         sparse: must be True: a table that does not fit has no dense gradient.
         _weight: first values, (rows, dim); they are taken over as they are, in their order.
         include_last_offset: option of torch's EmbeddingBag.
-        padding_idx: row that is left out of all bags; by name where there are several tables.
+        padding_idx: row that is left out of all bags, counted from the end where it is negative;
+            by name where there are several tables.
         device: device of the cache.
         dtype: dtype of the table.
         cache: share of the rows that are on the device, or, as a whole number, how many.
@@ -116,6 +118,12 @@ class CachedEmbeddingBag(nn.Module):
             )
         if scale_grad_by_freq:
             raise GulliverError("scale_grad_by_freq=True has no sparse gradients: leave it False")
+        self._options: dict[str, Any] = {
+            "max_norm": max_norm, "norm_type": norm_type, "mode": mode, "policy": policy,
+            "include_last_offset": include_last_offset, "frequencies": frequencies,
+            "half_life": half_life, "disk": disk, "cold": cold, "seed": seed, "split": split,
+            "stable": stable, "name": name,
+        }  # fmt: skip
         self.tables = make_tables(num_embeddings, padding_idx, name)
         self.rows = sum(table.rows for table in self.tables)
         self.several = isinstance(num_embeddings, Mapping)
@@ -131,7 +139,7 @@ class CachedEmbeddingBag(nn.Module):
         spare = any(table.padding is not None for table in self.tables)
         kind = _weight.dtype if _weight is not None else (dtype or torch.get_default_dtype())
         self._store = RecordStore(
-            {WEIGHT: column}, replacement, self.rows, embedding_dim, kind, _device(device), spare
+            {WEIGHT: column}, replacement, self.rows, embedding_dim, kind, device_of(device), spare
         )
         self.weight, self._gradient = self._store.weight, RowGradient(self._store)
         set_state_shape(self.weight, (self.rows, self.embedding_dim))
@@ -208,9 +216,13 @@ class CachedEmbeddingBag(nn.Module):
         """Writes all that was changed to the host."""
         self._store.flush()
 
-    def release(self) -> None:
-        """Gives up batches that wait for a step which will not come."""
-        self._store.settle()
+    def release(self, last: int | None = None) -> None:
+        """Gives up batches that wait for a step which will not come.
+
+        Args:
+            last: how many, from the last one back; None for all.
+        """
+        self._store.settle(last)
 
     def grow(self, rows: int | Mapping[str, int], _weight: Tensor | None = None) -> None:
         """Grows the last table, or the only one, to a number of rows.
@@ -245,6 +257,32 @@ class CachedEmbeddingBag(nn.Module):
         if self._attached is not None:
             self._attached.gradient = self._gradient
         set_state_shape(self.weight, (self.rows, self.embedding_dim))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CachedEmbeddingBag:
+        """Copies the table with an empty cache; a copy has no optimizer, nor announced batches."""
+        self.flush()
+        rows = {table.name: table.rows for table in self.tables}
+        padding = {t.name: t.padding for t in self.tables if t.padding is not None}
+        options: dict[str, Any] = {**self._options, "frequencies": self._frequencies()}
+        made = type(self)(
+            rows if self.several else self.rows,
+            self.embedding_dim,
+            _weight=self._column.whole(),
+            padding_idx=(padding or None) if self.several else self.tables[0].padding,  # type: ignore[arg-type]
+            device=self.weight.device,
+            cache=self._store.slots,
+            **options,
+        )
+        made._column.take(self._column)
+        made.weight.requires_grad_(self.weight.requires_grad)
+        memo[id(self)] = made
+        made.training = self.training
+        return made
+
+    def _frequencies(self) -> NDArray[Any] | None:
+        """Returns the uses of each row that were given; none of rows that have come since."""
+        given = self._options["frequencies"]
+        return None if given is None else np.pad(given, (0, self.rows - len(given)))
 
     @property
     def counts(self) -> RowCounts:
@@ -408,8 +446,12 @@ def make_tables(
         count, index = whole_number(f"num_embeddings of {key!r}", count), paddings.get(key)
         if count < 1:
             raise GulliverError(f"table {key!r} has {count} rows: give at least 1")
-        if index is not None and not 0 <= index < count:
-            raise GulliverError(f"padding_idx of {key!r} is {index}: give a row, 0 to {count - 1}")
+        if index is not None and not -count <= index < count:
+            raise GulliverError(
+                f"padding_idx of {key!r} is {index}: give a row, 0 to {count - 1}, or -1 to "
+                f"{-count} to count from the end"
+            )
+        index = index + count if index is not None and index < 0 else index
         tables.append(Table(key, count, first, index))
         first += count
     return tables
@@ -429,7 +471,8 @@ def slots_of(cache: float | int, rows: int) -> int:
     return max(int(number), 1)
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def device_of(device: torch.device | str | None) -> torch.device:
+    """Names the very device that is meant."""
     found = torch.device(device if device is not None else "cpu")
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 

@@ -6,7 +6,8 @@ column reads and writes rows by their numbers, and says how many bytes that take
 [Note: cold rows] By choice the weights that lie here are narrower than those in the cache: bf16, or
 int8 with a scale for each row. They are rounded when a changed row leaves the cache, up or down at
 random with a chance in proportion, so that the error has no direction: its expectation is 0, and
-its size less than one step, 2^-7 of the value in bf16 and 1/127 of the row's largest value in int8.
+its size less than one step, 2^-7 of the value in bf16 and 1/127 of the row's largest value in int8
+(or 1.2e-38, where that is more). A row with inf or nan has no scale: int8 refuses it by number.
 Random numbers follow from the seed and the number of the write, so that a run repeats.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -85,6 +86,10 @@ class Column(Protocol):
         """Adds rows at the end."""
         ...
 
+    def take(self, other: Any) -> None:
+        """Replaces all rows by those of a column of the same kind and size, as it keeps them."""
+        ...
+
 
 class ExactColumn:
     """A column that keeps values as they are.
@@ -131,6 +136,10 @@ class ExactColumn:
         self._values = self._place.zeros(shape, before.dtype)
         self._values[: len(before)], self._values[len(before) :] = before, values
 
+    def take(self, other: ExactColumn) -> None:
+        """Replaces all rows by those of another column."""
+        self.fill(other._values)
+
 
 class RoundedColumn:
     """A column of weights in bf16 or int8, rounded at random when they are written.
@@ -173,6 +182,7 @@ class RoundedColumn:
         if self._scales is None:
             self._values.index_copy_(0, rows, round_bf16(values, self._generator))
             return
+        _check_finite(rows, values)
         rounded, scales = round_int8(values, self._generator)
         self._values.index_copy_(0, rows, rounded)
         self._scales.index_copy_(0, rows, scales)
@@ -198,6 +208,13 @@ class RoundedColumn:
             self._scales = scales
         self.write(rows, values)
 
+    def take(self, other: RoundedColumn) -> None:
+        """Replaces all rows by those of another column, without rounding them again."""
+        self._values.copy_(other._values)
+        if self._scales is not None and other._scales is not None:
+            self._scales.copy_(other._scales)
+        self._generator.set_state(other._generator.get_state())
+
 
 def round_bf16(values: Tensor, generator: torch.Generator) -> Tensor:
     """Rounds to bf16, up or down at random, in proportion to the distance."""
@@ -210,12 +227,31 @@ def round_bf16(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def round_int8(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rounds each row to multiples of a 127th of its largest value; returns them and the scales."""
+    """Rounds each row to multiples of a 127th of its largest value; returns them and the scales.
+
+    A scale is never below the smallest normal number, 1.2e-38: a row of smaller values is rounded
+    to multiples of that.
+    """
     values = values.float()
-    scales = values.abs().amax(1, keepdim=True) / 127
-    steps = values / scales.clamp_min(torch.finfo(torch.float32).tiny)
+    scales = (values.abs().amax(1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    steps = values / scales
     noise = torch.rand(values.shape, generator=generator)
     return (steps + noise).floor().clamp(-127, 127).to(torch.int8), scales
+
+
+def _check_finite(rows: Tensor, values: Tensor) -> None:
+    """Refuses what a scale for each row cannot say.
+
+    Raises:
+        GulliverError: a value is inf or nan, naming its row.
+    """
+    # One sum tells of any; a sum that overflows is looked at more closely.
+    if not bool(values.sum().isfinite()) and not bool(values.isfinite().all()):
+        row = int(rows[(~values.isfinite()).any(1).nonzero()[0]])
+        raise GulliverError(
+            f"row {row} of the table has inf or nan, which cold='int8' cannot keep: take "
+            "cold='exact', or look for where training diverges"
+        )
 
 
 def make_weight_column(place: Place, values: Tensor, cold: str, seed: int) -> Column:

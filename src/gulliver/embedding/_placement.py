@@ -56,6 +56,7 @@ class FirstRows:
             raise GulliverError(f"_weight is {tuple(given.shape)}, the tables {(rows, dim)}")
         self._tables = {table.name: (n, table) for n, table in enumerate(tables)}
         self._dim, self._given, self._seed = dim, given, seed
+        self.dtype = torch.float32 if given is None else given.dtype
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Returns the rows from `begin` to `stop` of a table."""
@@ -65,7 +66,7 @@ class FirstRows:
         blocks = []
         for block in range(begin // BLOCK, -(-stop // BLOCK)):
             draw = torch.Generator().manual_seed(_seed_of(self._seed, number, block))
-            values = torch.randn(BLOCK, self._dim, generator=draw)
+            values = torch.randn(BLOCK, self._dim, generator=draw, dtype=self.dtype)
             first = block * BLOCK
             blocks.append(values[max(begin - first, 0) : stop - first])
         made = torch.cat(blocks)

@@ -176,10 +176,10 @@ class RecordStore:
         assert batch.inverse is not None, "the batch was sorted"
         return slots[batch.inverse.to(slots.device)]
 
-    def settle(self) -> None:
-        """Says that the batches so far have been stepped: their rows may leave."""
-        self._pinned.clear()
-        self._waiting.clear()
+    def settle(self, last: int | None = None) -> None:
+        """Says that the batches so far, or the last of them, wait for no step: rows may leave."""
+        keep = 0 if last is None else max(len(self._pinned) - last, 0)
+        del self._pinned[keep:], self._waiting[keep:]
 
     def flush(self) -> None:
         """Writes all rows that were changed to their columns; they stay in their slots."""

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gulliver.comm import RankGroup, exchange, gather_integers
-from gulliver.embedding._bag import CachedEmbeddingBag, Mode, make_tables
+from gulliver.embedding._agreement import flagged, raise_together, unflagged
+from gulliver.embedding._bag import CachedEmbeddingBag, Mode, device_of, make_tables
 from gulliver.embedding._columns import WEIGHT
 from gulliver.embedding._exchange import Exchange, Pool
 from gulliver.embedding._inputs import Bags, Given, Table, one_table
@@ -58,6 +59,11 @@ class ShardedEmbeddingBag(nn.Module):
         seed: seed of the first values.
         device: device of the caches.
         options: further options of `CachedEmbeddingBag`, such as `cache` and `policy`.
+
+    Attributes:
+        device: device of the caches.
+        nothing: a parameter without elements on a rank that has no part of any table, so that it
+            has something to give an optimizer.
 
     Raises:
         GulliverError: an unknown placement, or columns that do not go up in the ranks.
@@ -90,6 +96,7 @@ class ShardedEmbeddingBag(nn.Module):
         self.placements = self._placements(placement)
         first = FirstRows(self.tables, self.dim, _weight, seed)
         columns = share(self.dim, self.group.rank, self.group.size)
+        self.device, options = device_of(device), {**options, "device": device}
         self.wide = self._bag(
             [t for t in self.tables if self._kind(t) != "column"], first, None, options
         )
@@ -97,7 +104,9 @@ class ShardedEmbeddingBag(nn.Module):
             [t for t in self.tables if self._kind(t) == "column"], first, columns, options
         )
         self._gathered: deque[tuple[list[Bags], list[list[Bags]]]] = deque()
-        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+        self.anchor = torch.zeros((), dtype=first.dtype, device=self.device, requires_grad=True)
+        if not self._bags():
+            self.nothing = nn.Parameter(self.anchor.detach().new_zeros(0, self.dim))
 
     def attach(self, optimizer: Optimizer) -> None:
         """Names the optimizer of this rank's parameters, whose state moves with the rows.
@@ -117,9 +126,13 @@ class ShardedEmbeddingBag(nn.Module):
             bag.attach(optimizer)
 
     def announce(self, input: Given) -> None:
-        """Takes the ids of a batch that will come; all ranks call it together."""
-        own = self._own(input, None)
-        everyone = self._gather(own)
+        """Takes the ids of a batch that will come; all ranks call it together.
+
+        Raises:
+            GulliverError: bad ids on any rank, naming it and the table.
+        """
+        own, error = self._tried(input, None)
+        everyone = self._gather(own, error)
         self._gathered.append((own, everyone))
         for bag in self._bags():
             rows = self._local(bag, everyone).rows
@@ -136,17 +149,28 @@ class ShardedEmbeddingBag(nn.Module):
             (samples, tables, dim).
 
         Raises:
-            GulliverError: bad ids or offsets, naming the table.
+            GulliverError: bad ids or offsets on any rank, naming it and the table, or no room for
+                the batch in a cache; all ranks raise the same, and may go on with other ids.
         """
-        own = self._own(input, offsets)
-        everyone = self._known(own) or self._gather(own)
-        found = {id(bag): bag.looked_up(self._local(bag, everyone)) for bag in self._bags()}
-        pieces = [self._pieces(found, everyone, rank) for rank in range(self.group.size)]
-        outgoing = [torch.cat([p.reshape(-1) for p in of]) if of else self._none() for of in pieces]
-        counts = [self._count(rank, own) for rank in range(self.group.size)]
+        own, error = self._tried(input, offsets)
+        announced = bool(self._gathered)
+        if announced:
+            own, everyone, error = self._announced(own, error)
+        else:
+            everyone = self._gather(own, error)
+        found, error = self._found(everyone, error)
+        outgoing = [self._outgoing(found, everyone, rank, error) for rank in self._ranks]
+        counts = [self._count(rank, own) + 1 for rank in self._ranks]
         scale = 1.0 / self.group.size if self.average else 1.0
-        arriving = Exchange.apply(self.anchor, self.group, counts, scale, *outgoing)
-        return self._assembled(cast(Sequence[Tensor], arriving), own)
+        arrived = Exchange.apply(self.anchor, self.group, counts, scale, *outgoing)
+        try:
+            arriving = unflagged(self.group, cast(Sequence[Tensor], arrived), error)
+        except GulliverError:
+            self._take_back(found)
+            raise
+        if announced:
+            self._gathered.popleft()
+        return self._assembled(arriving, own)
 
     def flush(self) -> None:
         """Writes all that was changed to the host."""
@@ -182,11 +206,6 @@ class ShardedEmbeddingBag(nn.Module):
         return sum(bag.device_bytes for bag in self._bags())
 
     # Placement
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the caches."""
-        return self._bags()[0].weight.device if self._bags() else torch.device("cpu")
 
     def _placements(self, given: str | Mapping[str, str]) -> dict[str, TablePlacement]:
         names = [table.name for table in self.tables]
@@ -248,7 +267,19 @@ class ShardedEmbeddingBag(nn.Module):
             return Part(values, shape, region=Region(shape, 1, (columns,)))
         return Part(values, shape, self._rows(table)[0] * width)
 
+    @property
+    def _ranks(self) -> range:
+        return range(self.group.size)
+
     # Ids
+
+    def _tried(self, ids: Given, offsets: Given | None) -> tuple[list[Bags], GulliverError | None]:
+        """Returns the bags of each table, or none and what is wrong with them."""
+        try:
+            return self._own(ids, offsets), None
+        except GulliverError as error:
+            empty = torch.zeros(0, dtype=torch.int64)
+            return [Bags(empty, empty) for _ in self.tables], error
 
     def _own(self, ids: Given, offsets: Given | None) -> list[Bags]:
         """Checks this rank's ids and returns the bags of each table."""
@@ -281,31 +312,39 @@ class ShardedEmbeddingBag(nn.Module):
                 )
         return found
 
-    def _known(self, own: list[Bags]) -> list[list[Bags]] | None:
-        """Returns what was gathered when these bags were announced, if they were."""
-        if not self._gathered:
-            return None
+    def _announced(
+        self, own: list[Bags], error: GulliverError | None
+    ) -> tuple[list[Bags], list[list[Bags]], GulliverError | None]:
+        """Returns what was gathered when the next bags were announced; these must be those."""
         bags, everyone = self._gathered[0]
-        same = all(
+        same = error is not None or all(
             torch.equal(a.rows, b.rows) and torch.equal(a.offsets, b.offsets)
             for a, b in zip(bags, own, strict=True)
         )
         if not same:
-            raise GulliverError(
+            error = GulliverError(
                 "the ids are not those that were announced next: over ranks batches come in the "
                 "order of announcing"
             )
-        self._gathered.popleft()
-        return everyone
+        return bags, everyone, error
 
-    def _gather(self, own: list[Bags]) -> list[list[Bags]]:
-        """Gathers the bags of all ranks: by rank, then by table."""
+    def _gather(self, own: list[Bags], error: GulliverError | None) -> list[list[Bags]]:
+        """Gathers the bags of all ranks: by rank, then by table.
+
+        Raises:
+            GulliverError: some rank has found an error in its own.
+        """
         if self.group.size == 1:
+            if error is not None:
+                raise error
             return [own]
         device = self.device
         packed = torch.cat([torch.cat([b.offsets, b.rows]) for b in own]).to(device)
         sizes = [size for b in own for size in (len(b.offsets), len(b.rows))]
-        all_sizes = gather_integers(self.group, sizes, device)
+        gathered = gather_integers(self.group, [int(error is not None), *sizes], device)
+        if any(flag for flag, *_ in gathered):
+            raise_together(self.group, error, device)
+        all_sizes = [sizes for _, *sizes in gathered]
         lengths = [sum(sizes) for sizes in all_sizes]
         arrived = exchange(self.group, [packed] * self.group.size, lengths)
         everyone = []
@@ -332,6 +371,39 @@ class ShardedEmbeddingBag(nn.Module):
         return Bags(torch.cat(rows), torch.cat(offsets))
 
     # Exchange
+
+    def _found(
+        self, everyone: list[list[Bags]], error: GulliverError | None
+    ) -> tuple[dict[int, Tensor], GulliverError | None]:
+        """Looks up what all ranks need of this one, as far as there is room for it."""
+        found: dict[int, Tensor] = {}
+        if error is not None:
+            return found, error
+        for bag in self._bags():
+            try:
+                found[id(bag)] = bag.looked_up(self._local(bag, everyone))
+            except GulliverError as failed:
+                return found, failed
+        return found, None
+
+    def _take_back(self, found: Mapping[int, Tensor]) -> None:
+        """Gives up the rows of a batch that not all ranks have room for."""
+        for bag in self._bags():
+            if found.get(id(bag)) is not None and found[id(bag)].requires_grad:
+                bag.release(1)
+
+    def _outgoing(
+        self,
+        found: Mapping[int, Tensor],
+        everyone: list[list[Bags]],
+        rank: int,
+        error: GulliverError | None,
+    ) -> Tensor:
+        """Returns what a rank is sent, or as many zeros where there is an error."""
+        if error is not None:
+            zeros = self.anchor.detach().new_zeros(self._count(self.group.rank, everyone[rank]))
+            return flagged([zeros], error, self.anchor.detach())
+        return flagged(self._pieces(found, everyone, rank), None, self.anchor.detach())
 
     def _pieces(
         self, found: Mapping[int, Tensor], everyone: list[list[Bags]], rank: int
@@ -407,9 +479,6 @@ class ShardedEmbeddingBag(nn.Module):
         device, padding = rows.device, None if bool(real.all()) else len(rows)
         lookup = Lookup(slots.to(device), bags.offsets.to(device), padding, self.mode, None, 2.0)
         return cast(Tensor, Pool.apply(torch.cat([rows, rows.new_zeros(1, self.dim)]), lookup))
-
-    def _none(self) -> Tensor:
-        return torch.zeros(0, device=self.device)
 
 
 def _everyone() -> RankGroup:

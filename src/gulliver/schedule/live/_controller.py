@@ -177,9 +177,9 @@ class Controller:
         if job.first_failed:
             return self._failed(job, now)
         if left:
-            job.saving = now - (job.progress["time"] - self.begun)
-            job.saves.append(job.saving)
-            self.measured.saves.append(job.saving)
+            job.saving = saving = max(0.0, now - (job.progress["time"] - self.begun))
+            job.saves.append(saving)
+            self.measured.saves.append(saving)
             job.go(Phase.WAITING, "has saved and left its slots")
             self.changed = True
             return []
