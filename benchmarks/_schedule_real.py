@@ -242,7 +242,7 @@ def kill_ranks(folder: Path, nodes: Nodes) -> tuple[LiveJob, Path, int]:
 def real(address: str, keep: bool) -> None:
     """Real jobs beside the simulator, their curves, and kills."""
     report = Report(
-        "schedule_real",
+        "schedule_real" if address == HERE else "schedule_real_ray",
         f"{len(STEPS)} real jobs on {SLOTS} slots, beside the simulator",
         ("policy", "job", "asked", "attempts", "simulated s", "real s", "real / simulated"),
     )

@@ -136,11 +136,11 @@ class Scripted(Policy):
 
 
 def test_starts_saves_and_ends_that_others_wait_for_are_simulated(tmp_path: Path) -> None:
-    costs, acts = Scaling(0.05, 0.1), {"start": 2.0, "save": 3.0, "tail": 2.5}
+    costs = Scaling(0.05, 0.1)
     cluster = FakeCluster(tmp_path)
     cluster.controller.policy = Scripted()
     for name, samples in (("a", 1200.0), ("b", 800.0), ("c", 320.0)):
-        cluster.submit(name, Behaviour(costs, every=10**6, **acts), samples=samples)
+        cluster.submit(name, Behaviour(costs, 2.0, 3.0, 2.5, every=10**6), samples=samples)
     cluster.finish()
     bare = [replace(job.job(), arrival=0.0, scaling=costs) for job in cluster.jobs.values()]
     told = {"start_seconds": 2.0, "resize_seconds": 5.0, "save_seconds": 3.0, "end_seconds": 2.5}
