@@ -241,9 +241,10 @@ def kill_ranks(folder: Path, nodes: Nodes) -> tuple[LiveJob, Path, int]:
 
 def real(address: str, keep: bool) -> None:
     """Real jobs beside the simulator, their curves, and kills."""
+    where = "" if address == HERE else " of Ray"
     report = Report(
         "schedule_real" if address == HERE else "schedule_real_ray",
-        f"{len(STEPS)} real jobs on {SLOTS} slots, beside the simulator",
+        f"{len(STEPS)} real jobs on {SLOTS} slots{where}, beside the simulator",
         ("policy", "job", "asked", "attempts", "simulated s", "real s", "real / simulated"),
     )
     nodes = LocalNodes(SLOTS) if address == HERE else RayNodes(None, SLOTS, "the benchmark")
