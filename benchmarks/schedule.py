@@ -15,11 +15,11 @@ import os
 import pickle
 import statistics
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import tyro
 
@@ -127,14 +127,37 @@ def remembered(folder: Path | None, simulate_one: Callable[..., Any], *given: An
     return pickle.loads(path.read_bytes())
 
 
+class Simulations:
+    """Simulations in several processes, each asked for once.
+
+    Args:
+        options: options of the benchmark.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._pool = ProcessPoolExecutor(options.processes)
+        self._traces, self._asked = options.traces, dict[tuple[Any, ...], Future[Any]]()
+
+    def ask(self, simulate_one: Callable[..., Any], *given: Any) -> Future[Any]:
+        """Simulates, or looks for what was simulated before."""
+        key = (simulate_one.__name__, *given)
+        if key not in self._asked:
+            self._asked[key] = self._pool.submit(remembered, self._traces, simulate_one, *given)
+        return self._asked[key]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
 def gather(part: Part, traces: tuple[str, ...], options: Options) -> dict[str, tuple[Found, float]]:
     """Simulates traces of all seeds; with them the mean gap of ours."""
     names, seeds = policies_of(part), range(options.seeds)
-    with ProcessPoolExecutor(options.processes) as pool:
+    with Simulations(options) as simulations:
         waiting = {
-            (trace, name, seed): pool.submit(
-                remembered, options.traces, one, part, trace, seed, name
-            )
+            (trace, name, seed): simulations.ask(one, part, trace, seed, name)
             for trace in traces
             for seed in seeds
             for name in names
@@ -220,14 +243,28 @@ ROUNDS, INTERVALS = 80, 60
 """Rounds of the clairvoyant search, and intervals of the linear programme."""
 
 
-def attainable_of(trace: str, seed: int) -> dict[str, float]:
-    """Mean seconds of Pollux, of ours, of a clairvoyant schedule, and a tighter bound."""
+def attainable_of(trace: str, seed: int) -> tuple[float, float]:
+    """Mean seconds of a clairvoyant schedule, and a tighter bound."""
     jobs, cluster = generate(trace, seed)
-    found = {
-        name: simulate(jobs, cluster, make_policy(name)).summary().mean for name in ("pollux", OURS)
-    }
-    found["clairvoyant"] = min(*found.values(), clairvoyant(jobs, cluster, ROUNDS))
-    found["bound"] = bound_of(jobs, cluster, INTERVALS)
+    return clairvoyant(jobs, cluster, ROUNDS), bound_of(jobs, cluster, INTERVALS)
+
+
+def attainable_by_trace(options: Options) -> dict[str, list[dict[str, float]]]:
+    """Mean seconds of Pollux, of ours, of the best that was found, and the bound, by trace."""
+    found: dict[str, list[dict[str, float]]] = {}
+    with Simulations(options) as ask_of:
+        ask = ask_of.ask
+        waiting = [
+            (trace, *(ask(one, "kinds", trace, seed, name) for name in ("pollux", OURS)),
+             ask(attainable_of, trace, seed))
+            for trace in KINDS
+            for seed in range(options.seeds)
+        ]  # fmt: skip
+        for trace, pollux, ours, searched in waiting:
+            means = {"pollux": pollux.result()[0].mean, OURS: ours.result()[0].mean}
+            best, bound = searched.result()
+            means |= {"clairvoyant": min(*means.values(), best), "bound": bound}
+            found.setdefault(trace, []).append(means)
     return found
 
 
@@ -239,15 +276,7 @@ def attainable(options: Options) -> None:
         ("trace", "pollux s", "ours s", "found, knowing all, s", "bound s", "ours of pollux",
          "found of pollux", "bound of pollux"),
     )  # fmt: skip
-    with ProcessPoolExecutor(options.processes) as pool:
-        waiting = {
-            trace: [
-                pool.submit(remembered, options.traces, attainable_of, trace, seed)
-                for seed in range(options.seeds)
-            ]
-            for trace in KINDS
-        }
-        done = {trace: [task.result() for task in tasks] for trace, tasks in waiting.items()}
+    done = attainable_by_trace(options)
     for trace, every in done.items():
         means = {name: statistics.fmean(found[name] for found in every) for name in every[0]}
         of = {name: mean / means["pollux"] for name, mean in means.items()}
@@ -277,15 +306,15 @@ ACROSS = 9.0
 """Times that a byte takes longer between nodes: NVLink 450 GB/s beside InfiniBand 50 GB/s."""
 
 
-def placed(trace: str, seed: int, size: int) -> dict[str, tuple[float, float]]:
+PLACED_TRACES = ("steady", "fixed-batch")
+PLACED = ("fifo", "srpt", "pollux", OURS)
+
+
+def placed(trace: str, seed: int, name: str, size: int) -> tuple[float, float]:
     """Mean seconds on nodes of some size, and the share of slot-seconds that span nodes."""
     jobs, _ = generate(trace, seed)
-    cluster = JobCluster(16, node_slots=size, across=ACROSS)
-    found = {}
-    for name in ("fifo", "srpt", "pollux", OURS):
-        result = simulate(jobs, cluster, make_policy(name))
-        found[name] = (result.summary().mean, spanning(result))
-    return found
+    result = simulate(jobs, JobCluster(16, node_slots=size, across=ACROSS), make_policy(name))
+    return result.summary().mean, spanning(result)
 
 
 def spanning(result: Result) -> float:
@@ -308,25 +337,27 @@ def placement(options: Options) -> None:
         ("trace", "policy", *(f"mean s, nodes of {size}" for size in NODES),
          *(f"scattered, nodes of {size}" for size in NODES[1:])),
     )  # fmt: skip
-    with ProcessPoolExecutor(options.processes) as pool:
+    seeds = range(options.seeds)
+    with Simulations(options) as simulations:
         waiting = {
-            (trace, size): [
-                pool.submit(remembered, options.traces, placed, trace, seed, size)
-                for seed in range(options.seeds)
-            ]
-            for trace in ("steady", "fixed-batch")
+            (trace, name, size, seed): simulations.ask(placed, trace, seed, name, size)
+            for trace in PLACED_TRACES
+            for seed in seeds
+            for name in PLACED
             for size in NODES
         }
-        done = {key: [task.result() for task in tasks] for key, tasks in waiting.items()}
-    for trace in ("steady", "fixed-batch"):
+        done = {key: task.result() for key, task in waiting.items()}
+    for trace in PLACED_TRACES:
         means: dict[str, list[float]] = {}
-        for name in done[trace, NODES[0]][0]:
-            seconds = [statistics.fmean(f[name][0] for f in done[trace, size]) for size in NODES]
-            shares = [statistics.fmean(f[name][1] for f in done[trace, size]) for size in NODES[1:]]
-            report.rows.append(
-                (trace, name, *(f"{s:.0f}" for s in seconds), *(f"{s:.1%}" for s in shares))
-            )
-            means[name] = seconds
+        for name in PLACED:
+            found = [
+                [statistics.fmean(done[trace, name, size, seed][part] for seed in seeds)
+                 for size in NODES]
+                for part in (0, 1)
+            ]  # fmt: skip
+            means[name], shares = found[0], found[1][1:]
+            seconds = (f"{mean:.0f}" for mean in means[name])
+            report.rows.append((trace, name, *seconds, *(f"{share:.1%}" for share in shares)))
         report.figures[trace] = means
         for place, size in enumerate(NODES):
             report.bars.append(
@@ -365,6 +396,11 @@ def artifact(options: Options) -> None:
         at_most(
             "evolution, of the greedy fill, lengths known",
             means["ones, perfect"] / means["ones, greedy fill, perfect"],
+            1.0,
+        ),
+        at_most(
+            "mutation, of ONES without, lengths known",
+            means["ones, perfect"] / means["ones, no mutation, perfect"],
             1.0,
         ),
         at_most(
