@@ -199,6 +199,7 @@ def test_seconds_of_a_lookup_are_those_of_its_bytes() -> None:
         ({"dim": 0}, "positive"),
         ({"tables": {}}, "no tables"),
         ({"tables": {"x": 0}}, "'x' has 0 rows"),
+        ({"tables": {"x": 9, "y": 9}, "cache": 0.1}, "1 slots for 2 tables.* cache of 0.111 of"),
     ],
 )
 def test_jobs_that_make_no_plan_are_refused(changed: dict[str, object], message: str) -> None:
@@ -266,4 +267,5 @@ def test_the_command_plans_criteo_1tb_and_says_each_table_and_rank(
     assert "'user' is given twice" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["embedding", "plan", "user=6"])
-    assert "fewer slots than a batch may have rows" in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "rank 0 has 1 slots, and a batch of 16,384 samples needs up to 6 different rows" in told

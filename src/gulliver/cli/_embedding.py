@@ -147,14 +147,13 @@ def _show(plan: TablesPlan, cluster: str) -> None:
 
 
 def _warn_of_small_caches(plan: TablesPlan, console: Console) -> None:
-    """Names tables whose share of slots is less than the rows that one batch may have."""
-    job = plan.job
-    batch = int(-(-job.batch * job.ids // 1))
-    small = [n for n, rows in job.tables.items() if int(job.cache * rows) < min(rows, batch)]
+    """Names the caches that hold fewer rows than one batch may need."""
+    small = [cache for cache in plan.caches if cache.slots < cache.most]
     if small:
-        least = max(min(job.tables[name], batch) / job.tables[name] for name in small)
+        worst = max(small, key=lambda cache: cache.most / cache.rows)
         console.print(
-            f"{len(small)} tables have fewer slots than a batch may have rows of them, {small[0]} "
-            f"among them: a batch that does is refused. A larger cache (up to {least:.3g}), or "
-            "several tables in one cache, avoids that."
+            f"{len(small)} caches hold fewer rows than a batch may need: rank {worst.rank} has "
+            f"{worst.slots:,} slots, and a batch of {plan.job.batch:,} samples needs up to "
+            f"{worst.most:,} different rows of it. One that needs more than there are is refused; "
+            f"a cache of {worst.most / worst.rows:.3g} of the rows takes any."
         )

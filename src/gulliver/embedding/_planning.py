@@ -7,6 +7,7 @@ bytes and in seconds from the cluster's rates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -86,6 +87,25 @@ class PlannedTable:
 
 
 @dataclass(frozen=True)
+class RankCache:
+    """A cache of a rank, which its whole tables and parts of rows share, or its columns.
+
+    Attributes:
+        rank: rank.
+        slots: number of rows that it holds.
+        rows: number of rows there are.
+        tables: number of tables.
+        most: most different rows that a batch may need of it at once.
+    """
+
+    rank: int
+    slots: int
+    rows: int
+    tables: int
+    most: int
+
+
+@dataclass(frozen=True)
 class TablesPlan:
     """Tables over ranks.
 
@@ -111,6 +131,22 @@ class TablesPlan:
         return {table.name: table.placement for table in self.tables}
 
     @property
+    def caches(self) -> tuple[RankCache, ...]:
+        """Caches of all ranks, as `ShardedEmbeddingBag` makes them."""
+        found = []
+        for rank in range(self.job.ranks):
+            for columns in (False, True):
+                of = [t for t in self.tables if (t.placement == "column") == columns]
+                held = [_shape(self.job, t.rows, t.placement, rank)[0] for t in of]
+                held = [rows for rows in held if rows]
+                if held:
+                    uses = math.ceil(self.job.batch * self.job.ids)
+                    slots = max(int(self.job.cache * sum(held)), 1)
+                    most = sum(min(rows, uses) for rows in held)
+                    found.append(RankCache(rank, slots, sum(held), len(held), most))
+        return tuple(found)
+
+    @property
     def device_bytes(self) -> tuple[int, ...]:
         """Bytes of each rank's device: slots, states and the row of each slot."""
         return tuple(map(sum, zip(*(t.device_bytes for t in self.tables), strict=True)))
@@ -129,7 +165,8 @@ def plan_tables(job: TablesJob, cluster: Cluster) -> TablesPlan:
         cluster: machines; its number of ranks is the job's.
 
     Raises:
-        GulliverError: an unknown optimizer, numbers that make no plan, or tables that fit no rank.
+        GulliverError: an unknown optimizer, numbers that make no plan, tables that fit no rank, or
+            a cache that no batch fits.
     """
     _check(job)
     options = [
@@ -161,7 +198,15 @@ def plan_tables(job: TablesJob, cluster: Cluster) -> TablesPlan:
         for part, seconds in lookup_seconds(cluster, load).items():
             parts[part] = parts.get(part, 0.0) + seconds
     indices = tuple(_index(job, tables, rank) for rank in range(job.ranks))
-    return TablesPlan(job, tuple(tables), indices, placed.seconds, placed.bound, parts)
+    plan = TablesPlan(job, tuple(tables), indices, placed.seconds, placed.bound, parts)
+    for cache in plan.caches:
+        if cache.slots < cache.tables and job.ids >= 1:
+            raise GulliverError(
+                f"rank {cache.rank} has a cache of {cache.slots} slots for {cache.tables} tables, "
+                "and a batch needs a row of each at least: give a cache of "
+                f"{cache.tables / cache.rows:.3g} of the rows, or more"
+            )
+    return plan
 
 
 def _check(job: TablesJob) -> None:
