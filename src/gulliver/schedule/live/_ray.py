@@ -87,6 +87,9 @@ class RayNode:
         except RayError as error:
             if isinstance(error, RayTaskError):
                 raise
+            # One that only was too slow would hold the slots that the next agent waits for.
+            with suppress(Exception):
+                ray.kill(self.actor)
             raise NodeLost(self.name) from error
 
 
