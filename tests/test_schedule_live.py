@@ -101,6 +101,25 @@ def test_measured_speeds_are_what_policies_see(tmp_path: Path) -> None:
         assert found.seconds(count, 16) == pytest.approx(truth.seconds(count, 16), rel=1e-6)
 
 
+def test_costs_that_were_told_are_scaled_until_two_numbers_of_slots_were_measured(
+    tmp_path: Path,
+) -> None:
+    cluster = FakeCluster(tmp_path)
+    policy = cluster.controller.policy = Wanted(a=1)
+    truth = Scaling(0.02, 0.2)
+    cluster.submit("a", Behaviour(truth), sample_seconds=0.01, step_seconds=0.1)
+    cluster.run(8)
+    found = cluster.jobs["a"].scaling
+    assert found is not None
+    assert found.seconds(4, 16) == pytest.approx(truth.seconds(4, 16), rel=1e-6)
+    policy.counts["a"] = 4
+    cluster.run(8)
+    assert len(cluster.jobs["a"].points) == 2
+    found = cluster.jobs["a"].scaling
+    assert found is not None
+    assert found.seconds(2, 16) == pytest.approx(truth.seconds(2, 16), rel=0.05)
+
+
 def test_a_schedule_of_fixed_costs_is_that_of_the_simulator(tmp_path: Path) -> None:
     costs = {"sample_seconds": 0.05, "step_seconds": 0.1}
     cluster = FakeCluster(tmp_path, policy="fifo")

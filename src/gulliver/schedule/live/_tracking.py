@@ -213,13 +213,23 @@ class LiveJob:
             return False
         self.looked = told["steps"]
         self.points[told["ranks"], told["batch"]] = told["batch"] / told["seconds"]
-        found = fit_scaling([(n, b, speed) for (n, b), speed in self.points.items()])
+        found = self._fitted()
         before, slots, batch = self.scaling, told["ranks"], told["batch"]
         now = found.seconds(slots, batch)
         if before is not None and abs(before.seconds(slots, batch) / now - 1) < NOTICED:
             return False
         self.scaling = found
         return True
+
+    def _fitted(self) -> Scaling:
+        """Costs of what was measured; of one number of slots alone they are those told, scaled."""
+        points = [(n, b, speed) for (n, b), speed in self.points.items()]
+        if len({n for n, _, _ in points}) > 1 or self.submission.sample_seconds is None:
+            return fit_scaling(points)
+        told = self.submission.first_scaling
+        off = fmean(b / speed / told.seconds(n, b) for n, b, speed in points)
+        costs = (told.sample_seconds, told.step_seconds, told.exchange_seconds)
+        return Scaling(*(off * seconds for seconds in costs))
 
     def seen(self, now: float, places: Mapping[int, int], others: Measured) -> JobState:
         """What policies see of it.
