@@ -29,6 +29,8 @@ NEVER = 2**50
 _SOON = 1e15
 """Key of what is used at once; what is used later has smaller ones. Counts are far smaller."""
 Slots = NDArray[np.int64]
+HALF_LIVES = (8.0, 512.0)
+"""Half-lives in batches of which the better one is taken where none is given."""
 
 
 class TooSmall(GulliverError):
@@ -119,7 +121,8 @@ class RowReplacement:
         policy: ``lookahead``; to compare with it ``lru``, ``lfu`` (counts of rows while they are
             in the cache) or ``dataset`` (`frequencies` counted beforehand).
         frequencies: uses of each row, (rows,), for ``dataset``.
-        half_life: batches after which a use counts half, for ``lookahead``.
+        half_life: batches after which a use counts half, for ``lookahead``; None tries
+            `HALF_LIVES` on a sample of the rows, and takes the one that misses less.
         counters: counters of each table of its sketch; None for 4 a slot.
 
     Attributes:
@@ -133,7 +136,7 @@ class RowReplacement:
         rows: int,
         policy: RowPolicy = "lookahead",
         frequencies: NDArray[np.int64] | None = None,
-        half_life: float = 8.0,
+        half_life: float | None = 8.0,
         counters: int | None = None,
     ) -> None:
         if policy not in get_args(RowPolicy):
@@ -156,15 +159,20 @@ class RowReplacement:
         self._announced = 0
         self._next_use = np.full(slots, NEVER, np.int64)
         self._sketch: DecayedCounts | None = None
+        self._duel: Duel | None = None
         if policy == "lookahead":
-            self._sketch = DecayedCounts(counters or 4 * slots, half_life)
+            lives = HALF_LIVES if half_life is None else (half_life,)
+            self._sketches = [DecayedCounts(counters or 4 * slots, life) for life in lives]
+            self._sketch = self._sketches[0]
+            self._duel = Duel(slots, rows) if half_life is None else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the decisions' own state, beside the index."""
         arrays = (self.slot_rows, self._keys, self._scores, self._next_use)
-        sketch = self._sketch.nbytes if self._sketch else 0
-        return sum(array.nbytes for array in arrays) + sketch
+        sketches = sum(sketch.nbytes for sketch in self._sketches) if self._sketch else 0
+        duel = self._duel.nbytes if self._duel else 0
+        return sum(array.nbytes for array in arrays) + sketches + duel
 
     def announce(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
         """Takes the next batch that is known; they are decided in this order.
@@ -284,13 +292,31 @@ class RowReplacement:
         elif self._frequencies is not None:
             self._keys[slots] = self._frequencies[request.rows]
         elif self._sketch is not None:
-            factor = self._sketch.tick()
-            if factor != 1.0:
-                self._scores *= factor
-                idle = (self._next_use == NEVER) & (self.slot_rows >= 0)
-                self._keys[idle] = self._scores[idle]
-            self._scores[slots] = self._sketch.add(request.rows, request.counts)
+            self._age(request)
+            self._scores[slots] = self._count(request)
             self._expect(slots, request.next_use)
+
+    def _age(self, request: RowRequest) -> None:
+        """Lets counts age, and takes those of the half-life that does better by now."""
+        assert self._sketch is not None
+        factors = [sketch.tick() for sketch in self._sketches]
+        factor = factors[self._sketches.index(self._sketch)]
+        best = self._sketches[self._duel.see(request.rows, request.counts)] if self._duel else None
+        if best is not None and best is not self._sketch:
+            self._sketch = best
+            used = self.slot_rows >= 0
+            self._scores[used] = best.estimate(self.slot_rows[used])
+        elif factor != 1.0:
+            self._scores *= factor
+        else:
+            return
+        idle = (self._next_use == NEVER) & (self.slot_rows >= 0)
+        self._keys[idle] = self._scores[idle]
+
+    def _count(self, request: RowRequest) -> NDArray[np.float32]:
+        """Counts a batch by all half-lives; returns the counts of the one that is taken."""
+        found = [sketch.add(request.rows, request.counts) for sketch in self._sketches]
+        return found[self._sketches.index(self._sketch)]  # type: ignore[arg-type]
 
     def _expect(self, slots: Slots, next_use: NDArray[np.int64]) -> None:
         self._next_use[slots] = next_use
@@ -310,3 +336,51 @@ class RowReplacement:
         if short < len(equal):
             equal = equal[np.argpartition(self.slot_rows[equal], short - 1)[:short]]
         return np.concatenate([sure, equal])
+
+
+SAMPLE = 16
+"""One row of so many is in the sample that half-lives are tried on."""
+MEMORY = 0.99
+"""Part of the misses of a sample that still counts after a batch."""
+LEAD = 0.01
+"""Part of the misses that the other half-life has to save before it is taken."""
+
+
+class Duel:
+    """Half-lives beside each other, each in a cache of its own for a sample of the rows.
+
+    A sample by a hash of the row, in a cache as much smaller, misses about as often as all rows do
+    in theirs (Waldspurger et al. 2017, "Cache modeling and optimization using miniature
+    simulations"); that the better of two rules is taken is set dueling (Qureshi et al. 2007).
+
+    Args:
+        slots: slots of the whole cache.
+        rows: number of rows.
+    """
+
+    def __init__(self, slots: int, rows: int) -> None:
+        small = max(slots // SAMPLE, 1)
+        self.caches = [RowReplacement(small, rows, half_life=life) for life in HALF_LIVES]
+        self.misses, self.best = np.zeros(len(HALF_LIVES)), 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the small caches' decisions."""
+        return sum(cache.nbytes + cache.index.nbytes for cache in self.caches)
+
+    def see(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> int:
+        """Shows a batch to the small caches; returns the number of the half-life to take."""
+        mixed = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mine = (mixed >> np.uint64(40)) % np.uint64(SAMPLE) == 0
+        rows, counts = rows[mine], counts[mine]
+        if not 0 < len(rows) <= self.caches[0].slots:
+            return self.best
+        self.misses *= MEMORY
+        for place, cache in enumerate(self.caches):
+            before = cache.counts.missed_uses
+            cache.commit(cache.decide(cache.sudden(rows, counts)))
+            self.misses[place] += cache.counts.missed_uses - before
+        other = int(self.misses.argmin())
+        if self.misses[other] < self.misses[self.best] * (1 - LEAD):
+            self.best = other
+        return self.best
