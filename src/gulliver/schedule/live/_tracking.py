@@ -29,10 +29,10 @@ class Measured(NamedTuple):
     """Seconds that were measured of jobs.
 
     Attributes:
-        starts: from the first slots to the first step.
-        resizes: from the last step to the first one after.
-        saves: of resizes, from the last step until the slots are free.
-        ends: from the last step until a job that is done has ended.
+        starts: seconds from the first slots to the first step.
+        resizes: seconds from the last step to the first one after.
+        saves: seconds of resizes, from the last step until the slots are free.
+        ends: seconds from the last step until a job that is done has ended.
     """
 
     starts: list[float]
