@@ -186,6 +186,49 @@ def test_clients_that_say_half_are_not_waited_for() -> None:
         assert ask(server).status_code == 200
 
 
+def test_bodies_that_are_malformed_are_refused_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+    json_, text = (b"content-type: " + kind + b"\r\n\r\n" for kind in (b"application/json", b"a/b"))
+    with serving(body_seconds=0.3) as (server, _, _):
+        for sent in (
+            head + json_ + b"ZZZ\r\nno chunk\r\n",
+            head + json_ + b"5\r\n{    \r\nno size\r\n",
+            head + text + b"ZZZ\r\n",
+        ):
+            said = read_all(sent, server)
+            assert said.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+            assert said.count(b"connection: close") == 1
+            assert said.count(b'"code": "not_http"') == 1
+        # An answer has gone out already, as the garbage comes.
+        with socket.create_connection(address(server), timeout=patient(30)) as client:
+            client.sendall(head + text)
+            said = client.recv(65536)
+            client.sendall(b"ZZZ\r\nno chunk\r\n")
+            said += b"".join(iter(lambda: client.recv(65536), b""))
+            assert said.startswith(b"HTTP/1.1 415")
+            assert b"not_http" not in said
+        assert ask(server).status_code == 200
+        idle(server)
+    assert not [
+        record for record in caplog.records if record.exc_info or record.levelname == "ERROR"
+    ]
+
+
+def test_a_client_that_closes_its_direction_is_told_that_this_is_leaving() -> None:
+    with serving() as (server, steered, _), steered.held():
+        with socket.create_connection(address(server), timeout=patient(30)) as client:
+            client.sendall(request(ASKED))
+            assert steered.reached.wait(patient(30))
+            client.shutdown(socket.SHUT_WR)
+            said = b"".join(iter(lambda: client.recv(65536), b""))
+        assert said.startswith(b"HTTP/1.1 400")
+        assert b"counts as leaving: keep it open" in said
+        while server.counts()["answers"]:
+            pass
+
+
 def drained(client: socket.socket) -> bytes:
     """What the kernel had taken on for a client that was let go, up to the end of one kind."""
     said = b""

@@ -6,6 +6,9 @@ says nothing, that never ends its head, or that does not read what is sent to it
 [Note: half-open] A client whose machine is gone sends nothing, not even its leave. The kernel finds
 out by probes (`SO_KEEPALIVE`) where we send nothing either, and by `TCP_USER_TIMEOUT` where what we
 sent is not acknowledged; both end the connection as a leave would.
+
+[Note: half-closed] A client that ends its own direction and one that has left send the same byte
+less: the end. Whoever leaves must not be computed for, so both have left. Who still reads is told.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from http import HTTPStatus
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gulliver.serve.http._errors import ApiError
@@ -49,7 +54,7 @@ class Protocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.options.connections:
             self.connections.discard(self)
-            transport.write(_refusal(len(self.connections)))
+            transport.write(_plain(_too_many(len(self.connections))))
             transport.close()
             self._stall = self.loop.call_later(1, transport.abort)
             return
@@ -75,6 +80,32 @@ class Protocol(H11Protocol):
                 self._wait_for_head()
         else:
             self._head = _stop(self._head)
+
+    def eof_received(self) -> None:
+        """Ends a request whose client ends its direction, and says so where it still reads."""
+        cycle = self.cycle
+        if cycle is not None and not (cycle.response_started or self.transport.is_closing()):
+            self._refuse(_HALF_CLOSED)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is not HTTP, once; uvicorn's own fails where an answer has gone out."""
+        del msg
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(_NOT_HTTP)
+        else:
+            self._leave()
+
+    def _refuse(self, error: ApiError) -> None:
+        self.transport.write(_plain(error))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Closes the connection; whoever is at work for it finds its client gone."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The task of a request that came with what is refused has not run yet.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         """Goes on to the next request; from here on the time between two of them runs."""
@@ -107,14 +138,32 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
-def _refusal(count: int) -> bytes:
+_NOT_HTTP = ApiError(
+    400, "this is not HTTP/1.1: a head, a body or a chunk of it is malformed", code="not_http"
+)
+_HALF_CLOSED = ApiError(
+    400,
+    "the client closed its direction of the connection, which counts as leaving: keep it open "
+    "until the answer has come",
+    code="half_closed",
+)
+
+
+def _too_many(count: int) -> ApiError:
     message = f"{count} connections are open, the most that this server takes: try again later"
-    body = json.dumps(ApiError(503, message, code="too_many_connections").body).encode()
-    head = (
-        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-        f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+    return ApiError(503, message, code="too_many_connections", retry_after=1)
+
+
+def _plain(error: ApiError) -> bytes:
+    """Writes an answer that ends its connection, beside what h11 knows of it."""
+    body = json.dumps(error.body).encode()
+    lines = [
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "content-type: application/json",
+        *(f"{name}: {value}" for name, value in error.headers.items()),
+        f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n",
+    ]
+    return "\r\n".join(lines).encode() + body
 
 
 def _probe(found: socket.socket, seconds: float) -> None:
