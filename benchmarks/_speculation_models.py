@@ -18,8 +18,8 @@ ROWS, PEAK, FALLING = 6, 3e-3, 250
 """Texts of a step of the target, its highest learning rate, and steps in which that falls."""
 DRAFTS = {
     # Kind: what `gulliver speculate train` is told beside. All have as many parameters.
-    "glide": {"block": 5},
-    "glide without block mask": {"block": 1},
+    "glide": {"block": 5, "glimpses": (2,)},
+    "glide without block mask": {"block": 1, "glimpses": (2,)},
     "plain": {"plain": True},
 }
 HIDDEN = 128

@@ -463,6 +463,23 @@ def test_options_and_arguments_out_of_range_are_refused(folder: Path) -> None:
         LLM(small(), dtype="bfloat16")
     with pytest.raises(GulliverError, match="a folder has its own tokenizer"):
         LLM(folder, tokenizer_of())
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"options": "x"}, r"options='x': give EngineOptions\(...\)"),
+        ({"drafter": "ngram"}, "drafter='ngram' is a name: speculation= takes names"),
+        ({"drafter": 5}, "drafter=5 drafts nothing: give what make_speculator"),
+        ({"speculation": 5}, "speculation=5 is no name: give 'ngram', 'suffix' or the folder"),
+        ({"cache_tokens": -5}, "cache_tokens=-5: give 1 tokens or more"),
+        ({"cache_tokens": "many"}, "cache_tokens='many': give 1 tokens or more"),
+        ({"context": 1.5}, "context=1.5: give 2 tokens or more"),
+        ({"dtype": torch.float16}, "dtype='float16' is unknown"),
+    ]
+    for more, said in wrong:
+        with pytest.raises(GulliverError, match=said):
+            LLM(folder, **more)
+    with LLM(folder, dtype=torch.bfloat16, cache_tokens=64) as llm:
+        assert llm.engine.runner.pages.keys[0].dtype == torch.bfloat16  # type: ignore[attr-defined]
+        with pytest.raises(GulliverError, match="sampling takes SamplingParameters"):
+            llm.generate([[1]], "greedy")  # type: ignore[arg-type]
     with LLM(small(), cache_tokens=256) as llm:
         with pytest.raises(GulliverError, match="2 prompts and 1 sampling"):
             llm.generate([[1], [2]], [SamplingParameters()])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gulliver import replace_module
@@ -129,6 +130,24 @@ def test_heads_that_cannot_be_dealt_are_refused_by_name(tmp_path: Path) -> None:
         plan_ranks(tmp_path / "llama", None, 1, 5, None)
 
 
+def test_files_that_are_not_whole_are_refused_before_a_rank_is_started(tmp_path: Path) -> None:
+    save(tmp_path, ["llama"])
+    folder = tmp_path / "llama"
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    whole = weights.pop(name)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(GulliverError, match=f"has no {name}"):
+        plan_ranks(folder, None, 2, 1, None)
+    save_file({**weights, name: whole[:3].clone()}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(GulliverError, match=rf"{name} is \[3, 32\], the model's"):
+        plan_ranks(folder, None, 1, 2, None)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(GulliverError, match=r"model\.safetensors"):
+        plan_ranks(folder, None, 1, 2, None)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -136,6 +155,7 @@ def test_heads_that_cannot_be_dealt_are_refused_by_name(tmp_path: Path) -> None:
         ({"disk": "/tmp"}, "needs memory="),
         ({"speeds": (1.0,)}, "give pipeline= as well"),
         ({"timeout_s": 0}, "timeout_s=0"),
+        ({"cache_tokens": -5}, "cache_tokens=-5: give 1 tokens or more"),
     ],
 )
 def test_ways_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:

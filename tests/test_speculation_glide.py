@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from gulliver.errors import GulliverError
+from gulliver.precision import replace_module
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
 from gulliver.serve.speculative import (
     Glide,
@@ -19,6 +21,7 @@ from gulliver.serve.speculative import (
     SpeculationOptions,
     Speculator,
     TrainDraftConfig,
+    glide_config,
     glimpses_of,
     load_draft,
     save_draft,
@@ -27,6 +30,7 @@ from gulliver.serve.speculative import (
     train_draft,
 )
 from gulliver.serve.speculative._glide import rotate
+from gulliver.serve.speculative._glide_draft import check_sign
 from gulliver.serve.speculative._train import _Training
 from tests.serving_models import VOCABULARY, one_by_one, prompts, tiny
 
@@ -49,6 +53,8 @@ def glide(kind: str, layers: int = 1, looking: bool = True) -> Glide:
     for name, weight in draft.named_parameters():
         if weight.dim() == 2 and "embedding" not in name:
             torch.nn.init.normal_(weight, std=0.3)
+        if "gain" in name:
+            torch.nn.init.normal_(weight, 1.0, std=0.3)
     return draft.eval()
 
 
@@ -368,6 +374,13 @@ def test_a_killed_training_goes_on_bit_for_bit(
     monkeypatch.setattr(_Training, "_step", killed)
     with pytest.raises(KeyboardInterrupt):
         train_draft(broken, target, say=lines.append)
+    if stage == 0:
+        early = replace(broken, out=tmp_path / "early", save_every=20)
+        for _ in range(2):
+            told = len(lines)
+            with pytest.raises(KeyboardInterrupt):
+                train_draft(early, target, say=lines.append)
+        assert any("ended before its first checkpoint (--save-every 20)" in s for s in lines[told:])
     monkeypatch.setattr(_Training, "_step", step)
     assert not (tmp_path / "broken" / "config.json").exists()
     with pytest.raises(GulliverError, match="add --resume to continue it"):
@@ -383,12 +396,43 @@ def test_a_killed_training_goes_on_bit_for_bit(
     assert logs[0] == logs[1]
 
 
+def test_a_draft_knows_its_target_again_in_other_formats_and_no_other_model() -> None:
+    model, other = tiny("llama"), copy.deepcopy(tiny("llama"))
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for weight in other.parameters():
+            if weight.dim() == 2:
+                weight.copy_(torch.randn_like(weight) * weight.std())
+
+    def sign(model: Any) -> tuple[float, ...]:
+        runner = LocalRunner(model, cache_tokens=64)
+        runner.close()
+        return runner.measured.sign
+
+    made = glide_config(TrainDraftConfig(hidden=32), model)
+    assert made.target_sign == sign(model)
+    runner = LocalRunner(other, cache_tokens=64)
+    spec = Speculator(GlideDraft(Glide(made, target_frequencies(model))))
+    with pytest.raises(GulliverError, match=r"trained for another model: .* own draft"):
+        Engine(runner, drafter=spec)
+    runner.close()
+    half, eighth = copy.deepcopy(model).bfloat16(), replace_module(copy.deepcopy(model), "int8")
+    for same in (model, half, eighth):
+        check_sign(made.target_sign, sign(same))
+    check_sign((), sign(other))  # of a draft that was made by hand
+
+
 def test_drafts_of_other_targets_are_refused(tmp_path: Path) -> None:
     draft = glide("llama")
     save_draft(tmp_path / "draft", draft.config, dict(draft.state_dict()), {})
     again = load_draft(tmp_path / "draft")
     for mine, theirs in zip(draft.state_dict().values(), again.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
+    known = json.loads((tmp_path / "draft" / "config.json").read_text())
+    old = {k: v for k, v in known.items() if k not in ("version", "target_sign")}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(old))
+    with pytest.raises(GulliverError, match="a draft of version 1, and drafts are of version 2"):
+        load_draft(tmp_path / "draft")
     runner = LocalRunner(tiny("gpt2"), cache_tokens=64)
     wrong = GlideConfig(**{**draft.config.__dict__, "glimpses": (7,)})
     with pytest.raises(GulliverError, match="looks at layer 7, with heads of 16, and this model"):

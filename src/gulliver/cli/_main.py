@@ -203,6 +203,8 @@ def _with_action(name: str, arguments: list[str]) -> list[str]:
         from gulliver.cli._serve import SERVE_ACTIONS as actions
 
         usual = "start"
+        if arguments[:1] in (["-h"], ["--help"]):
+            return [usual, *arguments]  # most want the options, which say that there is a bench
     else:
         return arguments
     bare = arguments and arguments[0] not in (*actions, "-h", "--help")

@@ -27,7 +27,10 @@ SECONDS = Range(0.1, 3600)
 
 @dataclass(frozen=True)
 class Start:
-    """Serves a language model to clients of OpenAI's interface, until Ctrl+C or SIGTERM."""
+    """Serves a language model to clients of OpenAI's interface, until Ctrl+C or SIGTERM.
+
+    `gulliver serve bench --help`: a generator of load for any such server.
+    """
 
     model: Path = tyro.MISSING
     """Hugging Face folder of the model, with its tokenizer."""

@@ -8,10 +8,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import torch
+
 from gulliver.errors import GulliverError
 from gulliver.serve._engine import Engine, EngineOptions
 from gulliver.serve._events import Completion, Event, Output
-from gulliver.serve._load import end_tokens, load_text
+from gulliver.serve._load import dtype_name, end_tokens, load_text
 from gulliver.serve._local import LocalRunner
 from gulliver.serve._prompts import Prompt, chat_tokens, listed
 from gulliver.serve._runner import Opened, open_runner
@@ -32,7 +34,7 @@ class LLM:
         self,
         model: Any,
         tokenizer: Any | None = None,
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         quantize: str | None = None,
         context: int | None = None,
         cache_bytes: int | str | None = None,
@@ -52,7 +54,8 @@ class LLM:
         Args:
             model: folder that transformers wrote, or a causal language model of transformers.
             tokenizer: tokenizer, where `model` is not a folder.
-            dtype: ``"float32"`` or ``"bfloat16"`` for a folder's model; None for that of the files.
+            dtype: ``"float32"``, ``"bfloat16"`` or torch's own for a folder's model; None for that
+                of the files.
             quantize: mode of `gulliver.replace_module` in which a folder's weights are read.
             context: most tokens of a sequence; None for the model's own.
             cache_bytes: bytes of keys and values, such as ``"2GiB"``; None chooses by memory and
@@ -75,15 +78,16 @@ class LLM:
         Raises:
             GulliverError: the folder or the model cannot be served, or memory does not do.
         """
+        _check_kinds(options, drafter, speculation)
         options = options or EngineOptions()
         ways = Ways(
-            *(dtype, quantize, context, cache_bytes, cache_tokens),
+            *(dtype_name(dtype), quantize, context, cache_bytes, cache_tokens),
             *(memory, disk, tensor, pipeline, None if speeds is None else tuple(speeds), timeout_s),
         )
         if isinstance(model, (str, Path)):
             if tokenizer is not None:
                 raise GulliverError("a folder has its own tokenizer: give none beside it")
-            text = load_text(Path(model), dtype, quantize) if speculation is not None else None
+            text = load_text(Path(model), ways.dtype, quantize) if speculation else None
             drafter = _drafter(speculation, drafter, text, options)
             opened = open_runner(model, ways, options.sequences, options.step_tokens)
         else:
@@ -122,6 +126,12 @@ class LLM:
         several = listed(prompts)
         if sampling is None or isinstance(sampling, SamplingParameters):
             sampling = [sampling or SamplingParameters()] * len(several)
+        if isinstance(sampling, str) or any(
+            not isinstance(s, SamplingParameters) for s in sampling
+        ):
+            raise GulliverError(
+                "sampling takes SamplingParameters, one for all prompts or one each"
+            )
         if len(sampling) != len(several):
             raise GulliverError(f"{len(several)} prompts and {len(sampling)} sampling parameters")
         outputs: dict[int, Output] = {}
@@ -221,6 +231,25 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_kinds(options: object, drafter: object, speculation: object) -> None:
+    """Refuses arguments of another kind than is taken, before anything is loaded."""
+    if options is not None and not isinstance(options, EngineOptions):
+        raise GulliverError(f"options={options!r}: give EngineOptions(...) of gulliver.serve")
+    if isinstance(drafter, (str, Path)):
+        raise GulliverError(f"drafter={str(drafter)!r} is a name: speculation= takes names")
+    if drafter is not None and not hasattr(drafter, "draft"):
+        raise GulliverError(
+            f"drafter={drafter!r} drafts nothing: give what make_speculator of "
+            "gulliver.serve.speculative makes, or speculation='ngram'"
+        )
+    if speculation is not None and not isinstance(speculation, (str, Path)):
+        known = "drafter= takes drafters" if hasattr(speculation, "draft") else "or leave it out"
+        raise GulliverError(
+            f"speculation={speculation!r} is no name: give 'ngram', 'suffix' or the folder of a "
+            f"draft; {known}"
+        )
 
 
 def _drafter(

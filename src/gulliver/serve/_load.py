@@ -22,13 +22,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load(
-    folder: Path | str, dtype: str | None = None, quantize: str | None = None
+    folder: Path | str, dtype: str | torch.dtype | None = None, quantize: str | None = None
 ) -> tuple[Any, Any]:
     """Loads a model and its tokenizer.
 
     Args:
         folder: folder with configuration, safetensors and tokenizer, as transformers writes it.
-        dtype: ``"float32"`` or ``"bfloat16"``; None takes that of the files.
+        dtype: ``"float32"`` or ``"bfloat16"``, or torch's own; None takes that of the files.
         quantize: mode of `gulliver.replace_module`, such as ``"int8_dynamic"``; the weights are
             quantised layer by layer as they are read.
 
@@ -39,7 +39,7 @@ def load(
         GulliverError: the folder lacks something, the model is of a type that is not served, or
             there is too little memory; it says what would fit.
     """
-    folder = Path(folder)
+    folder, dtype = Path(folder), dtype_name(dtype)
     check_options(folder, dtype, quantize)
     import transformers
 
@@ -64,6 +64,11 @@ def load(
     model, found = loaded
     _check_loaded(folder, found)
     return model.eval().requires_grad_(False), tokenizer
+
+
+def dtype_name(dtype: str | torch.dtype | None) -> str | None:
+    """Writes torch's own dtype as the name that options have."""
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
 def _check_loaded(folder: Path, found: Mapping[str, Any]) -> None:

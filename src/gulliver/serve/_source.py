@@ -79,6 +79,19 @@ class Source:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def check(self, model: nn.Module) -> None:
+        """Compares names and shapes of all parameters with the files; no weight is read.
+
+        Args:
+            model: the whole model, which may be on meta.
+
+        Raises:
+            GulliverError: the files lack a parameter, or have one of another shape.
+        """
+        for name, parameter in model.named_parameters():
+            for source, _, region in self._pieces(name, parameter, tuple(parameter.shape), None):
+                self._compare(source, region)
+
     def fill(self, name: str, into: Tensor, region: Region | None = None) -> None:
         """Reads a parameter, or a region of it.
 
@@ -206,7 +219,8 @@ class Source:
                 return front, parts
         return None
 
-    def _read(self, source: str, into: Tensor, region: Region) -> None:
+    def _compare(self, source: str, region: Region) -> Any:
+        """What the files say of a tensor, which must be there and of a region's shape."""
         infos: Mapping[str, Any] = self._weights.infos
         if source not in infos:
             raise GulliverError(f"{self.folder} has no {source}: its files are of another model")
@@ -215,6 +229,10 @@ class Source:
             raise GulliverError(
                 f"{self.folder}: {source} is {list(info.shape)}, the model's {list(region.shape)}"
             )
+        return info
+
+    def _read(self, source: str, into: Tensor, region: Region) -> None:
+        info = self._compare(source, region)
         if not into.numel():
             return
         straight = into.dtype == info.dtype and into.is_contiguous() and into.is_cpu

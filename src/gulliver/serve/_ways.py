@@ -48,6 +48,14 @@ class Ways:
         for name, value in (("tensor", self.tensor), ("pipeline", self.pipeline)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise GulliverError(f"{name}={value!r}: give 1 or more ranks")
+        for name, value, least in (
+            ("context", self.context, 2),
+            ("cache_tokens", self.cache_tokens, 1),
+        ):
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise GulliverError(f"{name}={value!r}: give {least} tokens or more")
         if self.disk is not None and self.memory is None:
             raise GulliverError(f"disk={str(self.disk)!r} needs memory=: what fits it stays there")
         if self.speeds is not None and self.pipeline == 1:

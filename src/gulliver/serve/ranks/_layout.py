@@ -17,7 +17,7 @@ from gulliver.parallel.tensor import plan_tensor
 from gulliver.serve._families import check_served
 from gulliver.serve._filling import check_quantised, is_quantised
 from gulliver.serve._load import kept_dtype
-from gulliver.serve._source import build_on_meta
+from gulliver.serve._source import Source, build_on_meta
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Layout:
 def plan_ranks(
     folder: Path, dtype: str | None, tensor: int, pipeline: int, speeds: Sequence[float] | None
 ) -> Layout:
-    """Deals a folder's model to ranks; nothing is loaded.
+    """Deals a folder's model to ranks; no weight is loaded.
 
     Args:
         folder: folder of the model.
@@ -84,7 +84,8 @@ def plan_ranks(
         speeds: relative speeds of the stages; None for equal ones.
 
     Raises:
-        GulliverError: the model cannot be cut so; what would do is named.
+        GulliverError: the model cannot be cut so, and what would do is named; or its files are not
+            whole.
     """
     if speeds is not None and (len(speeds) != pipeline or min(speeds) <= 0):
         raise GulliverError(f"speeds={list(speeds)}: give {pipeline} numbers above 0, one a stage")
@@ -92,6 +93,10 @@ def plan_ranks(
         check_quantised(tensor)
     model = build_on_meta(folder, kept_dtype(folder, dtype))
     check_served(model)
+    if not is_quantised(folder):
+        # A rank would find it out only after all of them have started.
+        with Source(folder, model) as source:
+            source.check(model)
     try:
         if tensor > 1:
             plan_tensor(model, tensor)

@@ -15,6 +15,8 @@ from gulliver.serve.speculative._glide import Glide, GlideConfig
 
 KIND = "gulliver_glide"
 """``model_type`` of a draft's configuration."""
+VERSION = 2
+"""Drafts of version 1 took embeddings and what they saw as they were: see [Note: sizes]."""
 
 
 def is_draft(folder: Path) -> bool:
@@ -37,7 +39,8 @@ def save_draft(
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "model.safetensors", weights)
     # Last: a folder with a configuration is whole.
-    write_json(folder / "config.json", {"model_type": KIND, **asdict(config), "training": facts})
+    known = {"model_type": KIND, "version": VERSION, **asdict(config), "training": facts}
+    write_json(folder / "config.json", known)
 
 
 def load_draft(folder: Path) -> Glide:
@@ -49,12 +52,13 @@ def load_draft(folder: Path) -> Glide:
     if not is_draft(folder):
         raise GulliverError(f"{folder} has no draft: gulliver speculate train makes one")
     values = read_json(folder / "config.json")
+    _check_version(folder, values)
     names = [field.name for field in fields(GlideConfig)]
     lacking = [name for name in names if name not in values]
     if lacking:
         raise GulliverError(f"{folder}/config.json lacks {lacking[0]}: train the draft anew")
     known = {name: values[name] for name in names}
-    known["glimpses"] = tuple(known["glimpses"])
+    known |= {name: tuple(known[name]) for name in ("glimpses", "target_sign")}
     weights = load_file(folder / "model.safetensors")
     frequencies = weights.get("target_frequencies")
     model = Glide(GlideConfig(**known), [] if frequencies is None else frequencies.tolist())
@@ -63,3 +67,17 @@ def load_draft(folder: Path) -> Glide:
     except RuntimeError as error:
         raise GulliverError(f"{folder}: {' '.join(str(error).split())[:200]}") from None
     return model.eval()
+
+
+def _check_version(folder: Path, values: dict[str, Any]) -> None:
+    """Refuses a draft that would guess otherwise here than it has learnt to.
+
+    Raises:
+        GulliverError: it is of another version.
+    """
+    version = values.get("version", 1)
+    if version != VERSION:
+        raise GulliverError(
+            f"{folder} has a draft of version {version}, and drafts are of version {VERSION} here: "
+            "train it anew with gulliver speculate train"
+        )

@@ -2,7 +2,14 @@
 
 GliDe with a CaPE (Du and others, ICML 2024, arXiv 2402.02082): each layer has attention over its
 own tokens, attention over keys and values that a layer of the target has cached, as they are, and a
-feed-forward part. Other than there, a normalization stands before the second attention too.
+feed-forward part. Other than there, a normalization stands before the second attention too, and
+behind it.
+
+[Note: sizes] The target's values are of the target's size (a root mean square of 2 to 3 was seen),
+and embeddings that begin at 0.02 are a hundred times smaller: an optimizer that moves all weights
+alike then moves what was seen far more than what was read, and the draft learns worse than one
+that sees nothing. So each head of what was seen is normalized, with a gain that is learnt, and
+embeddings are multiplied by the root of the width.
 
 [Note: block mask] While guesses are made the target's cache ends at the last verified token: the
 first guess sees all before it, the d-th all but d - 1. In training positions are cut into blocks of
@@ -47,6 +54,7 @@ class GlideConfig:
         target_dim: size of a head of the target.
         target_hidden: width of the target, compared when the draft is loaded.
         block: tokens of a block of the mask it was trained with.
+        target_sign: what the target is known by (`sign_of`); empty where it is not.
     """
 
     vocabulary: int
@@ -60,6 +68,7 @@ class GlideConfig:
     target_dim: int
     target_hidden: int
     block: int = 5
+    target_sign: tuple[float, ...] = ()
 
     @property
     def dim(self) -> int:
@@ -89,6 +98,7 @@ class GlideLayer(nn.Module):
             theirs = config.target_heads * config.target_dim
             self.glimpse_norm = nn.RMSNorm(width, eps=1e-6)
             self.glimpse_query = nn.Linear(width, theirs, bias=False)
+            self.glimpse_gain = nn.RMSNorm(config.target_dim, eps=1e-6)
             self.glimpse_out = nn.Linear(theirs, width, bias=False)
 
     def attend(self, x: Tensor, positions: Tensor, own: Tensor, attend: Attend) -> Tensor:
@@ -106,7 +116,8 @@ class GlideLayer(nn.Module):
             query = self.glimpse_query(self.glimpse_norm(x)).view(shape).transpose(1, 2)
             if theirs is not None:
                 query = rotate(query, positions, theirs)
-            x = x + self.glimpse_out(glimpse(self.number, query).flatten(2))
+            seen = self.glimpse_gain(glimpse(self.number, query))
+            x = x + self.glimpse_out(seen.flatten(2))
         gate, up = self.gate(self.wide_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
@@ -160,7 +171,8 @@ class Glide(nn.Module):
             [B, S, C], or [B, len(last), C].
         """
         theirs = self.target_frequencies if len(self.target_frequencies) else None
-        x = self.embedding(tokens)
+        # The head has the same weights, and wants them small: Vaswani and others, 2017, 3.4.
+        x = self.embedding(tokens) * self.config.hidden**0.5
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, GlideLayer)
             x = layer.attend(x, positions, self.frequencies, attend)

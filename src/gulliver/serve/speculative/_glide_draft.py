@@ -12,11 +12,15 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.serve._batch import Batch, Runner, Span
+from gulliver.serve._measure import Measured, likeness
 from gulliver.serve._native import NativeAttention, native_attention
 from gulliver.serve._pages import LayerShape, Pages
 from gulliver.serve.speculative._cache import DraftCache
 from gulliver.serve.speculative._glide import Glide
 from gulliver.serve.speculative._model import Beside, ModelDraft, New
+
+ALIKE = 0.9
+"""Least likeness of a draft's target: other weights are at 0, those in int4 or tuned above this."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,9 @@ class GlideDraft(ModelDraft):
                 f"the draft has a vocabulary of {config.vocabulary} tokens and the model one of "
                 f"{facts.vocabulary}: give a draft that was trained for this model"
             )
+        measured: Measured | None = getattr(runner, "measured", None)
+        if measured is not None:
+            check_sign(config.target_sign, measured.sign)
         pages: Pages | None = getattr(runner, "pages", None)
         if config.glimpses:
             if pages is None:
@@ -190,6 +197,20 @@ def _last_of(glimpses: Glimpses, last: Tensor, layers: int, only_last: bool, tok
         return glimpses(layer, whole)[:, last]
 
     return glimpse
+
+
+def check_sign(mine: Sequence[float], theirs: Sequence[float]) -> None:
+    """Refuses a model that a draft was not trained for, though its sizes are the target's.
+
+    Raises:
+        GulliverError: what the two are known by is not alike.
+    """
+    if (found := likeness(mine, theirs)) < ALIKE:
+        raise GulliverError(
+            "the draft was trained for another model: what that one has of a token is unlike what "
+            f"this one has ({found:.2f}, at least {ALIKE} of 1 is asked for): give the model's own "
+            "draft, gulliver speculate train makes one"
+        )
 
 
 def check_pages(layers: Sequence[int], dim: int, pages: Pages) -> None:

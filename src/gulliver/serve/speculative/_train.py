@@ -24,6 +24,7 @@ from gulliver.finetune import Run, TextData, fingerprint_of, make_batches, read_
 from gulliver.jobs import Display, StopRequest, derive
 from gulliver.options import resolved
 from gulliver.serve._load import load
+from gulliver.serve._measure import sign_of, sign_token
 from gulliver.serve.speculative._folder import save_draft
 from gulliver.serve.speculative._glide import Glide, GlideConfig, seen_keys
 from gulliver.serve.speculative._target import glimpses_of, lesson_of, target_frequencies
@@ -91,6 +92,11 @@ def train_draft(
         "data": data.fingerprint,
     }
     checkpoint = run.open(config, known)
+    if checkpoint is None and run.values():
+        say(
+            f"{run.folder} holds a training that ended before its first checkpoint (--save-every "
+            f"{config.save_every}): it begins anew"
+        )
     training = _Training(config, model, data, run, world, say)
     if checkpoint is not None:
         training.restore(checkpoint)
@@ -305,8 +311,8 @@ def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
     layers = (layers[0],) * (config.layers - len(layers)) + tuple(layers)
     if not all(0 <= layer < count for layer in layers):
         raise GulliverError(f"--glimpses {layers}: the target has layers 0 to {count - 1}")
-    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    keys, _, heads = glimpses_of(model, token, layers)
+    token = torch.full((1, 1), sign_token(model), device=device)
+    keys, values, heads = glimpses_of(model, token, (*layers, count - 1))
     width = model.config.hidden_size
     hidden = config.hidden or max(64, -(-width // 2 // 64) * 64)
     heads_of_own = max(1, hidden // 64)
@@ -320,7 +326,7 @@ def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
     return GlideConfig(
         model.get_output_embeddings().weight.shape[0],
         *(hidden, heads_of_own, wide, config.layers, () if config.plain else layers),
-        *(model.config.model_type, heads, dim, width, config.block),
+        *(model.config.model_type, heads, dim, width, config.block, sign_of(values[-1][0])),
     )
 
 
