@@ -383,6 +383,17 @@ def test_a_conversation_without_texts_is_refused(messages: Any, said: str) -> No
         chat_tokens(Chats(), messages)
 
 
+def test_a_chat_template_that_fails_in_a_way_of_its_own_is_told() -> None:
+    class Endless:
+        chat_template = "{% for i in range(10000000) %}{% endfor %}"
+
+        def apply_chat_template(self, *_: Any, **__: Any) -> None:
+            raise OverflowError("Range too big")
+
+    with pytest.raises(GulliverError, match=r"template fails .*: OverflowError: Range too big"):
+        chat_tokens(Endless(), [{"role": "user", "content": "x"}])
+
+
 def test_a_prompt_longer_than_the_cache_is_refused() -> None:
     engine = Engine(Slots(blocks=2, size=4))
     with pytest.raises(GulliverError, match="has 8 tokens and the cache 8: give at most 7"):

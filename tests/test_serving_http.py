@@ -206,6 +206,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "stream options": ({"stream_options": {}}, 400, "stream_options", "for stream=true"),
 }
 CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
+    "unheard of": ({"zzz": 1}, 400, "zzz", "choose from 'frequency_penalty', 'ignore_eos', "),
     "tools": ({"tools": [{}]}, 400, "tools", "tools is not supported"),
     "format": ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supp"),
     "messages": ({"messages": []}, 400, "messages", "at least one message"),

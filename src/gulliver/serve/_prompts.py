@@ -106,6 +106,10 @@ def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> li
         )
     except (TemplateError, ValueError, KeyError, TypeError) as error:
         raise GulliverError(f"the chat template refuses the conversation: {error}") from None
+    except Exception as error:
+        # A template is a program of whoever wrote it, and may fail in any way.
+        said = f"{type(error).__name__}: {error}"
+        raise GulliverError(f"the chat template fails with this conversation: {said}") from None
     return list(found["input_ids"])
 
 

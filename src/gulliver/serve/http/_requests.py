@@ -375,7 +375,9 @@ def _first(error: ValidationError, kind: type[BaseModel]) -> Exception:
     if found["type"] == "extra_forbidden":
         known = StreamOptions if len(places) > 1 else kind
         name = ".".join(places)[:100]
-        message = f"unknown field {name!r}: {nearest(places[-1][:100], known.model_fields)}"
+        neutral = getattr(known, "NEUTRAL", {})  # most of those are refused, and not proposed
+        fields = [field for field in known.model_fields if field not in neutral]
+        message = f"unknown field {name!r}: {nearest(places[-1][:100], fields)}"
         return wrong(message, name, "unknown_parameter")
     # Further places are branches of a union, which clients know nothing of.
     message = found["msg"][0].lower() + found["msg"][1:]
