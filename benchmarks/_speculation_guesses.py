@@ -57,7 +57,12 @@ def held_out(folder: Path, tokenizer: Any, count: int) -> list[list[int]]:
 
 
 def continued(
-    model: Any, texts: Sequence[Sequence[int]], drafter: Any, count: int, tokens: int = TOKENS
+    model: Any,
+    texts: Sequence[Sequence[int]],
+    drafter: Any,
+    count: int,
+    tokens: int = TOKENS,
+    temperature: float = 0.0,
 ) -> tuple[float, float, list[list[int]]]:
     """Continues texts, `count` at a time.
 
@@ -66,8 +71,10 @@ def continued(
     """
     runner = LocalRunner(model, cache_tokens=count * (PROMPT + tokens + 32) + 512)
     engine = Engine(runner, None, EngineOptions(4096, count, False), drafter=drafter)
-    asked = SamplingParameters(tokens, 0.0, ignore_eos=True)
-    made: dict[int, list[int]] = {engine.add(text, asked): [] for text in texts}
+    made: dict[int, list[int]] = {}
+    for seed, text in enumerate(texts):
+        asked = SamplingParameters(tokens, temperature, seed=seed, ignore_eos=True)
+        made[engine.add(text, asked)] = []
     begun = perf_counter(), process_time()
     started = False
     while engine.busy:
@@ -81,11 +88,15 @@ def continued(
 
 
 def rounds_of(
-    model: Any, draft: GlideDraft, texts: Sequence[Sequence[int]], options: SpeculationOptions
+    model: Any,
+    draft: GlideDraft,
+    texts: Sequence[Sequence[int]],
+    options: SpeculationOptions,
+    temperature: float = 0.0,
 ) -> list[list[tuple[int, int]]]:
     """Rounds of each text."""
     drafter = Noted(draft, options)
-    continued(model, texts, drafter, len(texts))
+    continued(model, texts, drafter, len(texts), temperature=temperature)
     return [drafter.rounds[number] for number in range(len(texts))]
 
 
@@ -135,45 +146,60 @@ def pooled(found: Sequence[Sequence[list[tuple[int, int]]]]) -> list[list[tuple[
 def acceptance(
     report: Report, model: Any, folder: Path, texts: list[list[int]], seeds: int
 ) -> None:
-    """Drafts of equal parameters beside one another, by depth."""
+    """Drafts of equal parameters beside one another, by depth: greedy, and drawn as they are."""
+    for temperature, how in ((0.0, ""), (1.0, ", drawn at temperature 1")):
+        found = _accepted_by(report, model, folder, texts, seeds, temperature, how)
+        for other in ("plain", "glide without block mask"):
+            shown = difference(accepted, found["glide"], found[other])
+            row = (f"accepted: glide less {other}{how}", *(f"{one:+.2f}" for one in shown))
+            report.rows.append((*row, "95 % over texts"))
+            report.figures[f"glide less {other}{how}"] = list(shown)
+            report.bars.append(at_least(f"glide less {other}{how}, low end", shown[1], 0.0))
+        for depth in range(1, DEPTH + 1):
+            shown = difference(
+                lambda rounds, at=depth: by_depth(rounds, at),
+                *(found["glide"], found["glide without block mask"]),
+            )
+            row = (f"right at depth {depth}: mask less none{how}", *(f"{x:+.1%}" for x in shown))
+            report.rows.append((*row, "where all before were right"))
+            report.figures[f"mask less none at depth {depth}{how}"] = list(shown)
+
+
+def _accepted_by(
+    report: Report,
+    model: Any,
+    folder: Path,
+    texts: list[list[int]],
+    seeds: int,
+    temperature: float,
+    how: str,
+) -> dict[str, Rounds]:
+    """Rounds of each kind of draft, of all seeds."""
     options = SpeculationOptions(depth=DEPTH, nodes=DEPTH, fixed=True)
-    found = {}
+    found: dict[str, Rounds] = {}
     for name in DRAFTS:
         drafts = [load_draft(draft_folder(folder, name, seed)) for seed in range(seeds)]
         size = sum(p.numel() for p in drafts[0].parameters())
-        each = [rounds_of(model, GlideDraft(draft, beside=0), texts, options) for draft in drafts]
-        found[name] = pooled(each)
-        depths = [by_depth(found[name], depth) for depth in range(1, DEPTH + 1)]
-        low, high = interval(
-            lambda some, of=found[name]: accepted([of[n] for n in some]), len(texts)
-        )
+        each = [
+            rounds_of(model, GlideDraft(draft, beside=0), texts, options, temperature)
+            for draft in drafts
+        ]
+        found[name] = mine = pooled(each)
+        depths = [by_depth(mine, depth) for depth in range(1, DEPTH + 1)]
+        low, high = interval(lambda some, of=mine: accepted([of[n] for n in some]), len(texts))
         report.rows.append(
             (
-                f"accepted of {DEPTH}: {name}, {size:,} parameters",
-                *(f"{value:.2f}" for value in (accepted(found[name]), low, high)),
+                f"accepted of {DEPTH}: {name}, {size:,} parameters{how}",
+                *(f"{value:.2f}" for value in (accepted(mine), low, high)),
                 "by depth " + " ".join(f"{depth:.0%}" for depth in depths),
             )
         )
-        seeds_apart = [accepted(rounds) for rounds in each]
-        report.figures[name] = {
-            "accepted": accepted(found[name]),
+        report.figures[f"{name}{how}"] = {
+            "accepted": accepted(mine),
             "by depth": depths,
-            "by seed": seeds_apart,
+            "by seed": [accepted(rounds) for rounds in each],
         }
-    for other in ("plain", "glide without block mask"):
-        shown = difference(accepted, found["glide"], found[other])
-        row = (f"accepted: glide less {other}", *(f"{one:+.2f}" for one in shown))
-        report.rows.append((*row, "95 % over texts"))
-        report.figures[f"glide less {other}"] = list(shown)
-        report.bars.append(at_least(f"glide less {other}, low end", shown[1], 0.0))
-    for depth in range(1, DEPTH + 1):
-        shown = difference(
-            lambda rounds, at=depth: by_depth(rounds, at),
-            *(found["glide"], found["glide without block mask"]),
-        )
-        row = (f"right at depth {depth}: mask less none", *(f"{one:+.1%}" for one in shown))
-        report.rows.append((*row, "where all before were right"))
-        report.figures[f"mask less none at depth {depth}"] = list(shown)
+    return found
 
 
 def expansion(report: Report, model: Any, folder: Path, texts: list[list[int]]) -> None:
