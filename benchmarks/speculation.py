@@ -4,8 +4,9 @@
 
 The target is a Llama of 2 M parameters, the drafts have as many parameters as one another.
 Acceptance: continuations of texts that nobody learnt, greedy and drawn, in chains of five guesses;
-intervals are bootstrapped over texts. Expansion: accepted guesses of a round at an equal number of verified
-ones. Speed: measured beside what the measured costs predict, for the trained target and for one of
+intervals are bootstrapped over texts. Expansion: accepted guesses of a round at an equal number of
+verified ones. Speed: measured beside what the measured costs predict, for the trained target and for
+one of
 110 M random weights. The guard: as many guesses as pay beside none, at 1 to 64 sequences, in
 seconds of the clock and of processors. The table of needed acceptance is modelled from the costs
 of verification that were measured. ``--models`` keeps the trained models, takes those that are
@@ -84,7 +85,8 @@ def main() -> None:
             larger(report, options.rounds)
     report.notes += [
         f"{len(texts)} texts kept apart, beginnings of {PROMPT} tokens, continued by {TOKENS}, "
-        f"greedy where nothing else is said; drafts of depth {DEPTH} in acceptance; {torch.get_num_threads()} threads",
+        f"greedy where nothing else is said; drafts of depth {DEPTH} in acceptance; "
+        f"{torch.get_num_threads()} threads",
         f"target trained for {options.target_steps} steps of {ROWS * CONTEXT:,} tokens, drafts for "
         f"{options.draft_steps} of {DRAFT_ROWS * CONTEXT:,}; texts and seeds of all drafts are the "
         "same",
