@@ -5,12 +5,11 @@
 The target is a Llama of 2 M parameters, the drafts have as many parameters as one another.
 Acceptance: continuations of texts that nobody learnt, greedy and drawn, in chains of five guesses;
 intervals are bootstrapped over texts. Expansion: accepted guesses of a round at an equal number of
-verified ones. Speed: measured beside what the measured costs predict, for the trained target and for
-one of
-110 M random weights. The guard: as many guesses as pay beside none, at 1 to 64 sequences, in
-seconds of the clock and of processors. The table of needed acceptance is modelled from the costs
-of verification that were measured. ``--models`` keeps the trained models, takes those that are
-there and goes on with drafts that are not whole.
+verified ones. Speed: measured beside what the measured costs predict, for the trained target and
+for one of 110 M random weights. The guard: as many guesses as pay beside none, at 1 to 64
+sequences, in seconds of the clock and of processors. The table of needed acceptance is modelled
+from the costs of verification that were measured. ``--models`` keeps the trained models, takes
+those that are there and goes on with drafts that are not whole.
 """
 
 from __future__ import annotations

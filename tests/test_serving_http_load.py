@@ -201,6 +201,9 @@ def test_the_command_serves_a_folder_and_drains(
         assert "error: 6 x 400 the prompt has" in capsys.readouterr().out
         program.send_signal(signal.SIGTERM)
         assert program.wait(patient(30)) == 0
+        said = program.stderr.read()
+        assert "signal: 0 answers run or wait and get 30 seconds" in said
+        assert said.endswith("gulliver: the server has ended\n")
     finally:
         program.kill()
 

@@ -160,6 +160,7 @@ def _start(config: Start) -> int:
             code = server.run()
             if server.dead is not None:
                 raise GulliverError(server.dead)
+            print("gulliver: the server has ended", file=sys.stderr, flush=True)
             return code
     finally:
         listener.close()

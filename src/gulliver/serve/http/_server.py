@@ -8,6 +8,7 @@ so, while the socket still listens: a balancer in front sees it before clients d
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 import time
@@ -29,6 +30,7 @@ from gulliver.serve.http._reply import House
 from gulliver.serve.http._requests import Limits
 from gulliver.serve.http._worker import EngineThread
 
+_log = logging.getLogger("gulliver")
 SPARE_FILES = 64
 """Files that a process has open beside its connections."""
 HEAD_BYTES = 32 * 1024
@@ -115,7 +117,7 @@ class Server:
             timeout_graceful_shutdown=5,
             h11_max_incomplete_event_size=HEAD_BYTES,
         )
-        self._uvicorn = _Uvicorn(config, self.drain)
+        self._uvicorn = _Uvicorn(config, self._signalled)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
@@ -148,6 +150,19 @@ class Server:
             # The engine's thread may be telling the loop something.
             await self._loop.run_in_executor(None, self._worker.close)
             self._door.close()
+
+    def _signalled(self) -> None:
+        """Tells whoever reads the log what a signal does, and does it."""
+        if self._draining is None:
+            _log.warning(
+                "signal: %d answers run or wait and get %g seconds, new ones are refused; a second "
+                "signal ends at once",
+                self._gate.inside,
+                self.options.drain_seconds,
+            )
+        else:
+            _log.warning("second signal: %d answers end now", self._gate.inside)
+        self.drain()
 
     def drain(self) -> None:
         """Begins to end, from any thread; asked again it ends at once."""
