@@ -26,6 +26,7 @@ from gulliver.serve import (
     load,
 )
 from gulliver.serve._prompts import listed, tokens_of
+from gulliver.serve._text import AnswerText
 from tests.serving_models import Slots, one_by_one, prompts, tiny
 from tests.texts import tokenizer_of
 
@@ -106,6 +107,16 @@ def test_texts_of_events_add_up_and_no_character_comes_in_halves(folder: Path) -
     assert TEXTS[0] + "".join(pieces) == whole
     assert all(not piece.endswith("\ufffd") for piece in pieces[:-1])
     assert sum(map(bool, pieces)) > 10
+
+
+def test_texts_of_any_tokens_are_those_of_all_of_them_at_once() -> None:
+    # Bytes that are no UTF-8, parts of characters and special tokens, in any order.
+    tokenizer, random = tokenizer_of(), torch.Generator().manual_seed(0)
+    for _ in range(60):
+        tokens = torch.randint(0, len(tokenizer), (24,), generator=random).tolist()
+        text = AnswerText(tokenizer, (), tokenizer(TEXTS[0])["input_ids"])
+        made = "".join(text.add(token)[0] for token in tokens) + text.end()
+        assert made == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_stop_texts_end_answers_wherever_tokens_end(folder: Path) -> None:
