@@ -22,6 +22,7 @@ from gulliver.serve.speculative import (
     Speculator,
     load_draft,
 )
+from gulliver.serve.speculative._proposal import Proposal, chain
 
 DEPTH = 5
 PROMPT, TOKENS = 48, 64
@@ -40,6 +41,46 @@ class Noted(Speculator):
         """Notes a round."""
         super().verified(sequence, draft, path, tokens)
         self.rounds[sequence].append((len(draft.tokens), len(path)))
+
+
+class Foretold(Proposer):
+    """Guesses of a chosen quality that take no time: what is known to come, some of it spoilt."""
+
+    name, free, apart = "foretold", True, 0.0
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], right: float) -> None:
+        """Keeps what will come.
+
+        Args:
+            answers: tokens that follow texts.
+            right: chance of a guess to be right.
+        """
+        self._answers, self._right = answers, right
+        random = torch.Generator().manual_seed(0)
+        self._draws = torch.rand(1 << 12, generator=random).tolist()
+
+    def begin(self, runner: Any) -> None:
+        """Needs nothing of the runner."""
+
+    def propose(self, wanted: Any, depth: int) -> dict[int, Proposal]:
+        """Proposes chains."""
+        found = {}
+        for one in wanted:
+            come = self._answers[tuple(one.tokens[:PROMPT])]
+            at = len(one.tokens) - PROMPT
+            tokens = [
+                token if self._draws[(at * 31 + n * 7) % len(self._draws)] < self._right else 1
+                for n, token in enumerate(come[at : at + min(depth, one.most)])
+            ]
+            if tokens:
+                found[one.sequence] = chain(tokens, [self._right] * len(tokens))
+        return found
+
+    def dropped(self, sequence: int) -> None:
+        """Knows nothing of sequences."""
+
+    def close(self) -> None:
+        """Holds nothing."""
 
 
 def held_out(folder: Path, tokenizer: Any, count: int) -> list[list[int]]:

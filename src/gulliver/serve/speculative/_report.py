@@ -9,7 +9,7 @@ over an empty cache, and so are those of a draft model; look-ups take d in propo
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from operator import mul
@@ -24,6 +24,7 @@ from gulliver.serve._local import LocalRunner
 from gulliver.serve._sampling import SamplingParameters
 from gulliver.serve.speculative._make import make_speculator
 from gulliver.serve.speculative._measure import step
+from gulliver.serve.speculative._proposal import Proposer
 from gulliver.serve.speculative._speculator import SpeculationOptions, Speculator
 from gulliver.serve.speculative._train_config import ReportConfig
 
@@ -142,7 +143,7 @@ def report(config: ReportConfig) -> SpeculationReport:
 def measure_draft(
     model: Any,
     tokenizer: Any,
-    draft: str,
+    draft: str | Callable[[], Proposer],
     texts: Sequence[Sequence[int]],
     asked: SamplingParameters,
     depth: int,
@@ -153,15 +154,20 @@ def measure_draft(
     Args:
         model: causal language model of transformers.
         tokenizer: tokenizer of the model.
-        draft: name or folder, as `make_speculator` takes it.
+        draft: name or folder, as `make_speculator` takes it, or what makes a proposer.
         texts: beginnings.
         asked: how they are continued.
         depth: guesses of a round.
         rounds: runs of each way, in turns; medians are told.
     """
     fixed = SpeculationOptions(depth=depth, fixed=True)
-    always = make_speculator(draft, fixed, tokenizer)
-    guarded = make_speculator(draft, SpeculationOptions(depth=depth), tokenizer)
+
+    def made_of(options: SpeculationOptions) -> Speculator:
+        if isinstance(draft, str):
+            return make_speculator(draft, options, tokenizer)
+        return Speculator(draft(), options)
+
+    always, guarded = made_of(fixed), made_of(SpeculationOptions(depth=depth))
     ways: dict[str, Speculator | None] = {"plain": None, "always": always, "guarded": guarded}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     made: dict[str, list[list[int]]] = {}
