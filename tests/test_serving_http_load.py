@@ -208,6 +208,13 @@ def test_the_command_serves_a_folder_and_drains(
         program.kill()
 
 
+def test_the_help_of_serve_shows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["serve", "--help"])
+    said = capsys.readouterr().out
+    assert all(option in said for option in ("--model", "--sequences", "--tensor", "serve bench"))
+
+
 def test_folders_that_cannot_be_served_end_in_one_line(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
