@@ -6,15 +6,16 @@ The target is a Llama of 2 M parameters, the drafts have as many parameters as o
 Acceptance: continuations of texts that nobody learnt, greedy and drawn, in chains of five guesses;
 intervals are bootstrapped over texts. Expansion: accepted guesses of a round at an equal number of
 verified ones. Speed: measured beside what the measured costs predict, for the trained target and
-for one of 110 M random weights. The guard: as many guesses as pay beside none, at 1 to 64
-sequences, in seconds of the clock and of processors. The table of needed acceptance is modelled
-from the costs of verification that were measured. ``--models`` keeps the trained models, takes
-those that are there and goes on with drafts that are not whole.
+for one of 110 M random weights. The guard: as many guesses as pay beside none, in turns of a
+step, at 1 to 64 sequences, in seconds of the clock and of processors. The table of needed
+acceptance is modelled from the costs of verification that were measured. ``--models`` keeps the
+trained models, takes those that are there and goes on with drafts that are not whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import statistics
 import tempfile
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._harness import Report, Spread, at_least, at_most, finish
+from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._speculation_guesses import (
     DEPTH,
     PROMPT,
@@ -35,6 +36,7 @@ from benchmarks._speculation_guesses import (
     continued,
     expansion,
     held_out,
+    in_turns,
 )
 from benchmarks._speculation_models import CONTEXT, DRAFT_ROWS, ROWS, draft_folder, make_models
 from gulliver.serve import LocalRunner, SamplingParameters, load
@@ -149,35 +151,30 @@ def guard(report: Report, model: Any, folder: Path, texts: list[list[int]], roun
             "glide": Speculator(GlideDraft(draft)),
             "ngram": Speculator(LookUp()),
         }
-        found: dict[str, dict[str, list[float]]] = {
-            name: {"clock": [], "processors": []} for name in drafters
-        }
-        for round_ in range(rounds + 1):
-            for name, drafter in drafters.items():
-                clock, processors, _ = continued(model, some, drafter, count, GUARDED)
-                if round_ or name != "none":  # the first round of drafters counts: it learns
-                    found[name]["clock"].append(clock)
-                    found[name]["processors"].append(processors)
+        models = {name: copy.deepcopy(model) for name in drafters}
+        found = [in_turns(models, some, drafters, GUARDED) for _ in range(rounds)]
         for name in ("glide", "ngram"):
             told = drafters[name].told
-            shown = {}
-            for kind in worst:
-                plain, mine = (Spread(tuple(found[of][kind])) for of in ("none", name))
-                shown[kind] = plain.median / mine.median
-                worst[kind] = min(worst[kind], shown[kind])
-            first = statistics.median(found["none"]["clock"]) / found[name]["clock"][0]
+            # Of each run beside the plain one of that moment; the first, in which it learns, too.
+            speeds = {
+                kind: [one["none"][place] / one[name][place] for one in found]
+                for place, kind in enumerate(worst)
+            }
+            shown = {kind: statistics.median(values) for kind, values in speeds.items()}
+            worst = {kind: min(value, shown[kind]) for kind, value in worst.items()}
+            clock = speeds["clock"]
             report.rows.append(
                 (
                     f"guarded speed at {count} sequences: {name}",
-                    *(f"{shown['clock']:.2f}x", "", ""),
-                    f"{shown['processors']:.2f}x in processor seconds, {first:.2f}x in the first "
-                    f"run; drafted in {told.drafted / max(1, told.rounds):.0%} of rounds",
+                    *(f"{one:.2f}x" for one in (shown["clock"], min(clock), max(clock))),
+                    f"{shown['processors']:.2f}x in processor seconds, {clock[0]:.2f}x in the "
+                    f"first run; drafted in {told.drafted / max(1, told.rounds):.0%} of rounds",
                 )
             )
             report.figures[f"guard, {name}, {count}"] = {
                 "speed": shown["clock"],
                 "speed in processor seconds": shown["processors"],
-                "speed of the first run": first,
+                "speeds of runs": clock,
                 "why": drafters[name].why,
             }
     for kind, value in worst.items():

@@ -141,6 +141,12 @@ def check_folder(folder: Path) -> None:
     kind = read_json(folder / "config.json").get("model_type")
     if not isinstance(kind, str):
         raise GulliverError(f"{folder}/config.json names no model_type: it is not of transformers")
+    shards = sorted(folder.glob("model-*-of-*.safetensors"))
+    if shards and not (folder / "model.safetensors.index.json").is_file():
+        raise GulliverError(
+            f"{folder} has {shards[0].name} and no model.safetensors.index.json: it is still being "
+            "written, or was not copied whole"
+        )
     check_type(kind)
 
 
