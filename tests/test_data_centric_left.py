@@ -85,6 +85,33 @@ def test_a_position_is_saved_after_a_step_once_the_optimizer_has_taken_it(
         assert sorted(used) == list(range(SAMPLES))
 
 
+def _added_up(world: World, late: bool) -> list[int]:
+    """Saves when a step has been run and the one before it is in no step of the optimizer yet."""
+    model, optimizer, loader = _made(world)
+    used, waiting = list[int](), list[int]()
+    for number, step in enumerate(loader):
+        if late and number == 1:  # the first step of the optimizer comes with the second one given
+            optimizer.step()
+            optimizer.zero_grad()
+            used, waiting = waiting, []
+        _run(model, step)
+        waiting += _samples(step)
+        if number == 1:
+            break
+    state = loader.state_dict()
+    again = _made(world)
+    again[-1].load_state_dict(state)
+    return used + _rest(*again)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_steps_that_are_added_up_are_saved_as_none_until_the_optimizer_steps(
+    pool: Pool, late: bool
+) -> None:
+    for used in pool.run(_added_up, 1, late):
+        assert sorted(used) == list(range(SAMPLES))
+
+
 def _looked_at(world: World) -> list[int]:
     model, optimizer, loader = _made(world)
     first = next(iter(loader))

@@ -238,6 +238,7 @@ class DataCentricLoader:
         named = [(kind.name, kind.count) for kind in kinds]
         self._switch = RecomputeSwitch(self.model, named) if named else None
         self._given: tuple[TrainingStep, Any] | None = None
+        self._first: tuple[int, Any] | None = None
         self.passed_over = 0
         if isinstance(weight, Sequence) and not any(weight):
             raise GulliverError("weight= is 0 for every sample: there is nothing to learn from")
@@ -262,6 +263,7 @@ class DataCentricLoader:
                     "numbers of at least 0"
                 )
             step = TrainingStep(self, plan, weight)
+            self._first = self._first_untaken(before)
             self._given = step, before
             yield step
             if not step._begun:
@@ -330,12 +332,28 @@ class DataCentricLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values: after the step that was given out last, if it was taken.
 
-        As long as the optimizer has not stepped, the weights are those before that step, and so is
-        the position: whatever the end, its samples are used once.
+        As long as the optimizer has not stepped, the weights are those before that step, or before
+        the first of several that are added up, and so is the position: whatever the end, their
+        samples are used once.
         """
+        if self._first is not None and self._first[0] == self.optimizer.taken.steps:
+            return self.planner.state_dict(self._first[1])
         if self._given is not None and not self._given[0].is_taken:
             return self.planner.state_dict(self._given[1])
         return self.planner.state_dict()
+
+    def _first_untaken(self, before: Any) -> tuple[int, Any]:
+        """Steps of the optimizer so far, and the position before the first step not yet in them.
+
+        Gradients of several steps may be added up for one of the optimizer's, and the optimizer may
+        step when the next step has been given out.
+        """
+        taken = self.optimizer.taken.steps
+        if self._first is not None and self._first[0] == taken:
+            return self._first
+        if self._given is not None and self._given[0]._ended and not self._given[0].is_taken:
+            return taken, self._given[1]
+        return taken, before
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on after the step at which a state was taken, on any number of ranks.
@@ -344,7 +362,7 @@ class DataCentricLoader:
             GulliverError: the state is of other data, another seed or another model.
         """
         self.planner.load_state_dict(state)
-        self._given = None
+        self._given = self._first = None
 
 
 def _ends_alike(plan: StepPlan, rank: int) -> bool:
