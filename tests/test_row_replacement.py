@@ -6,6 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from benchmarks._embedding_rates import TraceConfig, make_trace
 
 from gulliver.errors import GulliverError
 from gulliver.solve import (
@@ -17,6 +18,7 @@ from gulliver.solve import (
     make_index,
     one_row_each,
 )
+from gulliver.solve._row_replacement import HALF_LIVES
 
 Trace = list[np.ndarray]
 
@@ -212,3 +214,18 @@ def test_counts_are_never_too_low_and_nearly_exact_where_there_is_room() -> None
     assert (error >= -1e-4 * sketch.unit).all()
     assert np.abs(error).mean() < 0.02 * sketch.unit
     assert growth**400 > 2**20, "the unit was divided away at least once"
+
+
+@pytest.mark.parametrize(("shift", "better"), [(0.0, 1), (1e-3, 0)], ids=["stays", "moves on"])
+def test_the_half_life_is_the_one_that_misses_less(shift: float, better: int) -> None:
+    config = TraceConfig(rows=60_000, uses=800, batches=140, shift=shift)
+    missed, trace = {}, make_trace(config)
+    for life in (*HALF_LIVES, None):
+        cache = RowReplacement(1200, config.rows, half_life=life)
+        for batch in trace:
+            cache.commit(cache.decide(cache.sudden(*batch)))
+        missed[life] = cache.counts.missed_uses
+    assert cache._duel is not None
+    assert cache._duel.best == better
+    assert missed[HALF_LIVES[better]] < missed[HALF_LIVES[1 - better]]
+    assert missed[None] <= missed[HALF_LIVES[better]] * 1.02

@@ -136,7 +136,7 @@ class RowReplacement:
         rows: int,
         policy: RowPolicy = "lookahead",
         frequencies: NDArray[np.int64] | None = None,
-        half_life: float | None = 8.0,
+        half_life: float | None = None,
         counters: int | None = None,
     ) -> None:
         if policy not in get_args(RowPolicy):
