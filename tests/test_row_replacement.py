@@ -219,7 +219,8 @@ def test_counts_are_never_too_low_and_nearly_exact_where_there_is_room() -> None
 @pytest.mark.parametrize(("shift", "better"), [(0.0, 1), (1e-3, 0)], ids=["stays", "moves on"])
 def test_the_half_life_is_the_one_that_misses_less(shift: float, better: int) -> None:
     config = TraceConfig(rows=60_000, uses=800, batches=140, shift=shift)
-    missed, trace = {}, make_trace(config)
+    missed, trace = dict[float | None, int](), make_trace(config)
+    cache = RowReplacement(1200, config.rows)
     for life in (*HALF_LIVES, None):
         cache = RowReplacement(1200, config.rows, half_life=life)
         for batch in trace:
