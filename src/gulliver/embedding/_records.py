@@ -373,8 +373,11 @@ class RecordStore:
         self._raise_failures()
 
     def _raise_failures(self) -> None:
+        # The first of the queue stays there if it failed: a row that could not be written is lost,
+        # and whoever asks again must hear of it again.
         while self._under_way and self._under_way[0].done():
-            self._under_way.popleft().result()
+            self._under_way[0].result()
+            self._under_way.popleft()
 
 
 def _on_host(ids: Tensor) -> Tensor:
