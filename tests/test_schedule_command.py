@@ -149,3 +149,23 @@ def test_nodes_come_from_options_or_from_described_hardware(
     assert "say how many slots a node has" in capsys.readouterr().err
     assert run("steady", "--hardware", "8xh100-infiniband", "--slots", "4") == 1
     assert "--hardware says slots and nodes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"policy": "srpt"}, "the scheduler that runs has policy fifo, not srpt: leave that out"),
+        ({"cluster_slots": 7}, "the scheduler that runs has slots 3, not 7"),
+        ({"policy": "fifo", "cluster_slots": 3}, None),
+        ({"address": "head:6379", "cluster_slots": 7}, None),
+    ],
+)
+def test_what_a_running_scheduler_cannot_be_told_is_refused(given: dict, told: str | None) -> None:
+    from gulliver.cli._live_jobs import Cluster, _check_same
+
+    about = {"policy": "fifo", "slots": 3}
+    if told is None:
+        _check_same(Cluster(**given), about)
+        return
+    with pytest.raises(GulliverError, match=told):
+        _check_same(Cluster(**given), about)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -219,6 +220,8 @@ def submit(config: Submit) -> int:
         lambda what: print(f"the scheduler {what}", file=sys.stderr, flush=True),
     )
     about = spool.scheduler() or {}
+    if not begun:
+        _check_same(config, about)
     if submission.slots > about.get("slots", submission.slots):
         raise GulliverError(
             f"job {submission.name!r} asks for {submission.slots} slots and the cluster has "
@@ -235,6 +238,25 @@ def submit(config: Submit) -> int:
         )
     print(f"submitted {submission.name}: gulliver jobs why {submission.name} says what it does")
     return 0
+
+
+def _check_same(config: Cluster, about: Mapping[str, Any]) -> None:
+    """Refuses what only a scheduler that starts could be told.
+
+    Raises:
+        GulliverError: the one that runs has another policy, or another number of slots.
+    """
+    # Of a cluster elsewhere slots are said by node.
+    slots = config.cluster_slots if config.address in ("local", "here") else None
+    for name, wanted, default in (
+        ("policy", config.policy, Cluster.policy),
+        ("slots", slots, None),
+    ):
+        if wanted != default and wanted != about.get(name, wanted):
+            raise GulliverError(
+                f"the scheduler that runs has {name} {about[name]}, not {wanted}: leave that out, "
+                "or stop it first with gulliver jobs stop"
+            )
 
 
 def _history(spool: Spool) -> History:
@@ -301,7 +323,7 @@ def _table(history: History, ends: dict[str, float]) -> None:
             job.name,
             job.phase.value,
             str(len(job.held)),
-            f"{done / samples:.0%}" if samples else f"{done:.0f}",
+            f"{min(done / samples, 1):.0%}" if samples else f"{done:.0f}",
             str(job.attempt),
             " ".join(f"{seconds:.1f}" for seconds in job.resizes[-3:]),
             f"{ends[job.name] - history.now:.0f} s" if job.name in ends else "",

@@ -196,7 +196,9 @@ class Controller:
             return self._finish(job, Phase.ENDED, now, note)
         job.ends = [max(0.0, now - (job.progress["time"] - self.begun))]
         self.measured.ends.extend(job.ends)
-        return self._finish(job, Phase.ENDED, now, "done")
+        more = samples is not None and done > samples + job.batch
+        note = f"done, after {done:g} samples where {samples:g} were submitted" if more else "done"
+        return self._finish(job, Phase.ENDED, now, note)
 
     def _finish(self, job: LiveJob, phase: Phase, now: float, note: str) -> list[str]:
         job.go(phase, note)

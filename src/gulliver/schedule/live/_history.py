@@ -179,7 +179,7 @@ def told(job: LiveJob, history: History) -> str:
         return f"{job.phase.value} at {job.ended:.4g} s: {job.note}"
     text = f"{job.phase.value} on {len(job.held)} slots" if job.held else "waits"
     if job.submission.samples is not None:
-        text += f", {job.progress.get('done', 0.0) / job.submission.samples:.0%} done"
+        text += f", {min(job.progress.get('done', 0.0) / job.submission.samples, 1):.0%} done"
     return f"{text} ({job.note or 'submitted'})"
 
 
