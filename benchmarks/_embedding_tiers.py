@@ -87,6 +87,10 @@ class SlowColumn:
         """Adds rows."""
         self._column.grow(values)
 
+    def take(self, other: Column) -> None:
+        """Replaces all rows by those of another column."""
+        self._column.take(other)
+
     def _slowly(self, rows: int, call: Callable[[], Tensor | None]) -> Tensor:
         begun = time.perf_counter()
         found = call()

@@ -144,6 +144,15 @@ def test_rounding_has_no_direction_and_at_most_one_step() -> None:
         assert ((total / count - values).abs() < 5 * step / 2 / count**0.5).all(), cold
 
 
+def test_the_largest_numbers_stay_finite_in_bf16_and_inf_and_nan_what_they_are() -> None:
+    values = torch.tensor([3.4e38, -3.4028e38, float("inf"), float("-inf"), float("nan"), -0.0])
+    rounded = round_bf16(values, torch.Generator().manual_seed(0))
+    largest = torch.finfo(torch.bfloat16).max
+    assert rounded[:4].tolist() == [largest, -largest, float("inf"), float("-inf")]
+    assert rounded[4].isnan()
+    assert rounded[5].signbit()
+
+
 @pytest.mark.parametrize("cold", ["bf16", "int8"])
 def test_cold_rows_are_near_the_exact_ones_and_take_the_bytes_that_they_say(cold: Any) -> None:
     first, batches = torch.randn(ROWS, 16), steps(ROWS, 16, 30)

@@ -15,6 +15,7 @@ from benchmarks._index import claims, page, read
 from benchmarks._which_plugin import MARKS, MEMORIES, state_bytes, table
 
 import gulliver
+from gulliver.cli import _main
 from gulliver.hardware import described
 from tests.patience import patient
 
@@ -59,6 +60,20 @@ def test_importing_gulliver_imports_no_torch() -> None:
         [sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=patient(60)
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def test_output_that_nobody_reads_on_ends_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def piped(arguments: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(_main, "run", piped)
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as ended:
+            _main.main(["plan", "--help"])
+    assert ended.value.code == 141
 
 
 def test_bars_of_one_kind_share_a_row_with_the_figure_nearest_to_failing() -> None:

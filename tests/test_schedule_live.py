@@ -24,6 +24,7 @@ from gulliver.schedule.live import (
     share_of,
     write_history,
 )
+from gulliver.schedule.live._controller import last_line
 from gulliver.schedule.live._history import take_up
 from tests.fake_jobs import Behaviour, FakeCluster
 
@@ -237,6 +238,11 @@ def test_a_job_that_fails_again_and_again_is_given_up_with_its_last_line(tmp_pat
     assert cluster.jobs["a"].note == (
         "failed 3 times from one checkpoint: rank 0 ended with code 1: ValueError: no data"
     )
+
+
+def test_a_last_line_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes("grün\x1b[31m \x07über\n\n".encode())
+    assert last_line(tmp_path / "log") == "grün\\x1b[31m \\x07über"
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["seen gone", "does not answer"])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SLOTS = Range(1, 4096)
 DAY = Range(0.1, 86400)
+NO_SCHEDULER = "no scheduler runs: the next submission, or gulliver jobs scheduler, starts one"
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ def show(config: Listing) -> int:
         for name, why in history.refused.items():
             print(f"{name} was refused: {why}")
         if not has_scheduler(spool):
-            print("no scheduler runs: the next submission, or gulliver jobs scheduler, starts one")
+            print(NO_SCHEDULER)
     if config.html is not None:
         from gulliver.io import named_errors, write_text
 
@@ -299,7 +300,7 @@ def _plain(history: History, name: str, ends: dict[str, float]) -> dict[str, obj
         "phase": job.phase.value,
         "slots": len(job.held),
         "batch": job.batch,
-        "done": job.state.done,
+        "done": job.progress.get("done", 0.0),
         "samples": job.submission.samples,
         "attempts": job.attempt,
         "resizes": job.resizes,
@@ -354,11 +355,13 @@ def logs(config: Logs) -> int:
 
 def explain(config: Why) -> int:
     """Explains a job."""
-    from gulliver.schedule.live import live_why
+    from gulliver.schedule.live import has_scheduler, live_why
 
     spool = _spool(config)
     spool.known(config.job)
     print("\n".join(live_why(_history(spool), config.job)))
+    if not has_scheduler(spool):
+        print(NO_SCHEDULER)
     return 0
 
 

@@ -217,13 +217,17 @@ class RoundedColumn:
 
 
 def round_bf16(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Rounds to bf16, up or down at random, in proportion to the distance."""
+    """Rounds to bf16, up or down at random, in proportion to the distance.
+
+    What lies beyond the largest number of bf16, 3.39e38, becomes that one.
+    """
     bits = values.float().view(torch.int32)
     noise = torch.randint(0, 2**16, bits.shape, generator=generator, dtype=torch.int32)
     finite = values.isfinite()
     # What is added reaches the upper half as often as the lower half is large.
-    rounded = torch.where(finite, bits + noise, bits) & -(2**16)
-    return rounded.view(torch.float32).to(torch.bfloat16)
+    rounded = (torch.where(finite, bits + noise, bits) & -(2**16)).view(torch.float32)
+    largest = torch.finfo(torch.bfloat16).max
+    return torch.where(finite, rounded.clamp(-largest, largest), rounded).to(torch.bfloat16)
 
 
 def round_int8(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -413,9 +413,14 @@ def _draw(job: LiveJob, begin: float, end: float, rate: float) -> None:
 
 
 def last_line(log: Path) -> str:
-    """Reads the last line that is not empty of what a rank has printed."""
+    """Reads the last line that is not empty of what a rank has printed.
+
+    Characters that steer a terminal are shown as escapes.
+    """
     try:
         lines = log.read_text(encoding="utf-8", errors="replace")[-4000:].splitlines()
     except OSError:
         return "it has printed nothing"
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in last)
+    return "".join(shown)
