@@ -178,16 +178,25 @@ def test_ranks_that_share_tables_train_as_torch_s_one_table(
         first += rows
 
 
-def test_tables_are_saved_on_four_ranks_and_go_on_on_two_in_another_placement(
-    pool: Pool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("saved", "there", "name"),
+    [
+        ((4, "mixed"), (2, "row"), "adagrad"),
+        ((2, "row"), (4, "whole"), "sparse adam"),
+        ((4, "whole"), (2, "whole"), "sparse adam"),
+    ],
+    ids=str,
+)
+def test_tables_are_saved_by_some_ranks_and_go_on_on_others_in_another_placement(
+    saved: tuple[int, str], there: tuple[int, str], name: str, pool: Pool, tmp_path: Path
 ) -> None:
-    outputs, weight, _ = reference("sgd", "sum")
-    pool.run(run, 4, "mixed", "sgd", "sum", 0, 3, str(tmp_path))
-    found = pool.run(run, 2, "row", "sgd", "sum", 3, STEPS, str(tmp_path))
+    outputs, weight, _ = reference(name, "sum")
+    pool.run(run, *saved, name, "sum", 0, 3, str(tmp_path))
+    found = pool.run(run, *there, name, "sum", 3, STEPS, str(tmp_path))
     for number, expected in enumerate(outputs[3:]):
         assert torch.equal(torch.cat([own[number] for own, _ in found]), expected)
     parts = [part for _, part in found]
-    assert torch.equal(torch.cat([joined(parts, "row", f"{t}.weight") for t in SIZES]), weight)
+    assert torch.equal(torch.cat([joined(parts, there[1], f"{t}.weight") for t in SIZES]), weight)
 
 
 def announced(world: World) -> list[Tensor]:

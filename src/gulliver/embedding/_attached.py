@@ -99,6 +99,21 @@ class Attached:
 
     # Steps
 
+    @property
+    def steps(self) -> float | None:
+        """Steps that the optimizer counts for these rows; None where it counts none."""
+        found = self._optimizer.state.get(self._store.weight, {}).get("step")
+        return None if found is None else float(found)
+
+    @steps.setter
+    def steps(self, steps: float) -> None:
+        held = self._optimizer.state.get(self._store.weight, {})
+        found = held.get("step")
+        if isinstance(found, Tensor):
+            found.fill_(steps)
+        elif found is not None:
+            held["step"] = type(found)(steps)
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         weight = self._store.weight
         if any(given is not None for given in args[1:]) or kwargs.get("closure") is not None:

@@ -174,6 +174,16 @@ class CachedEmbeddingBag(nn.Module):
             self._store, self._gradient, optimizer, row_states, self._place, self._stable
         )
 
+    @property
+    def optimizer_steps(self) -> float | None:
+        """Steps that the attached optimizer counts for the table; None where it counts none."""
+        return None if self._attached is None else self._attached.steps
+
+    @optimizer_steps.setter
+    def optimizer_steps(self, steps: float) -> None:
+        if self._attached is not None:
+            self._attached.steps = steps
+
     def announce(self, input: Given) -> None:
         """Takes the ids of a batch that will come; `LookAhead` does it for a loader."""
         self.announce_rows(self._rows_of(input))

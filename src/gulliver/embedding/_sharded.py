@@ -35,6 +35,7 @@ from gulliver.embedding._inputs import Bags, Given, Table, one_table
 from gulliver.embedding._lookup import Lookup
 from gulliver.embedding._optimizers import RowWiseAdagrad
 from gulliver.embedding._placement import FirstRows, TablePlacement, share
+from gulliver.embedding._sharded_parts import STEPS, steps_part, steps_taken, with_empty_parts
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory import Part, Region
 from gulliver.options import whole_number
@@ -103,6 +104,7 @@ class ShardedEmbeddingBag(nn.Module):
         self.narrow = self._bag(
             [t for t in self.tables if self._kind(t) == "column"], first, columns, options
         )
+        self._steps: Tensor | None = None
         self._gathered: deque[tuple[list[Bags], list[list[Bags]]]] = deque()
         self.anchor = torch.zeros((), dtype=first.dtype, device=self.device, requires_grad=True)
         if not self._bags():
@@ -182,7 +184,8 @@ class ShardedEmbeddingBag(nn.Module):
 
         ``AsyncCheckpointer.save(step, {"tables": sharded.parts()})`` writes whole tables, which
         ``load(folder, {"tables": sharded.parts()})`` reads on any number of ranks, in any
-        placement; call `loaded` after it.
+        placement; call `loaded` after it. Every rank calls it; of what a rank has nothing of there
+        is an empty part.
         """
         self.flush()
         found = {}
@@ -193,12 +196,20 @@ class ShardedEmbeddingBag(nn.Module):
                     values = column.whole()[local.first : local.first + local.rows]
                     key = f"{local.name}.{name}"
                     found[key] = self._part(whole, values, name)
-        return found
+        self._steps = steps_taken(self._bags(), self.group)
+        if self._steps is not None:
+            found[STEPS] = steps_part(self._steps, self.group)
+        everywhere = all(place.kind != "whole" for place in self.placements.values())
+        if everywhere and min(table.rows for table in self.tables) >= self.group.size:
+            return found
+        return with_empty_parts(found, self.group)
 
     def loaded(self) -> None:
-        """Says that the rows of `parts` have been given other values."""
+        """Says that what `parts` returned last has been given other values."""
         for bag in self._bags():
             bag.forget()
+            if self._steps is not None:
+                bag.optimizer_steps = float(self._steps)
 
     @property
     def device_bytes(self) -> int:
