@@ -29,6 +29,7 @@ from gulliver.video import (
     VideoModel,
     _demo,
     _evaluate,
+    _judges,
     demonstrate,
     evaluate,
     extend,
@@ -378,7 +379,6 @@ def _rank_of_a_command(world: World, arguments: list[str]) -> int:
         return run_command(arguments)
 
 
-@pytest.mark.usefixtures("_trained_judges")
 @pytest.mark.deadline(240)
 def test_the_demonstration_leaves_its_report(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
@@ -391,6 +391,8 @@ def test_the_demonstration_leaves_its_report(
 
         monkeypatch.setattr(_demo, "SamplingConfig", lambda: QUICK)
         monkeypatch.setattr(_demo, "launch", launched)
+        # What they see is of no interest here, and tests/test_judges.py has some that see well.
+        monkeypatch.setattr(_judges, "STEPS", 8)
     config = DemoConfig(out=tmp_path, ranks=2, steps=6, autoencoder_steps=6, samples=5)
     figures = demonstrate(config)
     saved = read_json(tmp_path / "report.json")
