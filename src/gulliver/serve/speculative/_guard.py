@@ -3,9 +3,9 @@
 [Note: the guard] Four things keep speculation from costing. Guesses are chosen by seconds that were
 measured on this machine, at this load. What a guess is worth is what became of guesses like it: all
 proposals are compared with the tokens that came, verified or not. At a load that it has not seen it
-is tried on `FEW` sequences, and only where a gain is promised. And where it has not paid lately it
-is off: a step then costs a few comparisons, and it is tried when a share `TRIAL` of the time since
-the last trial pays for one, the reading of texts that the draft has not seen included.
+is tried on a few sequences (`few`), and only where a gain is promised. And where it has not paid
+lately it is off: a step then costs a few comparisons, and it is tried when a share `TRIAL` of the
+time since the last trial pays for one, the reading of texts that the draft has not seen included.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from gulliver.serve.speculative._cost import Mean
 
 TRIAL = 0.01
 """Share of the time that is spent on finding out whether drafting has begun to pay."""
-FEW = 4
-"""Sequences that drafting is tried on while it does not pay, or is not known to."""
+FEW, SHARE = 4, 8
+"""Most sequences that drafting is tried on while it does not pay, or is not known to; and of how
+many sequences one is: a trial reads their texts, and is to be short beside the steps of a batch."""
 MARGIN = 0.02
 """Gain that must be predicted before anything is drafted: predictions are that uncertain."""
 MEMORY = 8
@@ -63,6 +64,11 @@ class Guard:
     def pay(self, seconds: float) -> None:
         """Counts a trial; what was left over beside it is lost, so that none follows at once."""
         self._credit = min(0.0, self._credit - seconds)
+
+
+def few(sequences: int) -> int:
+    """Number of sequences that drafting is tried on."""
+    return max(1, min(FEW, sequences // SHARE))
 
 
 def highest_gain(

@@ -16,7 +16,7 @@ from gulliver.errors import GulliverError
 from gulliver.serve._batch import Batch, Runner
 from gulliver.serve._speculation import Draft, Drafter, Wanted
 from gulliver.serve.speculative._cost import Calibration, Choice, Mean, StepCost, best
-from gulliver.serve.speculative._guard import FEW, MARGIN, Guard, highest_gain
+from gulliver.serve.speculative._guard import MARGIN, Guard, few, highest_gain
 from gulliver.serve.speculative._measure import measure_proposals, measure_steps
 from gulliver.serve.speculative._proposal import Proposal, Proposer
 
@@ -134,7 +134,7 @@ class Speculator(Drafter):
         """Whether nothing will be drafted for so many sequences: asked before they are gathered."""
         if self.options.fixed or self._pending or not self._guard.is_off(sequences):
             return False
-        if self._guard.is_due(self.drafting(min(FEW, sequences), 1)):
+        if self._guard.is_due(self.drafting(few(sequences), 1)):
             return False
         self.told.rounds += 1
         self._rested += 1
@@ -197,7 +197,7 @@ class Speculator(Drafter):
             guard.pay(0.0)  # looked at again when a trial would be due
             return (), True
         # Texts that are read already cost nothing to try on.
-        some = sorted(wanted, key=self.proposer.unread)[:FEW]
+        some = sorted(wanted, key=self.proposer.unread)[: few(sequences)]
         unread = sum(self.proposer.unread(one) for one in some)
         cost = self.drafting(len(some), self._depth(sequences)) + unread * self._reading.value
         if (first and not guard.is_off(sequences)) or guard.may_try(cost):
