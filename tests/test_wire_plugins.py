@@ -134,19 +134,23 @@ def test_a_format_that_harms_is_stopped_with_the_name_of_the_parameter(
         assert pool.run(_stopped, 2, plugin, options | right) == ["trained"] * 2
 
 
+LAST = 12
+
+
 def _compared(world: World, options: dict[str, Any], least: int) -> tuple[float, float, float]:
     """Bytes of a step: of the last ones, as compared, and the mean over all steps.
 
-    A busy machine makes the tuner try more sizes: the last four steps come when it has ended.
+    A busy machine makes the tuner try more sizes: the last steps come when it has ended. They are
+    so many that a message which leaves just before or after them is little beside theirs.
     """
     booster = Booster(plugin=LowLevelZeroPlugin(stage=2, **options, verbose=False))
     model = _model()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    before, steps, left = sent_bytes(), 0, 4
+    before, steps, left = sent_bytes(), 0, LAST
     late = before
     while left:
         settled = steps >= least and not (optimizer.tuner and optimizer.tuner.tuning)
-        if settled and left == 4:
+        if settled and left == LAST:
             late = _sent(optimizer)
         left -= settled
         x, target = _data(world.rank, steps)
@@ -154,7 +158,7 @@ def _compared(world: World, options: dict[str, Any], least: int) -> tuple[float,
         optimizer.step()
         optimizer.zero_grad()
         steps += 1
-    last, every = (_sent(optimizer) - late) / 4, (sent_bytes() - before) / steps
+    last, every = (_sent(optimizer) - late) / LAST, (sent_bytes() - before) / steps
     row = next(row for row in booster.compare().rows if row.kind == "sent")
     return last, row.measured, every
 
