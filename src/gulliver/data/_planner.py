@@ -428,7 +428,7 @@ class DataCentricPlanner:
         return digest.hexdigest()
 
     def position(self) -> Position:
-        """Where the planner is, to come back to with `rewind` or to save with `state_dict`."""
+        """The present position, to come back to with `rewind` or to save with `state_dict`."""
         return self.epoch, self.step, self._queue.copy()
 
     def rewind(self, position: Position) -> None:
