@@ -126,7 +126,7 @@ class OneGroup:
         return iter(self.plans)
 
     def position(self) -> None:
-        """Of no use: it is iterated over once."""
+        """Nothing: it is iterated over once."""
 
 
 AGAIN, MOST = 4, 12

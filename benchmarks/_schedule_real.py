@@ -20,11 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from benchmarks._harness import Report, at_least, at_most, finish
-from benchmarks.elastic_job import samples_of
+from benchmarks.elastic_job import plain_losses
 from gulliver.hardware import Scaling
 from gulliver.schedule import (
     Allotment,
@@ -126,22 +123,6 @@ class Stage:
         """Last step of the attempt that runs; -1 before its first."""
         job = self.job(name)
         return job.progress["step"] if job is not None and job.heard else -1
-
-
-def plain_losses(steps: int) -> list[float]:
-    """Losses of the same training in one process of plain torch."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(steps):
-        x, y = samples_of(step, BATCH)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def lines_of(folder: Path) -> list[dict[str, object]]:
@@ -262,7 +243,7 @@ def _real(place: Path, nodes: Nodes, report: Report) -> None:
     before = calibrate(place / "calibration", nodes)
     known = before.job()
     trace = jobs_of(known)
-    longest = plain_losses(max(*STEPS, 8 * KILLS))
+    longest = plain_losses(max(*STEPS, 8 * KILLS), BATCH)
     report.figures |= {"measured": before.measured._asdict(), "costs": asdict(known.scaling)}
     worst, wrong, resized = 0.0, 0, 0
     for policy in POLICIES:

@@ -49,6 +49,22 @@ def samples_of(step: int, batch: int) -> tuple[Tensor, Tensor]:
     return x, x.square().mean(1, keepdim=True).sin()
 
 
+def plain_losses(steps: int, batch: int) -> list[float]:
+    """Losses of the same training in one process of plain torch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(steps):
+        x, y = samples_of(step, batch)
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def train(options: Options, job: Elastic) -> None:
     """Trains to the end, or until the scheduler wants the slots."""
     torch.manual_seed(0)

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from benchmarks.elastic_job import samples_of
-from torch import nn
+from benchmarks.elastic_job import plain_losses
 
 from gulliver.errors import GulliverError
 from gulliver.schedule import make_policy
@@ -42,29 +40,13 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "elastic_job.py"
 BATCH = 16
 
 
-def plain_losses(steps: int) -> list[float]:
-    """Losses of the same training in one process."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for step in range(steps):
-        x, y = samples_of(step, BATCH)
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def check(folder: Path, steps: int) -> None:
     """Each step and each sample counts once, and the losses are those of one process."""
     curve = read_curve(folder)
     assert [line["step"] for line in curve] == list(range(steps))
     assert all(line["samples"] == BATCH for line in curve)
     assert curve[-1]["drawn"] == steps * BATCH
-    expected = plain_losses(steps)
+    expected = plain_losses(steps, BATCH)
     for line, loss in zip(curve, expected, strict=True):
         assert line["loss"] == pytest.approx(loss, rel=0, abs=1e-10)
     # Of the attempt that counts, ranks together drew each sample of each step once.

@@ -43,7 +43,7 @@ EXPONENT, OFFSET, IMAGES = 3.0, 5.0, 2
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a planner reaches over an epoch.
+    """Results of a planner over an epoch.
 
     Attributes:
         name: name of the planner.

@@ -145,7 +145,7 @@ Facts = tuple[int, tuple[int, ...], float, float, float, int]
 
 
 def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
-    """What a `MicroBatch` tells beside its samples, for every size of batch."""
+    """Facts of a `MicroBatch` beside its samples, for every size of batch."""
     totals = row.recomputed.sum(axis=1).tolist()
     kinds = [tuple(kinds) for kinds in row.recomputed.tolist()]
     seconds = ((factor * s).tolist() for s in (row.seconds, row.communication, row.recomputing))

@@ -36,7 +36,7 @@ DATA_SETS = {"criteo-1tb": CRITEO_1TB, "criteo-kaggle": CRITEO_KAGGLE}
 
 @dataclass(frozen=True)
 class TablesJob:
-    """What is to be planned.
+    """Tables to be planned, and how they are used.
 
     Attributes:
         tables: rows by name.

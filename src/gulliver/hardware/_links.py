@@ -207,7 +207,7 @@ def proposed_axes(
 
 
 def link_device() -> torch.device:
-    """Where tensors lie that travel between ranks."""
+    """Device of tensors that travel between ranks."""
     nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 

@@ -124,7 +124,7 @@ class TableCosts:
 
     @property
     def identity(self) -> str:
-        """What a saved state is held against: the model."""
+        """Name that a saved state is held against: the model."""
         return self.model
 
     def degrees(self, ranks: int) -> tuple[int, ...]:

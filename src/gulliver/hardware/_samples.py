@@ -194,7 +194,7 @@ class SampleCosts:
 
     @property
     def identity(self) -> str:
-        """What a saved state is held against: model and dtype."""
+        """Name that a saved state is held against: model and dtype."""
         return f"{self.model.name}, {self.model.dtype}"
 
     @property

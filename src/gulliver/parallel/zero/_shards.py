@@ -443,7 +443,7 @@ class ShardedState:
         }
 
     def written(self, numbers: Sequence[int]) -> Iterator[Tensor]:
-        """What a step of chunks writes; a checkpoint may be copying it."""
+        """Tensors that a step of chunks writes; a checkpoint may be copying them."""
         for number in numbers:
             sharded = self.chunks[number]
             yield sharded.chunk.home
@@ -482,7 +482,7 @@ class ShardedState:
 
 
 def _kept_by(group: Mapping[str, Any]) -> tuple[bool, ...]:
-    """What of a group decides which state its parameters have."""
+    """Settings of a group that decide which state its parameters have."""
     return tuple(bool(group.get(option)) for option in ("amsgrad", "centered", "momentum"))
 
 

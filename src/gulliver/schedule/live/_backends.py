@@ -69,7 +69,7 @@ class Launch:
 
 
 class Backend(Protocol):
-    """Where ranks run."""
+    """Place where ranks run."""
 
     def slots(self) -> Mapping[int, str]:
         """The slots that are there now, each with its node; a slot keeps its number."""
