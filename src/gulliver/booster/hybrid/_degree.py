@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from gulliver.comm import RankGroup
+from gulliver.comm import ALONE, RankGroup
 from gulliver.errors import GulliverError
 from gulliver.families import hugging_face_of
 from gulliver.parallel.sequence import SequenceGroups, SequencePlan, make_groups, make_mixed_groups
@@ -43,12 +43,14 @@ class Degree:
         now: groups that a forward takes.
         varied: whether they were ever others than the plan's.
         fixed: why they cannot be others; empty where they can.
+        staged: blocks lie on several stages, whose backwards come later: a forward alone cannot
+            take others then.
         lasting: `now` is that of backwards too, and of what they compute again.
     """
 
     def __init__(self, planned: SequenceGroups) -> None:
         self.planned = self.now = planned
-        self.varied, self.fixed, self.lasting = False, "", False
+        self.varied, self.fixed, self.lasting, self.staged = False, "", False, False
         # Kept, because a group without users is given back at the next boost.
         self._made = {planned.plan.degree: planned}
         self._mixed = dict[tuple[tuple[int, ...], ...], SequenceGroups]()
@@ -65,10 +67,9 @@ class Degree:
         if degree < 1 or whole.degree % degree:
             fits = [n for n in range(1, whole.degree + 1) if whole.degree % n == 0]
             raise GulliverError(f"degree {degree} does not divide the {whole}: one of {fits}")
-        if degree != whole.degree and self.fixed:
-            raise GulliverError(
-                f"degree {degree} instead of {whole.degree}: not where {self.fixed}"
-            )
+        fixed = "blocks lie on several stages" if self.staged else self.fixed
+        if degree != whole.degree and fixed:
+            raise GulliverError(f"degree {degree} instead of {whole.degree}: not where {fixed}")
         if degree not in self._made:
             plan = self._plan(degree)
             rows = [
@@ -131,12 +132,17 @@ def degree_of(model: nn.Module) -> Degree | None:
     return vars(hugging_face_of(model)).get(ATTRIBUTE)
 
 
-def readers(model: nn.Module, planned: RankGroup, tensor: RankGroup) -> list[RankGroup]:
-    """Rank groups whose ranks read the same batch, and along which batches are compared."""
+def readers(
+    model: nn.Module, planned: RankGroup, tensor: RankGroup, stages: RankGroup = ALONE
+) -> list[RankGroup]:
+    """Rank groups whose ranks read the same batch, and along which batches are compared.
+
+    The first one has all ranks of a pipeline, which tell each other what state they are in.
+    """
     degree = degree_of(model)
     if degree is None or degree.now is degree.planned:
         return [planned]
-    return [degree.now.all, tensor]
+    return [stages, degree.now.all, tensor]
 
 
 @contextmanager

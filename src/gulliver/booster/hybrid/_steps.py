@@ -219,7 +219,7 @@ def finish(
             stage,
             plan.pipeline.schedule,
             plan.pipeline.micro_batches,
-            readers=mesh.model,
+            readers=lambda: readers(model, mesh.model, mesh.tensor, mesh.pipeline),
             check_batch=plan.check_batches,
             look=look,
             before=None if drops is None else drops.before,
@@ -228,8 +228,8 @@ def finish(
         watch_batches(model, lambda: readers(model, mesh.model, mesh.tensor), whole.vocabulary)
     degree = degree_of(model)
     if degree is not None:
-        degree.fixed = "blocks lie on several stages" if stage is not None else ""
-        degree.fixed = "dropout is drawn by position" if drops is not None else degree.fixed
+        degree.staged = stage is not None
+        degree.fixed = "" if drops is None else "dropout is drawn by position"
     if mesh.shards.size > 1:
         mark_cut(model)
         refuse_whole(model)  # before all other hooks

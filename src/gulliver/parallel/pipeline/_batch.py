@@ -34,7 +34,7 @@ class MicroBatch:
 
     Attributes:
         given: samples in the form of the batch, for the criterion.
-        samples: number of samples.
+        samples: number of samples; 0 where nobody cut it from a batch.
     """
 
     given: Any

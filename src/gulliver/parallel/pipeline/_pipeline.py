@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +32,15 @@ from gulliver.parallel.pipeline._batch import (
     weigh,
 )
 from gulliver.parallel.pipeline._runner import Run, Runner
-from gulliver.parallel.pipeline._schedules import check_counts, make_schedule, style_of
+from gulliver.parallel.pipeline._schedules import check_counts, fits, make_schedule, style_of
 from gulliver.parallel.pipeline._stage import Stage
 
 LOSSES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OF_ALL = ("output_hidden_states", "output_attentions")
+ANY_COUNT = ("1f1b", "gpipe")
+"""Schedules of which one is made for each number of micro-batches."""
+UNCOUNTED = 0
+"""Samples of a micro-batch that is run as it is given."""
 Criterion = Callable[[Any, Any], Tensor]
 
 
@@ -48,7 +53,8 @@ class Pipeline:
             or ``dualpipev``.
         micro_batches: number of micro-batches that a batch is cut into; None: two for each stage.
         call: function to call instead of the model, for instance under autocast.
-        readers: rank group that must read the same batch; None: that of the pipeline.
+        readers: gives the rank groups that must read the same batch, one after the other, the
+            first with all ranks of the pipeline; None: that of the pipeline.
         check_batch: whether to compare what they read, at every run.
         look: function called with each batch when all ranks have the same; it may refuse it.
         before: function called before each forward with the number of its first sample and how
@@ -65,7 +71,7 @@ class Pipeline:
         micro_batches: int | None = None,
         *,
         call: Callable[..., Any] | None = None,
-        readers: RankGroup | None = None,
+        readers: Callable[[], Sequence[RankGroup]] | None = None,
         check_batch: bool = True,
         look: Callable[[Any], None] | None = None,
         before: Callable[[int, int], None] | None = None,
@@ -74,10 +80,11 @@ class Pipeline:
         self.stage, self.style, self.call = stage, style, call
         self.micro_batches = micro_batches or 2 * stage.cut.stages
         self.look, self.before = look, before
-        self.readers, self.check_batch = readers or stage.rank_group, check_batch
+        self.readers = readers or (lambda: [stage.rank_group])
+        self.check_batch = check_batch
         check_counts(style, stage.cut.stages, stage.rank_group.size, self.micro_batches)
         self._runners: list[Runner] = []
-        self._schedule: Any = None
+        self._schedules = dict[int, Any]()
         self._failed = False
         self._loss: _Losses | None = None
 
@@ -122,12 +129,8 @@ class Pipeline:
             GulliverError: a rank reads another batch (named); too few samples; a rank of the
                 pipeline is gone (named).
         """
-        if self._failed:
-            raise GulliverError(
-                "the run before failed in mid-schedule, and messages may still be under way: "
-                "start again from a checkpoint"
-            )
         # A message that is awaited from a rank that failed never comes, so a failure is final.
+        self._check_alive()
         with guard():
             states = self._agree(batch, forward_only)
             if self.look is not None:
@@ -137,29 +140,104 @@ class Pipeline:
             other = criterion is not None or plain
             weights = weigh(micros, weight, own_loss(self.model), other)
             losses = _Losses(micros, weights, criterion, scale, forward_only)
-            kinds = [_short(f"{states}|{micro.shapes()}") for micro in micros]
-            added = self._added(batch)
-            run = Run(micros, kinds, self.call or self.model, return_outputs, added)
-            run.before = self.before
-            run.weights = [p for p in self.model.parameters() if p.requires_grad]
-            self._failed = True
-            with together():
-                self._go(run, losses, forward_only)
-                if weights.given is None:
-                    self._refuse_uncounted(losses)
-                loss = self._share(losses) if return_loss else None
-            self._failed = False
+            run = self._new_run(micros, states, return_outputs, self._added(batch))
+            run.before = self._drawing(micros)
+            loss = self._through(run, losses, forward_only, return_loss)
         found = [run.outputs[n] for n in range(len(micros))] if run.outputs else None
         return {"loss": loss, "outputs": merge(found, weights.own) if found else None}
+
+    def run_each(
+        self,
+        batches: Sequence[Batch],
+        factors: Sequence[float],
+        criterion: Criterion | None = None,
+        *,
+        scale: float = 1.0,
+        before: Callable[[int], None] | None = None,
+        state: str = "",
+    ) -> Tensor | None:
+        """Runs batches of any sizes and shapes, each as one micro-batch, forward and backward.
+
+        With fewer of them than the schedule can order, all forwards come before all backwards.
+
+        Args:
+            batches: micro-batches, the same on all ranks.
+            factors: factor of the loss of each; nothing is normalized.
+            criterion: as of `run`.
+            scale: as of `run`.
+            before: function called before each forward with the number of its micro-batch.
+            state: text for whatever else the shapes between stages depend on.
+
+        Returns:
+            The sum of all losses times their factors, detached, on every rank.
+
+        Raises:
+            GulliverError: as of `run`.
+        """
+        self._check_alive()
+        if self.style not in ANY_COUNT:
+            raise GulliverError(
+                f"pp_style={self.style!r} orders fixed numbers of micro-batches: take "
+                f"{' or '.join(map(repr, ANY_COUNT))} where each step has its own"
+            )
+        with guard():
+            states = self._agree(list(batches), False)
+            if self.look is not None:
+                for batch in batches:
+                    self.look(batch)
+            micros = [MicroBatch(self._complete(batch), UNCOUNTED) for batch in batches]
+            weights = Weights(list(factors), list(factors))
+            losses = _Losses(micros, weights, criterion, scale, False)
+            # Whether caches are asked for is looked at in each of them.
+            (added, *_) = [self._added(batch) for batch in batches]
+            run = self._new_run(micros, f"{states}|{state}", False, added)
+            run.before = before
+            return self._through(run, losses, False, True)
+
+    def _check_alive(self) -> None:
+        if self._failed:
+            raise GulliverError(
+                "the run before failed in mid-schedule, and messages may still be under way: "
+                "start again from a checkpoint"
+            )
+
+    def _new_run(
+        self, micros: Sequence[MicroBatch], states: str, keep: bool, added: dict[str, Any]
+    ) -> Run:
+        kinds = [_short(f"{states}|{micro.shapes()}") for micro in micros]
+        run = Run(micros, kinds, self.call or self.model, keep, added)
+        run.weights = [p for p in self.model.parameters() if p.requires_grad]
+        return run
+
+    def _drawing(self, micros: Sequence[MicroBatch]) -> Callable[[int], None] | None:
+        """Tells `before` of the samples of each micro-batch."""
+        told = self.before
+        if told is None:
+            return None
+        starts = [0, *itertools.accumulate(micro.samples for micro in micros)]
+        return lambda number: told(starts[number], micros[number].samples)
+
+    def _through(
+        self, run: Run, losses: _Losses, forward_only: bool, return_loss: bool
+    ) -> Tensor | None:
+        """Runs micro-batches through the stages, and gives all ranks the loss."""
+        self._failed = True
+        with together():
+            self._go(run, losses, forward_only)
+            if losses.given is None:
+                self._refuse_uncounted(losses)
+            loss = self._share(losses) if return_loss else None
+        self._failed = False
+        return loss
 
     def _go(self, run: Run, losses: _Losses, forward_only: bool) -> None:
         if self.stage.rank_group.size == 1 and self.stage.cut.stages == 1:
             self._alone(run, losses, forward_only)
             return
         self._loss = losses
-        schedule = self._schedule = self._schedule or self._make_schedule()
+        schedule = self._schedule(len(run.micros))
         for runner in self._runners:
-            runner.run = run
+            runner.run, runner.messages.micro_batches = run, len(run.micros)
         # What a schedule calls the target is the number of the micro-batch.
         numbers = torch.arange(len(run.micros))
         step = schedule.eval if forward_only else schedule.step
@@ -186,7 +264,19 @@ class Pipeline:
                 if not forward_only:
                     loss.backward()
 
-    def _make_schedule(self) -> Any:
+    def _schedule(self, count: int) -> Any:
+        """The order of so many micro-batches, of which one is kept for each number."""
+        if count not in self._schedules:
+            if not self._runners:
+                self._make_runners()
+            stages, ranks = self.stage.cut.stages, self.stage.rank_group.size
+            style = self.style if fits(self.style, stages, ranks, count) else "gpipe"
+            self._schedules[count] = make_schedule(
+                style, self._runners, count, lambda o, n: self._losses(o, n)
+            )
+        return self._schedules[count]
+
+    def _make_runners(self) -> None:
         places = {n: place for place, held in enumerate(self.stage.numbers) for n in held}
         ordered = [places[n] for n in range(self.stage.cut.stages)]
         device = self._device()
@@ -194,9 +284,6 @@ class Pipeline:
             Runner(self.stage, number, ordered, self.micro_batches, device)
             for number in self.stage.own
         ]
-        return make_schedule(
-            self.style, self._runners, self.micro_batches, lambda o, n: self._losses(o, n)
-        )
 
     def _losses(self, output: Any, number: Tensor) -> Tensor:
         assert self._loss is not None, "losses are computed in a run"
@@ -245,9 +332,12 @@ class Pipeline:
         cast = torch.is_autocast_enabled(device.type)
         kind = torch.get_autocast_dtype(device.type) if cast else None
         state = f"{self.model.training} {forward_only} {kind} {frozen}"
-        if self.readers.size == 1:
-            return _short(state)
-        return _short(agree(batch, state, self.readers, device, self.check_batch))
+        found = [
+            agree(batch, state, rank_group, device, self.check_batch)
+            for rank_group in self.readers()
+            if rank_group.size > 1
+        ]
+        return _short(found[0] if found else state)
 
     def _added(self, batch: Batch) -> dict[str, Any]:
         """Keeps models from filling caches of keys and values, which only generation reads.
@@ -285,9 +375,10 @@ class Pipeline:
         if batch.get("drop_caption") is not None:
             return batch
         dropped = (torch.rand(len(batch["y"]), device=self._device()) < drop).to(torch.uint8)
-        if self.readers.size > 1:
-            source = sorted(self.readers.ranks).index(self.readers.ranks[0])
-            broadcast(dropped, source, self.readers.process_group)
+        for rank_group in self.readers():
+            if rank_group.size > 1:
+                source = sorted(rank_group.ranks).index(rank_group.ranks[0])
+                broadcast(dropped, source, rank_group.process_group)
         return {**batch, "drop_caption": dropped.bool()}
 
     def _device(self) -> torch.device:
@@ -310,6 +401,11 @@ class _Losses:
         self._criterion, self._scale, self._optional = criterion, scale, optional
         self._terms: list[Tensor] = []
         self.uncounted = False
+
+    @property
+    def given(self) -> list[float] | None:
+        """Weights of a criterion's losses; None where they are not known."""
+        return self._weights.given
 
     def __call__(self, output: Any, number: Tensor) -> Tensor:
         micro = int(number)

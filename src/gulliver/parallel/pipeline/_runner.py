@@ -36,8 +36,7 @@ class Run:
         call: model, or a wrapper of its forward.
         keep: whether outputs of the last stage are wanted.
         added: keyword arguments beside those of the batch.
-        before: function called before each forward with the number of its first sample and how
-            many samples it has.
+        before: function called before each forward with the number of its micro-batch.
         outputs: outputs of the last stage, by micro-batch.
         weights: parameters that want gradients.
     """
@@ -47,15 +46,14 @@ class Run:
     call: Callable[..., Any]
     keep: bool
     added: dict[str, Any] = field(default_factory=dict)
-    before: Callable[[int, int], None] | None = None
+    before: Callable[[int], None] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     weights: list[nn.Parameter] = field(default_factory=list)
 
     def arguments(self, micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the model's arguments for a micro-batch, whose forward follows."""
         if self.before is not None:
-            start = sum(earlier.samples for earlier in self.micros[:micro])
-            self.before(start, self.micros[micro].samples)
+            self.before(micro)
         return self.micros[micro].args, {**self.micros[micro].kwargs, **self.added}
 
 
@@ -74,7 +72,7 @@ class Runner:
         stage: this rank's part of the model.
         number: number of the stage.
         places: rank in the group of each stage.
-        micro_batches: number of micro-batches of a run.
+        micro_batches: number of micro-batches of a run, until a run has another.
         device: device of the tensors that are sent.
     """
 

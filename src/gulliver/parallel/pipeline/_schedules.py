@@ -114,6 +114,15 @@ def check_counts(name: str, stages: int, ranks: int, micro_batches: int) -> None
         )
 
 
+def fits(name: str, stages: int, ranks: int, micro_batches: int) -> bool:
+    """Whether a schedule can order so many micro-batches."""
+    try:
+        check_counts(name, stages, ranks, micro_batches)
+    except GulliverError:
+        return False
+    return True
+
+
 def make_schedule(
     name: str, runners: Sequence[Any], micro_batches: int, loss: Callable[[Any, Tensor], Tensor]
 ) -> Any:
