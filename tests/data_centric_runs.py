@@ -84,8 +84,10 @@ class Uneven:
 def loss_of(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
     """The mean over the samples, or over their tokens, of one shape."""
     out = model(**data)
-    if not isinstance(out, Tensor):
-        return out.loss
+    return _criterion(out, data) if isinstance(out, Tensor) else out.loss
+
+
+def _criterion(out: Tensor, data: dict[str, Tensor]) -> Tensor:
     return ((out - data["timestep"].view(-1, 1, 1, 1, 1) / 1000) ** 2).mean()
 
 
@@ -178,6 +180,7 @@ class Case:
     steps: int = 20
     seed: int = 0
     tensor: int = 1
+    stages: int = 1
 
 
 @computed_once
@@ -211,13 +214,19 @@ def alone(
 
 def errors(world: World, case: Case) -> dict[str, float]:
     """Largest relative errors of gradients of any step, of losses, and of weights at the end."""
-    model = make_model(case.family, wired=world.size > 1)
+    model = make_model(case.family, wired=world.size > case.stages)
     plugin = DataCentricPlugin(
-        case.stage, case.mode, chunk_mb=0.01, verbose=False, tp_size=case.tensor
+        case.stage,
+        case.mode,
+        chunk_mb=0.01,
+        verbose=False,
+        tp_size=case.tensor,
+        pp_size=case.stages,
     )
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    plans = RandomPlans(case.family, world.size // case.tensor, case.steps, case.seed)
+    inside = case.tensor * case.stages
+    plans = RandomPlans(case.family, world.size // inside, case.steps, case.seed)
     counted = weights(case.family, case.by_tokens)
     collate = pack_documents if case.family == "documents" else None
     data = Uneven(case.family)
@@ -227,7 +236,10 @@ def errors(world: World, case: Case) -> dict[str, float]:
     found = {"gradients": 0.0, "losses": 0.0, "idle": 0.0}
     for step in loader:
         batches = 0
-        for batch in step:
+        if case.stages > 1:
+            step.run(None if case.family != "stdit3" else _criterion)
+            batches = len(step.measured)
+        for batch in step if case.stages == 1 else ():
             step.backward(loss_of(model, batch.data))
             batches += 1
         number = step.plan.step
@@ -245,7 +257,7 @@ def errors(world: World, case: Case) -> dict[str, float]:
             optimizer.clip_grad_by_norm(case.clip)
         optimizer.step()
         optimizer.zero_grad()
-    whole = dict(model.named_parameters()) if case.tensor == 1 else saved_weights(booster, model)
+    whole = dict(model.named_parameters()) if inside == 1 else saved_weights(booster, model)
     found["weights"] = max(relative(whole[n].detach(), w) for n, w in wanted[2].items())
     return found
 

@@ -5,7 +5,7 @@ Plans of steps are made by `gulliver.data.DataCentricPlanner`; `_step_loader.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,7 +28,9 @@ class DataCentricPlugin(HybridParallelPlugin):
 
     A model of a known family is wired for sequences of the whole world; a `DataCentricLoader` then
     lets groups of fewer ranks run side by side. Of any other model every group has one rank. With
-    `tp_size` each of these ranks is so many, which share each layer's tensors in every step.
+    `tp_size` each of these ranks is so many, which share each layer's tensors in every step; with
+    `pp_size` it is so many stages, through which the micro-batches of a group run (1F1B; with fewer
+    micro-batches than stages all forwards come first).
 
     Args:
         zero_stage: what is sharded over the ranks between steps: 0 nothing, 1 the optimizer, 2 the
@@ -43,9 +45,15 @@ class DataCentricPlugin(HybridParallelPlugin):
         check_batches: compare what the ranks of a group read.
         verbose: print the plan when the model is boosted.
         tp_size: ranks that share each layer's tensors; a planner plans for the ranks of the world
-            over this number.
+            over this number, and over `pp_size`.
         tensor_rules: the same as in `HybridParallelPlugin`, as is the next one.
         replicate_rest: keep modules that no rule knows whole on every rank.
+        pp_size: stages that the blocks are cut into; steps are run with `TrainingStep.run`.
+        cut: the same as in `HybridParallelPlugin`, as are the next four.
+        blocks: path of the list of blocks that is cut.
+        everywhere: paths of modules that every stage keeps.
+        after: paths of modules that run after the blocks.
+        extra: entries that a block returns after the hidden state.
 
     Raises:
         GulliverError: an argument that is not supported.
@@ -65,6 +73,12 @@ class DataCentricPlugin(HybridParallelPlugin):
         tp_size: int = 1,
         tensor_rules: Mapping[str, str] | None = None,
         replicate_rest: bool = False,
+        pp_size: int = 1,
+        cut: Sequence[int] | None = None,
+        blocks: str | None = None,
+        everywhere: Sequence[str] = (),
+        after: Sequence[str] = (),
+        extra: int | None = -1,
     ) -> None:
         if sequence_parallelism_mode not in MODES:
             raise GulliverError(
@@ -76,6 +90,12 @@ class DataCentricPlugin(HybridParallelPlugin):
             tp_size=tp_size,
             tensor_rules=tensor_rules,
             replicate_rest=replicate_rest,
+            pp_size=pp_size,
+            cut=cut,
+            blocks=blocks,
+            everywhere=everywhere,
+            after=after,
+            extra=extra,
             zero_stage=zero_stage,
             precision=precision,
             max_norm=max_norm,
@@ -86,11 +106,19 @@ class DataCentricPlugin(HybridParallelPlugin):
             verbose=verbose,
         )
 
+    @property
+    def inside(self) -> int:
+        """Ranks that each rank of a plan is: those of tensors times stages."""
+        return self.tp_size * self.pp_size
+
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """All ranks on the sequence axis, beside those of the tensors inside."""
-        if ranks % self.tp_size:
-            raise GulliverError(f"tp_size={self.tp_size} does not divide {ranks} ranks")
-        self._share(ranks // self.tp_size)
+        """All ranks on the sequence axis, beside those of the tensors and stages inside."""
+        if ranks % self.inside:
+            told = f"tp_size={self.tp_size}" if self.pp_size == 1 else f"pp_size={self.pp_size}"
+            if 1 not in (self.tp_size, self.pp_size):
+                told = f"tp_size {self.tp_size} x pp_size {self.pp_size} = {self.inside}"
+            raise GulliverError(f"{told} does not divide {ranks} ranks")
+        self._share(ranks // self.inside)
         return super().choices(ranks, precision)
 
     def _share(self, ranks: int) -> None:
@@ -112,10 +140,15 @@ class DataCentricPlugin(HybridParallelPlugin):
         cluster: Cluster | None,
     ) -> Plan:
         """Shares sequences where the model's attention is known, else nothing but ZeRO."""
-        ranks, alone = plan.mesh.size // self.tp_size, _why_alone(model)
+        ranks, alone = plan.mesh.size // self.inside, _why_alone(model)
         self._share(1 if alone else ranks)
         # A tensor rank has its part of the heads.
         self._heads = _heads_of(model) // self.tp_size
+        if self.pp_size > 1 and dropouts_of(model):
+            raise GulliverError(
+                "dropout in stages that run other micro-batches in every step would be drawn by "
+                f"their places in a batch ({dropouts_of(model)[0]}): set it to 0"
+            )
         if not alone and ranks > 1 and dropouts_of(model):
             raise GulliverError(
                 "dropout where sequences lie on other ranks in every step would be drawn by each "

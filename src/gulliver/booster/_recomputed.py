@@ -17,6 +17,7 @@ from gulliver.booster._blocks import (
 )
 from gulliver.errors import GulliverError
 from gulliver.memory import wrap_call
+from gulliver.parallel.pipeline import Stage
 
 
 class RecomputeSwitch:
@@ -58,6 +59,29 @@ class RecomputeSwitch:
             return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
         return call
+
+
+class StageSwitch:
+    """The same for the blocks that a stage of a pipeline has.
+
+    Args:
+        stage: stage of this rank.
+        kinds: name and number of the blocks of each kind of the whole model.
+
+    Raises:
+        GulliverError: the model has other blocks.
+    """
+
+    def __init__(self, stage: Stage, kinds: Sequence[tuple[str, int]]) -> None:
+        self._forward = stage.stage_forward
+        numbers = {path: number for number, path in enumerate(stage.stack.blocks)}
+        found = _by_kind(stage.stack.blocks, kinds)
+        self._numbers = [[numbers[path] for path in paths] for paths in found]
+
+    def set(self, counts: Sequence[int]) -> None:
+        """Lets so many blocks of each kind be computed again, in forwards from here on."""
+        chosen = zip(self._numbers, counts, strict=True)
+        self._forward.recomputed = {n for numbers, count in chosen for n in numbers[:count]}
 
 
 def _by_kind(paths: Sequence[str], kinds: Sequence[tuple[str, int]]) -> list[list[str]]:

@@ -7,38 +7,29 @@
         optimizer.step()
         optimizer.zero_grad()
 
-[Note: exact weights] A loss is the mean over its micro-batch, and all d ranks of a group show it.
-The optimizer divides the sum over its R ranks by R. So a micro-batch that counts w of the step's W
-is multiplied with (w / W) (R / d): the sum over ranks, divided by R, is the mean over the step,
-whatever the groups were. Clipping, loss scale, schedules and averages of weights see nothing else.
+`step.run(criterion)` does what the inner loop does, and runs where blocks lie on several stages.
 
-Gradients of a step are not reduced before its last backward; see `gulliver.parallel.zero._uneven`.
-
-[Note: who waits for whom] The last backward of a rank waits for the gradients of all others. Ranks
-of one group need each other's messages in the middle of it. So it must not wait where another rank
-of the group has work in a later phase, which would wait for this one: there gradients leave after
-the loop.
+What a step does is told in `_training_step.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import default_collate
 
 from gulliver._compat import is_batch_norm
 from gulliver.booster._model import unwrapped
-from gulliver.booster._recomputed import RecomputeSwitch
-from gulliver.booster.hybrid import degree_of, sequence_rows
-from gulliver.comm import all_reduce, current_world, gather_objects
+from gulliver.booster._recomputed import RecomputeSwitch, StageSwitch
+from gulliver.booster._training_step import LoadedBatch, TrainingStep
+from gulliver.booster.hybrid import HybridOptimizer, degree_of, sequence_rows
+from gulliver.comm import current_world, gather_objects
 from gulliver.data import (
     DataCentricPlanner,
     MicroBatch,
@@ -48,145 +39,10 @@ from gulliver.data import (
 )
 from gulliver.errors import GulliverError
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
-from gulliver.parallel.zero import LEFT, UnevenStep, check_uneven, uneven_step
+from gulliver.parallel.zero import LEFT, check_uneven
 
 Weight = Callable[[int], float] | Sequence[float]
 """What the mean over a step is over: a number for each sample of the data set."""
-
-
-@dataclass(frozen=True)
-class LoadedBatch:
-    """Samples that a group of ranks runs at once; all its ranks have the same.
-
-    Attributes:
-        data: what `collate` made of the samples, on this rank's device.
-        samples: indices of them in the data set.
-        shape: shape of all of them.
-        weight: what they count together in the mean over the step.
-        degree: ranks that share them.
-        seeds: a seed for each sample, of seed, epoch and index.
-    """
-
-    data: Any
-    samples: tuple[int, ...]
-    shape: Any
-    weight: float
-    degree: int
-    seeds: tuple[int, ...]
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """Generators for each sample, on the CPU: what they draw hangs on no rank and no group."""
-        return [torch.Generator().manual_seed(seed) for seed in self.seeds]
-
-
-@dataclass
-class TrainingStep:
-    """One optimizer step on this rank; loop over it once, with a `backward` for each batch.
-
-    Attributes:
-        plan: what all ranks run.
-        weight: what all samples of the step count together.
-        measured: shape, predicted and measured seconds of this rank's micro-batches so far.
-    """
-
-    loader: DataCentricLoader
-    plan: StepPlan
-    weight: float
-    measured: list[tuple[Any, float, float]] = field(default_factory=list)
-    _begun: bool = False
-    _ended: bool = False
-    _steps: int = 0
-    _open: LoadedBatch | None = None
-    _uneven: UnevenStep | None = None
-    _left: int = 0
-    _ends_alike: bool = True
-    _sum: Tensor | None = None
-
-    def __iter__(self) -> Iterator[LoadedBatch]:
-        if self._begun:
-            raise GulliverError("the micro-batches of a step were looped over: each step once")
-        self._begun = True
-        loader, plan = self.loader, self.plan
-        self._steps = loader.optimizer.taken.steps
-        own = plan.groups_of(loader.optimizer.rank)
-        self._left = sum(len(group.micro_batches) for group in own)
-        self._ends_alike = _ends_alike(plan, loader.optimizer.rank)
-        rows = [[group.ranks for group in phase] for phase in plan.phases]
-        if loader.degree is not None:
-            for phase in rows:
-                # Made by all ranks together: later in the step they are at different places.
-                loader.degree.of_rows(phase)
-        with ExitStack() as stack:
-            self._uneven = stack.enter_context(uneven_step(loader.optimizer))
-            coming = loader.load(plan, [(m, g.degree) for g in own for m in g.micro_batches])
-            for phase, group in zip(rows, own, strict=True):
-                with loader.sharing(phase):
-                    for micro in group.micro_batches:
-                        yield from self._run(micro, next(coming))
-            next(coming, None)  # ends the thread that loads
-        self._ended = True
-        # The last one of several ranks ends with the gradients' way to all of them.
-        loader.observe(self.measured[:-1] if loader.optimizer.size > 1 else self.measured)
-
-    def _run(self, micro: MicroBatch, batch: LoadedBatch) -> Iterator[LoadedBatch]:
-        """Gives a micro-batch out, and sees that it had its backward."""
-        begun = time.perf_counter()
-        self.loader.recompute(micro)
-        self._open = batch
-        yield batch
-        if self._open is not None:
-            raise GulliverError(
-                "a micro-batch had no backward: call step.backward(loss) once for each"
-            )
-        self.loader.wait()
-        seconds = time.perf_counter() - begun
-        self.measured.append((micro.shape, micro.seconds, seconds))
-
-    def backward(self, loss: Tensor) -> None:
-        """Backward of the loss of the present micro-batch: the mean over what it counts.
-
-        Raises:
-            GulliverError: there is no micro-batch, or it had its backward; the loss has dims.
-        """
-        if not isinstance(loss, Tensor):
-            raise GulliverError(
-                f"a loss that is a {type(loss).__name__}: give the mean over the micro-batch, a "
-                "scalar tensor with its graph"
-            )
-        if loss.dim():
-            raise GulliverError(
-                f"a loss of shape {tuple(loss.shape)}: give the mean over the micro-batch, a scalar"
-            )
-        batch, uneven = self._open, self._uneven
-        if batch is None or uneven is None:
-            raise GulliverError(
-                "step.backward(loss) belongs into the loop over the step, once for each micro-batch"
-            )
-        share = batch.weight / self.weight / batch.degree
-        self._left, self._open = self._left - 1, None
-        if share == 0:  # such as a text of one token: the mean over nothing is not a number
-            if not self._left:
-                uneven.finish()
-            return
-        scaled = share * loss.detach().double()
-        self._sum = scaled if self._sum is None else self._sum + scaled
-        last = not self._left and self._ends_alike
-        uneven.backward(loss * (share * self.loader.optimizer.size), last=last)
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether the optimizer has stepped with what the micro-batches gave."""
-        return self._ended and self.loader.optimizer.taken.steps > self._steps
-
-    def loss(self) -> float:
-        """The mean loss over the whole step; every rank calls it, after the loop."""
-        device = current_world().device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        total += 0.0 if self._sum is None else self._sum.to(device)
-        if self.loader.optimizer.size > 1:
-            all_reduce(total, "sum", self.loader.optimizer.group)
-        return float(total)
 
 
 class DataCentricLoader:
@@ -205,7 +61,9 @@ class DataCentricLoader:
             hang on times: a run that is resumed does not repeat them.
 
     Attributes:
+        called: the model as it was boosted.
         degree: degree of the model; None where no sequences are shared.
+        refines: whether the planner is told what micro-batches took.
         passed_over: samples of steps in which every sample weighs 0; such a step is not given out.
 
     Raises:
@@ -230,13 +88,14 @@ class DataCentricLoader:
                 f"{type(optimizer).__name__}"
             )
         self.planner, self.dataset, self.model = planner, dataset, unwrapped(model)
+        self.called = model
         self.optimizer, self.degree = optimizer, degree_of(self.model)
         self._collate, self._weight = collate or default_collate, weight
-        self._shape_of, self._refine = shape_of, refine
+        self._shape_of, self.refines = shape_of, refine
         _check(self)
         kinds = getattr(planner.costs, "kinds", ())
         named = [(kind.name, kind.count) for kind in kinds]
-        self._switch = RecomputeSwitch(self.model, named) if named else None
+        self._switch = _switch(self.model, optimizer, named) if named else None
         self._given: tuple[TrainingStep, Any] | None = None
         self._first: tuple[int, Any] | None = None
         self.passed_over = 0
@@ -319,12 +178,12 @@ class DataCentricLoader:
 
     def wait(self) -> None:
         """Waits for the device, where times are asked for."""
-        if self._refine and current_world().device.type == "cuda":
+        if self.refines and current_world().device.type == "cuda":
             torch.cuda.synchronize()
 
     def observe(self, measured: Sequence[tuple[Any, float, float]]) -> None:
         """Tells the planner what all ranks have measured, where it shall refine its costs."""
-        if self._refine:
+        if self.refines:
             # Of the whole world: tensor ranks have to plan alike as well.
             found = gather_objects(list(measured))
             self.planner.observe([one for rank in found for one in rank])
@@ -365,15 +224,11 @@ class DataCentricLoader:
         self._given = self._first = None
 
 
-def _ends_alike(plan: StepPlan, rank: int) -> bool:
-    """Whether no rank has work after the last group that it is in together with `rank`."""
-    working = [[group for group in phase if group.micro_batches] for phase in plan.phases]
-    for number in reversed(range(len(working))):
-        mine = next((group for group in working[number] if rank in group.ranks), None)
-        if mine is not None:
-            later = {r for phase in working[number + 1 :] for group in phase for r in group.ranks}
-            return not later & {*mine.ranks}
-    return True
+def _switch(
+    model: nn.Module, optimizer: ZeroOptimizer, kinds: Sequence[tuple[str, int]]
+) -> RecomputeSwitch | StageSwitch:
+    stage = optimizer.pipeline_stage if isinstance(optimizer, HybridOptimizer) else None
+    return RecomputeSwitch(model, kinds) if stage is None else StageSwitch(stage, kinds)
 
 
 def _check(loader: DataCentricLoader) -> None:
@@ -385,6 +240,11 @@ def _check(loader: DataCentricLoader) -> None:
             "optimizer: give it as many"
         )
     check_uneven(optimizer)
+    if loader.refines and optimizer.pipeline is not None:
+        raise GulliverError(
+            "refine=True needs the seconds of single micro-batches, and those of a pipeline "
+            "overlap: leave one of both out"
+        )
     mixing = [n for n, m in loader.model.named_modules() if is_batch_norm(m) and m.training]
     if mixing:
         raise GulliverError(

@@ -17,7 +17,7 @@ from gulliver.booster.hybrid._capability import (
 )
 from gulliver.booster.hybrid._checks import NO_BLOCKS, check_cut, check_new, check_recompute
 from gulliver.booster.hybrid._choice import HEADS, attention_shape, choose_plan
-from gulliver.booster.hybrid._degree import degree_of, sequence_degree, sequence_rows
+from gulliver.booster.hybrid._degree import Degree, degree_of, sequence_degree, sequence_rows
 from gulliver.booster.hybrid._dropout import drops_by_position
 from gulliver.booster.hybrid._inside import HooksLast
 from gulliver.booster.hybrid._lazy import fill, lazy_parameters
@@ -46,6 +46,7 @@ __all__ = [
     "MODES",
     "NO_BLOCKS",
     "SHORT",
+    "Degree",
     "HooksLast",
     "HybridMesh",
     "HybridOptimizer",

@@ -23,7 +23,7 @@ from gulliver.memory import Region, region_of
 from gulliver.parallel import ZeroOptimizer, persistent_buffers
 from gulliver.parallel.pipeline import Pipeline, Stage
 from gulliver.parallel.sequence import show
-from gulliver.parallel.zero import ShardedChunk, squared_norm
+from gulliver.parallel.zero import ShardedChunk, UnevenStep, squared_norm
 
 if TYPE_CHECKING:
     from gulliver.booster.hybrid._mesh import HybridMesh
@@ -106,10 +106,44 @@ class HybridOptimizer(ZeroOptimizer):
             )
         if backward and not self._deferred:
             # As after any backward: else torch's clipping would see a stage's gradients as all.
-            self._sum_copies()
+            self.join_copies()
             with self._reducer.backward(reduce=True):
                 pass
         return found
+
+    def run_planned(
+        self,
+        step: UnevenStep,
+        batches: Sequence[Any],
+        factors: Sequence[float],
+        criterion: Callable[[Any, Any], Tensor] | None,
+        before: Callable[[int], None],
+        state: str,
+    ) -> Tensor | None:
+        """Runs micro-batches of a step of unequal work through the pipeline.
+
+        Args:
+            step: step that they belong to.
+            batches: micro-batches, of which ranks of one group have the same.
+            factors: factor of each one's loss.
+            criterion: loss of outputs and a micro-batch; None takes the model's own.
+            before: function called before each forward with the number of its micro-batch.
+            state: text for the groups that share sequences.
+
+        Returns:
+            The sum of losses times factors, on all of these ranks.
+        """
+        assert self.pipeline is not None, "the model is not cut into stages"
+        self._apart = True
+        with step.several() as scale:
+            return self.pipeline.run_each(
+                batches,
+                factors,
+                criterion,
+                scale=scale * self.size,
+                before=before,
+                state=state,
+            )
 
     def penalty(self, term: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """A sum over all trained parameters of the whole model, to be added to a loss.
@@ -152,10 +186,10 @@ class HybridOptimizer(ZeroOptimizer):
         return 1.0 / (ranks * self._copies.get(name, ALONE).size)
 
     def _settle(self) -> set[str]:
-        self._sum_copies()
+        self.join_copies()
         return super()._settle()
 
-    def _sum_copies(self) -> None:
+    def join_copies(self) -> None:
         """Adds up the gradients of weights that several stages hold, once for each schedule."""
         if self.pipeline_stage is None or not self._apart:
             return

@@ -58,9 +58,21 @@ class UnevenStep:
             (loss if scale == 1.0 else loss * scale).backward()
         self.sent = last
 
+    @contextmanager
+    def several(self) -> Iterator[float]:
+        """Wraps backwards that something else calls, such as the schedule of a pipeline.
+
+        Gives the factor of their losses. What they add up is sent when the step ends.
+        """
+        scaler, reducer = self._optimizer.scaler, self._optimizer.shards.reducer
+        reducer.scale = scale = 1.0 if scaler is None else scaler.scale
+        with guard(), reducer.backward(reduce=False):
+            yield scale
+
     def finish(self) -> None:
         """Sends what was added up, if no backward did: zeros where there was none."""
         if not self.sent:
+            self._optimizer.join_copies()
             with guard(), self._optimizer.shards.reducer.backward(reduce=True):
                 pass
         self.sent = True
@@ -103,7 +115,6 @@ def check_uneven(optimizer: ZeroOptimizer) -> None:
         GulliverError: naming it.
     """
     found = {
-        "a pipeline (pp_size)": optimizer.pipeline is not None,
         "step_in_backward": optimizer.step_in_backward,
         "a memory limit": optimizer.shards.manager is not None,
         "the tuning of chunks (give chunk_mb a number)": optimizer.tuner is not None,
