@@ -42,6 +42,7 @@ CLIPS = ((2, 4, 4), (4, 4, 6), (5, 6, 4))
 """Frames, rows and columns of latent pixels."""
 KINDS = {
     "llama": (BlockKind("layers", 2, 1.0),),
+    "qwen2": (BlockKind("layers", 2, 1.0),),
     "documents": (BlockKind("layers", 2, 1.0),),
     "stdit3": (BlockKind("spatial", 2, 1.0), BlockKind("temporal", 2, 1.0)),
 }
@@ -270,24 +271,25 @@ def planned(ranks: int, **changes: Any) -> DataCentricPlanner:
 
 
 def trained(
-    world: World, folder: str, steps: int, seed: int = 0
+    world: World, folder: str, steps: int, seed: int = 0, stages: int = 1
 ) -> tuple[list[tuple[list[int], float]], dict[str, Tensor], int]:
     """Goes on from what a folder has, saves after so many steps.
 
     Returns:
         Samples and loss of each step, the weights, and the most ranks of a group.
     """
-    model = make_model("llama", wired=world.size > 1)
-    booster = Booster(plugin=DataCentricPlugin(2, chunk_mb=0.01, verbose=False))
+    model = make_model("llama", wired=world.size > stages)
+    plugin = DataCentricPlugin(2, chunk_mb=0.01, verbose=False, pp_size=stages)
+    booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    loader = DataCentricLoader(planned(world.size, seed=seed), Uneven("llama"), model, optimizer)
+    planner = planned(world.size // stages, seed=seed)
+    loader = DataCentricLoader(planner, Uneven("llama"), model, optimizer)
     if folder and any(Path(folder).iterdir()):
         booster.load(folder, model, optimizer, state={"loader": loader})
     curve, widest = [], 0
     while len(curve) < steps:
         for step in loader:
-            for batch in step:
-                step.backward(loss_of(model, batch.data))
+            step.run()
             optimizer.step()
             optimizer.zero_grad()
             samples = sorted(index for _, batch in step.plan for index in batch.samples)
@@ -298,7 +300,8 @@ def trained(
     if folder:
         state = {"loader": loader}
         booster.save(folder, planner_step(loader), model, optimizer, state=state, use_async=False)
-    return curve, {n: p.detach().clone() for n, p in model.named_parameters()}, widest
+    whole = dict(model.named_parameters()) if stages == 1 else saved_weights(booster, model)
+    return curve, {n: p.detach().clone() for n, p in whole.items()}, widest
 
 
 def planner_step(loader: DataCentricLoader) -> int:

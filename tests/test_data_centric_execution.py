@@ -34,18 +34,25 @@ from tests.data_centric_runs import (
     planned,
     trained,
 )
+from tests.hybrid_cells import make_optimizer
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
 
 DEFAULT = {
     1: [Case("stdit3", 3, steps=2), Case("documents", 2, by_tokens=True, steps=2)],
-    2: [Case("stdit3", 1, steps=2), Case("documents", 0, clip=0.5, by_tokens=True, steps=3)],
+    2: [
+        Case("stdit3", 1, steps=2),
+        Case("documents", 0, clip=0.5, by_tokens=True, steps=3),
+        Case("qwen2", 3, steps=2, stages=2),
+    ],
     4: [
         Case("llama", 1, clip=0.5, steps=20),
         Case("documents", 3, by_tokens=True, mode="ring_attn", steps=3),
         Case("stdit3", 2, steps=2),
         Case("llama", 2, clip=0.5, steps=3, tensor=2),
+        Case("documents", 2, by_tokens=True, mode="ring_attn", steps=3, stages=2),
+        Case("stdit3", 1, clip=0.5, steps=3, stages=2),
     ],
 }
 FULL = [
@@ -56,11 +63,16 @@ FULL = [
     for tokens in ((False, True) if family == "llama" else (family == "documents",))
     for mode in ("all_to_all", "ring_attn")
 ]
-TENSOR = [
-    Case(family, stage, 0.5, False, mode, seed=stage, tensor=tensor)
-    for family in ("llama", "stdit3")
+INSIDE = [
+    Case(family, stage, 0.5, False, mode, seed=stage, tensor=tensor, stages=stages)
+    for family, kinds in (
+        ("llama", ((2, 1), (4, 1), (1, 2), (2, 2))),
+        ("stdit3", ((2, 1), (4, 1), (1, 2), (1, 4), (2, 2))),
+        ("qwen2", ((1, 2),)),
+    )
+    for tensor, stages in kinds
     for stage in (0, 1, 2, 3)
-    for mode, tensor in (("all_to_all", 2), ("ring_attn", 2), ("all_to_all", 4))
+    for mode in ("all_to_all", "ring_attn")
 ]
 """Every one of them for 20 steps."""
 
@@ -97,8 +109,8 @@ def test_every_gradient_of_any_setting_is_that_of_one_process(
 
 @pytest.mark.full
 @pytest.mark.deadline(600)
-@pytest.mark.parametrize("case", TENSOR, ids=str)
-def test_every_gradient_with_tensor_ranks_inside_is_that_of_one_process(
+@pytest.mark.parametrize("case", INSIDE, ids=str)
+def test_every_gradient_with_tensor_ranks_or_stages_inside_is_that_of_one_process(
     pool: Pool, case: Case
 ) -> None:
     for rank, (of,) in enumerate(pool.run(_several, 4, [case], deadline_s=300)):
@@ -112,8 +124,8 @@ def test_a_run_that_is_killed_goes_on_with_other_ranks(pool: Pool, tmp_path: Pat
     whole, weights, widest = pool.run(trained, 4, "", 8)[0]
     assert widest > 1, "some group shares a sample"
     curve: list[Any] = []
-    for ranks, steps in ((4, 2), (2, 3), (3, 3)):
-        found = pool.run(trained, ranks, str(tmp_path), steps)
+    for ranks, steps, stages in ((4, 2, 2), (2, 3, 1), (3, 3, 1)):
+        found = pool.run(trained, ranks, str(tmp_path), steps, stages=stages)
         curve += found[0][0]
         assert all(rank[0] == found[0][0] for rank in found)
     assert sorted(index for samples, _ in curve for index in samples) == list(range(PLANNED))
@@ -335,11 +347,68 @@ def test_wrong_use_is_refused_with_what_would_be_right(pool: Pool) -> None:
         assert [w for w, line in zip(wanted, told, strict=True) if w not in line] == []
 
 
+def _staged(world: World) -> list[str]:
+    """What is said of steps that run through stages."""
+    told, model = [], make_model("llama", wired=True)
+    plugin = DataCentricPlugin(1, verbose=False, pp_size=2)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(model, make_optimizer(model))
+    plans: Any = RandomPlans("llama", 2, 3)
+
+    def say(action: Any) -> None:
+        with pytest.raises(GulliverError) as error:
+            action()
+        told.append(str(error.value))
+
+    say(lambda: DataCentricLoader(plans, Uneven("llama"), model, optimizer, refine=True))
+    step = next(iter(DataCentricLoader(plans, Uneven("llama"), model, optimizer)))
+    say(lambda: list(step))
+    other = Uneven("llama") if world.rank != 3 else Uneven("documents")
+    loader = DataCentricLoader(plans, other, model, optimizer)
+
+    def all_of_them() -> None:
+        for step in loader:
+            step.run()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    say(all_of_them)
+    return told
+
+
+def test_stages_refuse_a_loop_and_other_batches(pool: Pool) -> None:
+    for told in pool.run(_staged, 4):
+        wanted = (
+            "overlap: leave one of both out",
+            "step.run(criterion)",
+            "has another batch than rank",
+        )
+        assert [w for w, line in zip(wanted, told, strict=True) if w not in line] == []
+
+
+def _dropping(world: World) -> str:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=67, n_positions=32, n_embd=8, n_layer=2, n_head=2)
+    )
+    plugin = DataCentricPlugin(1, verbose=False, pp_size=2)
+    with pytest.raises(GulliverError) as error:
+        Booster(plugin=plugin).boost(model, make_optimizer(model))
+    return str(error.value)
+
+
+def test_stages_refuse_dropout(pool: Pool) -> None:
+    for told in pool.run(_dropping, 2):
+        assert "other micro-batches in every step" in told
+
+
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(GulliverError, match="ranks of their own"):
         DataCentricPlugin(sequence_parallelism_mode="split_gather")
-    with pytest.raises(GulliverError, match="no argument 'pp_size'"):
-        DataCentricPlugin(pp_size=2)  # type: ignore[call-arg]
+    with pytest.raises(GulliverError, match="no argument 'pp_style'"):
+        DataCentricPlugin(pp_size=2, pp_style="zbv")  # type: ignore[call-arg]
+    with pytest.raises(GulliverError, match="it needs a pp_size"):
+        DataCentricPlugin(cut=[1, 1])
     with pytest.raises(GulliverError, match="the costs know 3 blocks"):
         RecomputeSwitch(make_model("llama", wired=False), [("layers", 3)])
     assert planned(2).degrees == (1, 2)

@@ -157,4 +157,4 @@ def test_collectives_of_one_rank_leave_what_there_is(nccl: World, dtype: torch.d
 def test_batches_on_a_gpu_are_compared(nccl: World) -> None:
     rank_group = RankGroup((0,), 0, dist.group.WORLD)
     given = {"x": torch.ones(3, device="cuda", dtype=torch.bfloat16)}
-    assert agree(given, "training", rank_group, nccl.device, check=True)
+    assert agree(given, "training", [rank_group], nccl.device, check=True)

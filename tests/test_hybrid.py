@@ -161,11 +161,11 @@ def test_every_family_runs_under_modes_that_exist() -> None:
 def _other_batches(world: World) -> str:
     line = RankGroup(tuple(range(world.size)), world.rank, torch.distributed.group.WORLD)
     data = batch("llama", 2, seed=0)
-    agree(data, "", line, torch.device("cpu"), check=True)
+    agree(data, "", [line], torch.device("cpu"), check=True)
     if world.rank == 2:
         data["input_ids"][1, 3] += 1
     try:
-        agree(data, "", line, torch.device("cpu"), check=True)
+        agree(data, "", [line], torch.device("cpu"), check=True)
     except GulliverError as error:
         return str(error)
     return ""

@@ -7,7 +7,7 @@ the same, and none waits for one that stopped.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class Vocabulary:
 
 
 def watch_batches(
-    model: nn.Module, readers: Callable[[], Iterable[RankGroup]], vocabulary: Vocabulary
+    model: nn.Module, readers: Callable[[], Sequence[RankGroup]], vocabulary: Vocabulary
 ) -> None:
     """Compares what a model is called with over the ranks that share it, at every call.
 
@@ -92,9 +92,7 @@ def watch_batches(
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         device = given[0].device if given else torch.device("cpu")
-        for rank_group in readers():
-            if rank_group.size > 1:
-                agree({"args": args, **kwargs}, "", rank_group, device, check=True)
+        agree({"args": args, **kwargs}, "", readers(), device, check=True)
         names = inspect.signature(module.forward).parameters
         vocabulary.check({**dict(zip(names, args, strict=False)), **kwargs})
 

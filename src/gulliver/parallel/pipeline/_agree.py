@@ -10,6 +10,7 @@ together when shapes have to be announced again.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,38 +25,57 @@ SAMPLED = 2**20
 """Bytes looked at of a large tensor, spread over it evenly."""
 
 
-def agree(batch: Any, state: str, rank_group: RankGroup, device: torch.device, check: bool) -> str:
-    """Compares the batches of a rank group; every rank of it calls this.
+def agree(
+    batch: Any,
+    state: str,
+    rank_groups: Sequence[RankGroup],
+    device: torch.device,
+    check: bool,
+) -> str:
+    """Compares the batches of ranks that share a model; every one of them calls this.
 
     Args:
         batch: batch of this rank.
         state: state of this rank.
-        rank_group: rank group that shares a model.
+        rank_groups: rank groups, one after the other, such as those of several axes; what one of
+            them finds goes on to the next, so that all ranks of all of them find it.
         device: device of the tensors that are sent.
         check: whether batches are compared; False takes them for equal.
 
     Returns:
-        The states of all ranks as one text, equal on all.
+        The states of all ranks of the first group of several as one text, equal on all of them.
 
     Raises:
         GulliverError: a rank, which is named, has another batch than the first.
     """
-    own = torch.tensor(
-        [digest(batch) if check else 0, _number(state.encode())], dtype=torch.int64, device=device
-    )
+    seen, told, wrong = digest(batch) if check else 0, "", None
+    shared = [rank_group for rank_group in rank_groups if rank_group.size > 1]
+    for rank_group in shared:
+        by_rank = _gathered(seen, _number(state.encode()), rank_group, device)
+        first = rank_group.ranks[0]
+        differing = (rank for rank in rank_group.ranks if by_rank[rank][0] != by_rank[first][0])
+        # Where an earlier axis found it, the number of a rank here is that of all its partners.
+        wrong = wrong or next(((rank, first) for rank in differing), None)
+        told = told or ",".join(str(by_rank[rank][1]) for rank in rank_group.ranks)
+        seen = _number(str([by_rank[rank][0] for rank in rank_group.ranks]).encode())
+    if wrong is not None:
+        or_else = ", or a partner of it," if len(shared) > 1 else ""
+        raise GulliverError(
+            f"rank {wrong[0]}{or_else} has another batch than rank {wrong[1]}, and they share one "
+            "model: give all ranks of a model the same samples"
+        )
+    return told or state
+
+
+def _gathered(
+    seen: int, state: int, rank_group: RankGroup, device: torch.device
+) -> dict[int, list[int]]:
+    """Two numbers of each rank of a group."""
+    own = torch.tensor([seen, state], dtype=torch.int64, device=device)
     found = torch.empty(2 * rank_group.size, dtype=torch.int64, device=device)
     all_gather(found, own, rank_group.process_group)
-    rows = found.view(-1, 2).tolist()
     # A group numbers its ranks in ascending order, a rank group need not.
-    by_rank = dict(zip(sorted(rank_group.ranks), rows, strict=True))
-    first = rank_group.ranks[0]
-    for rank in rank_group.ranks:
-        if by_rank[rank][0] != by_rank[first][0]:
-            raise GulliverError(
-                f"rank {rank} has another batch than rank {first}, and they share one model: give "
-                "all ranks of a model the same samples"
-            )
-    return ",".join(str(by_rank[rank][1]) for rank in rank_group.ranks)
+    return dict(zip(sorted(rank_group.ranks), found.view(-1, 2).tolist(), strict=True))
 
 
 def digest(batch: Any) -> int:

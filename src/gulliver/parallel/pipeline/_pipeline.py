@@ -332,12 +332,7 @@ class Pipeline:
         cast = torch.is_autocast_enabled(device.type)
         kind = torch.get_autocast_dtype(device.type) if cast else None
         state = f"{self.model.training} {forward_only} {kind} {frozen}"
-        found = [
-            agree(batch, state, rank_group, device, self.check_batch)
-            for rank_group in self.readers()
-            if rank_group.size > 1
-        ]
-        return _short(found[0] if found else state)
+        return _short(agree(batch, state, self.readers(), device, self.check_batch))
 
     def _added(self, batch: Batch) -> dict[str, Any]:
         """Keeps models from filling caches of keys and values, which only generation reads.
