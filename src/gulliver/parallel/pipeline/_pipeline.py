@@ -163,8 +163,8 @@ class Pipeline:
         Args:
             batches: micro-batches, the same on all ranks.
             factors: factor of the loss of each; nothing is normalized.
-            criterion: as of `run`.
-            scale: as of `run`.
+            criterion: loss function, as of `run`.
+            scale: factor of the losses before backward, as of `run`.
             before: function called before each forward with the number of its micro-batch.
             state: text for whatever else the shapes between stages depend on.
 
@@ -172,7 +172,7 @@ class Pipeline:
             The sum of all losses times their factors, detached, on every rank.
 
         Raises:
-            GulliverError: as of `run`.
+            GulliverError: a rank reads other batches, or is gone; the schedule has fixed numbers.
         """
         self._check_alive()
         if self.style not in ANY_COUNT:
