@@ -177,6 +177,9 @@ class BoostedOptimizer(torch.optim.Optimizer):
             "parameters cannot be added after boost: add them to the optimizer before"
         )
 
+    def join_copies(self) -> None:
+        """Adds up gradients of weights that several ranks of one model hold: none do here."""
+
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's."""
         return self.inner.state_dict()

@@ -31,6 +31,7 @@ from gulliver.parallel.pipeline._batch import (
     split,
     weigh,
 )
+from gulliver.parallel.pipeline._losses import Criterion, Losses
 from gulliver.parallel.pipeline._runner import Run, Runner
 from gulliver.parallel.pipeline._schedules import check_counts, fits, make_schedule, style_of
 from gulliver.parallel.pipeline._stage import Stage
@@ -41,7 +42,6 @@ ANY_COUNT = ("1f1b", "gpipe")
 """Schedules of which one is made for each number of micro-batches."""
 UNCOUNTED = 0
 """Samples of a micro-batch that is run as it is given."""
-Criterion = Callable[[Any, Any], Tensor]
 
 
 class Pipeline:
@@ -86,7 +86,7 @@ class Pipeline:
         self._runners: list[Runner] = []
         self._schedules = dict[int, Any]()
         self._failed = False
-        self._loss: _Losses | None = None
+        self._loss: Losses | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -139,7 +139,7 @@ class Pipeline:
             plain = forward_only and not any("label" in path for path, _ in leaves(batch))
             other = criterion is not None or plain
             weights = weigh(micros, weight, own_loss(self.model), other)
-            losses = _Losses(micros, weights, criterion, scale, forward_only)
+            losses = Losses(micros, weights, criterion, scale, forward_only)
             run = self._new_run(micros, states, return_outputs, self._added(batch))
             run.before = self._drawing(micros)
             loss = self._through(run, losses, forward_only, return_loss)
@@ -187,7 +187,7 @@ class Pipeline:
                     self.look(batch)
             micros = [MicroBatch(self._complete(batch), UNCOUNTED) for batch in batches]
             weights = Weights(list(factors), list(factors))
-            losses = _Losses(micros, weights, criterion, scale, False)
+            losses = Losses(micros, weights, criterion, scale, False)
             # Whether caches are asked for is looked at in each of them.
             (added, *_) = [self._added(batch) for batch in batches]
             run = self._new_run(micros, f"{states}|{state}", False, added)
@@ -218,7 +218,7 @@ class Pipeline:
         return lambda number: told(starts[number], micros[number].samples)
 
     def _through(
-        self, run: Run, losses: _Losses, forward_only: bool, return_loss: bool
+        self, run: Run, losses: Losses, forward_only: bool, return_loss: bool
     ) -> Tensor | None:
         """Runs micro-batches through the stages, and gives all ranks the loss."""
         self._failed = True
@@ -230,7 +230,7 @@ class Pipeline:
         self._failed = False
         return loss
 
-    def _go(self, run: Run, losses: _Losses, forward_only: bool) -> None:
+    def _go(self, run: Run, losses: Losses, forward_only: bool) -> None:
         if self.stage.rank_group.size == 1 and self.stage.cut.stages == 1:
             self._alone(run, losses, forward_only)
             return
@@ -252,7 +252,7 @@ class Pipeline:
                 runner.run = None
                 runner.clear_runtime_states()
 
-    def _alone(self, run: Run, losses: _Losses, forward_only: bool) -> None:
+    def _alone(self, run: Run, losses: Losses, forward_only: bool) -> None:
         """Runs micro-batches one after the other where all blocks lie on one rank."""
         with torch.set_grad_enabled(not forward_only):
             for number in range(len(run.micros)):
@@ -294,7 +294,7 @@ class Pipeline:
         last.losses[int(number)] = loss
         return loss.detach()
 
-    def _refuse_uncounted(self, losses: _Losses) -> None:
+    def _refuse_uncounted(self, losses: Losses) -> None:
         """Refuses a criterion of which nobody knows what it counts, on all ranks.
 
         The last stage alone sees that it is not the model's own loss, and does in mid-schedule,
@@ -308,7 +308,7 @@ class Pipeline:
                 f"micro-batches have different numbers of labels to count: {UNEVEN}"
             )
 
-    def _share(self, losses: _Losses) -> Tensor | None:
+    def _share(self, losses: Losses) -> Tensor | None:
         """Returns the batch's loss on every rank."""
         mine = self.stage.rank_group.rank == self.stage.last_place
         # Whether there is a loss at all, and of which dtype, the last stage alone knows.
@@ -379,75 +379,6 @@ class Pipeline:
     def _device(self) -> torch.device:
         found = next(self.model.parameters(), None)
         return torch.device("cpu") if found is None else found.device
-
-
-class _Losses:
-    """The loss of each micro-batch, weighted, as the last stage's forwards end."""
-
-    def __init__(
-        self,
-        micros: list[MicroBatch],
-        weights: Weights,
-        criterion: Criterion | None,
-        scale: float,
-        optional: bool,
-    ) -> None:
-        self._micros, self._weights = micros, weights
-        self._criterion, self._scale, self._optional = criterion, scale, optional
-        self._terms: list[Tensor] = []
-        self.uncounted = False
-
-    @property
-    def given(self) -> list[float] | None:
-        """Weights of a criterion's losses; None where they are not known."""
-        return self._weights.given
-
-    def __call__(self, output: Any, number: Tensor) -> Tensor:
-        micro = int(number)
-        loss, weights = self._of(output, self._micros[micro].given)
-        if loss is None:
-            return torch.zeros(())
-        weight = weights[micro]
-        # A mean over nothing is no number; what counts nothing has no gradient either.
-        term = loss * weight if weight else _nothing(output, loss)
-        self._terms.append(term.detach())
-        return term * self._scale if self._scale != 1 else term
-
-    def _of(self, output: Any, given: Any) -> tuple[Tensor | None, list[float]]:
-        """Returns the loss of a micro-batch, and the weights of all of them."""
-        own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if self._criterion is None:
-            if own is None and not self._optional:
-                raise GulliverError(
-                    "the model's outputs have no loss: pass a criterion(outputs, micro_batch), or "
-                    "labels to a model that computes its loss from them"
-                )
-            return own, self._weights.own
-        loss = self._criterion(output, given)
-        weights = self._weights.own if loss is own else self._weights.given
-        if weights is None:
-            self.uncounted, weights = True, self._weights.own
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise GulliverError("a criterion returns one number, the mean over a micro-batch")
-        return loss, weights
-
-    def total(self) -> Tensor | None:
-        """Returns the batch's loss; None where there was none."""
-        return torch.stack(self._terms).sum() if self._terms else None
-
-
-def _nothing(output: Any, loss: Tensor) -> Tensor:
-    """Returns a loss of zero, with a gradient of zero for all that the output came from.
-
-    Not a constant: the schedule calls its backward, and earlier stages wait for gradients.
-    """
-    values = output.values() if isinstance(output, dict) else output
-    entries = [output] if isinstance(output, Tensor) else [v for v in values if v is not None]
-    for value in entries:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0:
-            return value.sum() * 0
-    # Only the loss itself came out, and it is a mean over nothing.
-    return torch.where(loss.isnan(), 0.0, loss) * 0
 
 
 def _short(text: str) -> str:

@@ -393,9 +393,6 @@ class ZeroOptimizer(BoostedOptimizer):
                 shard.clamp_(-limit, limit)
                 del shard  # who looks at memory in tiers keeps it from going
 
-    def join_copies(self) -> None:
-        """Adds up gradients of weights that several ranks of one model hold: none do here."""
-
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole averaged gradients by name, where there is one; every rank calls it."""
         self._begun.refuse("gradients were read")
