@@ -423,6 +423,8 @@ class PlanData:
     """JSON file of costs: seconds by shape, degree and batch."""
     ranks: Annotated[int, Range(1, 4096)] = 8
     """Data ranks."""
+    stages: Annotated[int, Range(1, 4096)] = 1
+    """Stages of a pipeline that each of these ranks is."""
     samples: Annotated[int | None, Range(1, 2**24)] = None
     """Budget of a step: samples of all ranks."""
     tokens: Annotated[int | None, Range(1, 2**40)] = None

@@ -96,7 +96,7 @@ def _fits(costs: TableCosts, shape: str, options: PlanData) -> bool:
 
 
 def _settings(options: PlanData) -> dict[str, Any]:
-    names = ("window", "intra", "inter", "together", "arrange", "degree", "unfit", "seed")
+    names = ("window", "intra", "inter", "together", "arrange", "degree", "unfit", "seed", "stages")
     return {name: getattr(options, name) for name in names}
 
 

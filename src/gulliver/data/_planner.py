@@ -39,12 +39,14 @@ from gulliver.data._budgets import (
     total,
     weight,
 )
+from gulliver.data._phases import Phases
 from gulliver.data._plan_position import check_state, checked_cuts, checked_seed, digest_of
 from gulliver.data._planner_costs import (
     Costs,
     alone,
     check_arrange,
     checked_degrees,
+    checked_stages,
     checked_window,
     lot_of,
 )
@@ -55,15 +57,13 @@ from gulliver.data._windows import Queue, Stream, Window, lots
 from gulliver.errors import GulliverError
 from gulliver.hardware import Refinement
 from gulliver.options import positive_number, size_text
-from gulliver.solve import BalancedStep, StepSolver, halves
+from gulliver.solve import StepSolver
 
 MOST_LOT = 0.25
 """Share of a step that samples of one shape wait for each other to fill, at most: where lots are as
 long as steps, steps of one shape come in rows, and what is learnt suffers (docs/lab-notes.md)."""
 Position = tuple[int, int, Queue]
 """Epoch, step, and what is drawn and in no step yet."""
-SPLIT = 1.02
-"""Seconds over the bound from which samples that need many ranks may get a phase of their own."""
 
 
 class DataCentricPlanner:
@@ -95,6 +95,10 @@ class DataCentricPlanner:
             `skipped`.
         shuffle: samples of a table come in random order; else in the table's.
         seed: seed of all orders.
+        stages: stages of a pipeline that each of these ranks is. Costs are those of one rank that
+            has the whole model: a stage takes an equal share of the seconds, and of bytes as many
+            (1F1B holds as many micro-batches as there are stages). Samples are cut into as many
+            micro-batches as let the stages end soonest. The samples of a step do not hang on it.
 
     Attributes:
         skipped: samples that were skipped so far, by shape.
@@ -124,6 +128,7 @@ class DataCentricPlanner:
         unfit: Literal["refuse", "skip"] = "refuse",
         shuffle: bool = True,
         seed: int = 0,
+        stages: int = 1,
     ) -> None:
         if unfit not in ("refuse", "skip"):
             raise GulliverError(f"unfit={unfit!r}: give 'refuse' or 'skip'")
@@ -137,6 +142,7 @@ class DataCentricPlanner:
         self.costs, self.ranks, self.budget = costs, ranks, budget
         self.intra, self.inter, self.pac, self.together = intra, inter, pac, together
         self.unfit, self.seed, self.ends = unfit, checked_seed(seed), ends
+        self.stages = checked_stages(stages, inter)
         self.refinement = Refinement()
         self.skipped: Counter[Shape] = Counter()
         self.left_out: Counter[Shape] = Counter()
@@ -182,7 +188,8 @@ class DataCentricPlanner:
 
     def _needs(self, shape: Shape) -> tuple[int, float]:
         """Tokens of a sample, and the least seconds that it takes."""
-        return self.costs.tokens(shape), self._solver.one_sample_seconds(shape)
+        seconds = self.stages * self._solver.one_sample_seconds(shape)
+        return self.costs.tokens(shape), seconds
 
     def _meet(
         self, shape: Shape, index: int, count: int | None = None, inside: bool = True
@@ -202,7 +209,7 @@ class DataCentricPlanner:
                     "ranks or memory, or unfit='skip'"
                 )
             return
-        factor = self.refinement.factor(shape)
+        factor = self.refinement.factor(shape) / self.stages
         self._solver.add(shape, {d: factor * row.seconds for d, row in rows.items()})
         if inside:
             check_sample(self.budget, index, shape, *self._needs(shape), self.ranks)
@@ -353,46 +360,10 @@ class DataCentricPlanner:
         return self._queue.up_to(total(self.budget, self.ranks), nearest)
 
     def _solved(self, count: int) -> SolvedStep:
-        """Deals samples to groups: of one kind in the whole step, or wide ones and then others."""
-        shapes = Counter(self._queue.shapes[:count])
-        whole = self._solver.plan_step(shapes)
-        best = SolvedStep((whole,), whole.seconds, whole.bound)
-        if not (self.intra and self.inter) or whole.seconds <= SPLIT * whole.bound:
-            return best
-        for degree in sorted({self._least[shape] for shape in shapes} - {1}):
-            wide = {s: n for s, n in shapes.items() if self._least[s] >= degree}
-            others = {s: n for s, n in shapes.items() if s not in wide}
-            if not others:
-                continue
-            if self._hopeless(best, self._solver.bound(wide), self._solver.bound(others)):
-                continue
-            first = self._solver.plan_step(wide)
-            if self._hopeless(best, first.seconds, self._solver.bound(others)):
-                continue
-            for found in self._orders(first, self._solver.plan_step(others)):
-                seconds = sum(part.seconds for part in found)
-                if seconds + self._around(found) < best.seconds + self._around(best.parts):
-                    best = SolvedStep(found, seconds, whole.bound)
-        return best
-
-    def _hopeless(self, best: SolvedStep, *seconds: float) -> bool:
-        """Whether parts of at least so many seconds cannot be shorter, where ends do not count."""
-        return self.ends is None and sum(seconds) >= best.seconds * (1 + 1e-9)
-
-    def _orders(
-        self, wide: BalancedStep, others: BalancedStep
-    ) -> Iterator[tuple[BalancedStep, ...]]:
-        """Ways in which two parts of a step may follow one another."""
-        yield wide, others
-        if self.ends is None:
-            return
-        yield others, wide
-        for early, late in halves(others, self._solver.seconds_of):
-            yield early, wide, late
-
-    def _around(self, parts: Sequence[BalancedStep]) -> float:
-        """Seconds at both ends of a step."""
-        return 0.0 if self.ends is None else self.ends.around(parts)
+        """Deals the first samples of the queue to groups."""
+        several = self.intra and self.inter
+        phases = Phases(self._solver, self._least, self.ends, several, self.stages)
+        return phases.solved(Counter(self._queue.shapes[:count]))
 
     def _weights(self, shape: Shape) -> float:
         return weight(self.budget, self.costs.tokens(shape), self._time_of(shape))
@@ -420,7 +391,7 @@ class DataCentricPlanner:
         digest = hashlib.blake2b(digest_size=8)
         settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
         more = self._degrees, self.together, self.arrange, self.unfit, self.costs.memory
-        told = (*settings, *more, self.ends)
+        told = (*settings, *more, self.ends, self.stages)
         digest.update(repr((told, self._stream.digest, self.costs.identity)).encode())
         for (shape, degree), facts in sorted(self._facts.items(), key=repr):
             digest.update(repr((shape, degree, facts[0], facts[-1])).encode())
@@ -494,7 +465,10 @@ class DataCentricPlanner:
         ahead = f"{self.window:,} samples looked at ahead"
         if self.arrange is not None:
             ahead += f" and arranged for {self.arrange} ranks"
+        ranks = f"{self.ranks} ranks"
+        if self.stages > 1:
+            ranks += f" of {self.stages} stages each"
         return (
-            f"{self.ranks} ranks, {self.budget}, degrees {degrees}, {' + '.join(on) or 'none'} on, "
+            f"{ranks}, {self.budget}, degrees {degrees}, {' + '.join(on) or 'none'} on, "
             f"{ahead}, costs of {self.costs.identity}"
         )

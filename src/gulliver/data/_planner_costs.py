@@ -113,3 +113,16 @@ def check_arrange(arrange: int | None, intra: bool, inter: bool) -> None:
     """Refuses arranged steps where degrees or repeats are not free to be chosen."""
     if arrange is not None and not (intra and inter):
         raise GulliverError("arrange= needs intra and inter: it chooses degrees and repeats")
+
+
+def checked_stages(stages: int, inter: bool) -> int:
+    """Stages of a pipeline that each rank of a plan is.
+
+    Raises:
+        GulliverError: no number of stages, or groups that run one micro-batch only.
+    """
+    count = whole_number("stages", stages)
+    if count < 1 or (count > 1 and not inter):
+        told = "give at least 1" if count < 1 else "a pipeline needs several micro-batches: inter"
+        raise GulliverError(f"stages={count}: {told}")
+    return count

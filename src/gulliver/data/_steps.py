@@ -50,10 +50,12 @@ class RankGroup:
     Attributes:
         ranks: data ranks, neighbours in ascending order; their number is the sequence degree.
         micro_batches: what they run; none where there is no work for them in this step.
+        filling: predicted seconds besides, in which stages of a pipeline fill and drain.
     """
 
     ranks: tuple[int, ...]
     micro_batches: tuple[MicroBatch, ...] = ()
+    filling: float = 0.0
 
     @property
     def degree(self) -> int:
@@ -62,8 +64,8 @@ class RankGroup:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of the group's micro-batches."""
-        return sum(batch.seconds for batch in self.micro_batches)
+        """Predicted seconds of the group's micro-batches, one after the other."""
+        return sum(batch.seconds for batch in self.micro_batches) + self.filling
 
     @property
     def samples(self) -> int:
@@ -187,7 +189,8 @@ def place(
                 start += size
                 batches.append(MicroBatch(shape, samples, *known[size - 1]))
             del waiting[:start]
-        groups.append(RankGroup(tuple(range(first, first + work.degree)), tuple(batches)))
+        ranks_of = tuple(range(first, first + work.degree))
+        groups.append(RankGroup(ranks_of, tuple(batches), work.filling))
         first += work.degree
     groups += [RankGroup((rank,)) for rank in range(first, ranks)]
     return tuple(groups)

@@ -10,10 +10,10 @@ are sharded, recomputed and moved jointly (`_joint.py`, then `_joint_search.py`)
 recomputed with checkpoints inside checkpoints (`_rematerialize.py`), which of several unequal
 devices takes which layers (`_devices.py`), which ranks share which samples in a step (`_steps.py`,
 over `_accumulation.py`; which samples make one: `_arrange.py`; what runs between two halves of one:
-`_halves.py`), which rows of a table a cache holds (`_row_replacement.py`, with `_row_index.py` and
-`_sketch.py`), how tables share ranks (`_table_placement.py`) and memory (`_miss_ratio.py`), how
-many slots of a cluster each job has (`_allocation.py`), and when all jobs could be done at best
-(`_fluid.py`).
+`_halves.py`; micro-batches for ranks that are stages: `_step_stages.py`), which rows of a table a
+cache holds (`_row_replacement.py`, with `_row_index.py` and `_sketch.py`), how tables share ranks
+(`_table_placement.py`) and memory (`_miss_ratio.py`), how many slots of a cluster each job has
+(`_allocation.py`), and when all jobs could be done at best (`_fluid.py`).
 """
 
 from gulliver.solve._accumulation import accumulated, covering, split_batches
@@ -92,6 +92,7 @@ from gulliver.solve._schedule import (
 from gulliver.solve._simulation import Moved, count_moves, replay, simulate
 from gulliver.solve._sketch import DecayedCounts
 from gulliver.solve._stages import Schedule, Stage, Step
+from gulliver.solve._step_stages import fill_stages
 from gulliver.solve._steps import BalancedStep, GroupWork, Piece, StepSolver
 from gulliver.solve._table_placement import TableOption, TablesPlaced, place_tables
 from gulliver.solve._timeline import UPDATE_LAG, StepTimes, gathers_in_backward, step_seconds
@@ -175,6 +176,7 @@ __all__ = [
     "count_moves",
     "covering",
     "extent",
+    "fill_stages",
     "fluid_bound",
     "fluid_bound_by_lp",
     "gathers_in_backward",

@@ -63,11 +63,13 @@ class GroupWork:
         degree: ranks of the group.
         seconds: seconds of all its micro-batches.
         pieces: micro-batches by shape, in order.
+        filling: seconds of those in which stages of a pipeline fill and drain.
     """
 
     degree: int
     seconds: float
     pieces: tuple[Piece, ...]
+    filling: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,11 @@ class StepSolver:
     def one_sample_seconds(self, shape: Hashable) -> float:
         """The least seconds that a micro-batch with such a sample takes."""
         return self._one[shape]
+
+    @property
+    def seconds(self) -> Mapping[Hashable, Mapping[int, np.ndarray]]:
+        """Seconds of micro-batches of 1, 2, ... samples, by shape and degree."""
+        return self._seconds
 
     def seconds_of(self, shape: Hashable, degree: int, samples: int) -> float:
         """Seconds of a micro-batch."""
