@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from gulliver.data import (
     StepPlan,
     pack_documents,
 )
-from gulliver.hardware import BlockKind, FunctionCosts
+from gulliver.hardware import BlockKind, FunctionCosts, HostRoom, TierRates
 from tests.hybrid_cells import (
     exact_norms,
     make_optimizer,
@@ -36,6 +36,7 @@ from tests.hybrid_cells import (
 )
 from tests.hybrid_models import VOCABULARY, build
 from tests.references import computed_once
+from tests.test_memory_stores import LateCopier
 
 LENGTHS = (9, 12, 17, 24)
 CLIPS = ((2, 4, 4), (4, 4, 6), (5, 6, 4))
@@ -104,10 +105,12 @@ class RandomPlans:
     signature: str = "random"
     step: int = 0
     skipped: tuple[int, ...] = ()
+    offload: bool = False
     costs: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.costs = SimpleNamespace(kinds=KINDS[self.family])
+        host = HostRoom(1 << 22, TierRates("host", 1e9, 1e9)) if self.offload else None
+        self.costs = SimpleNamespace(kinds=KINDS[self.family], host=host)
 
     def position(self) -> int:
         """The next step."""
@@ -147,6 +150,10 @@ class RandomPlans:
                 count = draw.randint(1, len(indices))
                 again = tuple(draw.randint(0, kind.count) for kind in KINDS[self.family])
                 batch = MicroBatch(shape, tuple(indices[:count]), sum(again), again)
+                if self.offload:
+                    pairs = zip(KINDS[self.family], again, strict=True)
+                    away = tuple(draw.randint(0, kind.count - n) for kind, n in pairs)
+                    batch = replace(batch, offload=sum(away), offloaded=away)
                 work[draw.randrange(len(rows))].append(batch)
                 del indices[:count]
         pairs = zip(rows, work, strict=True)
@@ -182,6 +189,7 @@ class Case:
     seed: int = 0
     tensor: int = 1
     stages: int = 1
+    offload: bool = False
 
 
 @computed_once
@@ -227,14 +235,20 @@ def errors(world: World, case: Case) -> dict[str, float]:
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, make_optimizer(model))
     inside = case.tensor * case.stages
-    plans = RandomPlans(case.family, world.size // inside, case.steps, case.seed)
+    ranks = world.size // inside
+    plans = RandomPlans(case.family, ranks, case.steps, case.seed, offload=case.offload)
     counted = weights(case.family, case.by_tokens)
     collate = pack_documents if case.family == "documents" else None
     data = Uneven(case.family)
     planner: Any = plans
-    loader = DataCentricLoader(planner, data, model, optimizer, collate=collate, weight=counted)
+    copier = LateCopier() if case.offload else None
+    loader = DataCentricLoader(
+        planner, data, model, optimizer, collate=collate, weight=counted, copier=copier
+    )
+    if case.offload:
+        loader._switch._offload.least = 256  # type: ignore[union-attr]
     wanted = alone(case.family, case.clip, case.by_tokens, case.steps, case.seed)
-    found = {"gradients": 0.0, "losses": 0.0, "idle": 0.0}
+    found = {"gradients": 0.0, "losses": 0.0, "idle": 0.0, "moved": 0.0}
     for step in loader:
         batches = 0
         if case.stages > 1:
@@ -258,6 +272,11 @@ def errors(world: World, case: Case) -> dict[str, float]:
             optimizer.clip_grad_by_norm(case.clip)
         optimizer.step()
         optimizer.zero_grad()
+    if case.offload:
+        found["moved"] = loader._switch._offload.moved  # type: ignore[union-attr]
+        assert loader._switch._stack.held == 0  # type: ignore[union-attr]
+        loader.settle()
+        assert loader._switch._stack.store.used == 0  # type: ignore[union-attr]
     whole = dict(model.named_parameters()) if inside == 1 else saved_weights(booster, model)
     found["weights"] = max(relative(whole[n].detach(), w) for n, w in wanted[2].items())
     return found

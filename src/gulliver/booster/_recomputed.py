@@ -1,4 +1,9 @@
-"""Blocks that are computed again in backward or not, as each micro-batch says."""
+"""Blocks that are kept, computed again in backward, or moved to the host, as a micro-batch says.
+
+Blocks of a kind are alike, so a micro-batch says how many of each kind go which way. Those that
+move lie evenly among the others: the blocks between hide their way to the host and back. Of the
+rest the first ones are computed again.
+"""
 
 from __future__ import annotations
 
@@ -6,59 +11,155 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from gulliver._compat import is_compiled
 from gulliver.booster._blocks import (
     check_uncompiled,
     has_switch,
     recomputable_blocks,
     recompute_blocks,
 )
+from gulliver.comm import current_world
 from gulliver.errors import GulliverError
-from gulliver.memory import wrap_call
+from gulliver.memory import ActivationOffload, ActivationStack, Copier, HostArena, wrap_call
+from gulliver.parallel import ZeroOptimizer
 from gulliver.parallel.pipeline import Stage
 
 
 class RecomputeSwitch:
-    """Says of the next forward which blocks its backward computes again.
-
-    Blocks of a kind are alike, so of each kind it takes the first ones.
+    """Says of the next forward which blocks its backward computes again, and which move away.
 
     Args:
         model: boosted model.
         kinds: name and number of the blocks of each kind, in the order in which they are counted.
+        offload: takes what blocks save that move; None: none does.
 
     Raises:
         GulliverError: the model has other blocks, or compiled ones.
     """
 
-    def __init__(self, model: nn.Module, kinds: Sequence[tuple[str, int]]) -> None:
-        self._model, self._on = model, set[str]()
+    def __init__(
+        self,
+        model: nn.Module,
+        kinds: Sequence[tuple[str, int]],
+        offload: ActivationOffload | None = None,
+    ) -> None:
+        self._model, self._on, self._away = model, set[str](), set[str]()
+        self._offload = offload
+        if offload is not None:
+            if is_compiled(model):
+                raise GulliverError(
+                    "activations of a model that is compiled as a whole cannot move to the host: "
+                    "compile its blocks"
+                )
+            assert isinstance(offload.manager, ActivationStack)
+            self._stack = offload.manager
         self.paths = _by_kind(recomputable_blocks(model), kinds)
         every = [path for paths in self.paths for path in paths]
         check_uncompiled(model, every)
         self._switched = has_switch(model)
         if self._switched:
             recompute_blocks(model, (), every)
+        if self._switched and offload is None:
             return
         for path in every:
-            wrap_call(model.get_submodule(path), self._around(path))
+            module = model.get_submodule(path)
+            wrap_call(module, self._around(path, module))
 
-    def set(self, counts: Sequence[int]) -> None:
-        """Lets so many blocks of each kind be computed again, in forwards from here on."""
-        chosen = zip(self.paths, counts, strict=True)
-        self._on = {path for paths, count in chosen for path in paths[:count]}
+    def set(self, counts: Sequence[int], offloaded: Sequence[int] = ()) -> None:
+        """Lets blocks go their ways in forwards from here on.
+
+        Args:
+            counts: blocks of each kind that are computed again.
+            offloaded: blocks of each kind whose activations move; none by default.
+        """
+        self.settle()
+        if any(offloaded) and self._offload is None:
+            raise GulliverError("blocks are to move to the host, and there is no memory for them")
+        counts_away = tuple(offloaded) or (0,) * len(self.paths)
+        self._on, self._away = set(), set()
+        moving = [number for number, count in enumerate(counts_away) if count]
+        for number, (paths, again, away) in enumerate(
+            zip(self.paths, counts, counts_away, strict=True)
+        ):
+            shift = moving.index(number) / len(moving) if away else 0.0
+            chosen = [paths[place] for place in spread(len(paths), away, shift)]
+            rest = [path for path in paths if path not in chosen]
+            self._away.update(chosen)
+            self._on.update(rest[:again])
         for path in (p for paths in self.paths for p in paths) if self._switched else ():
             vars(self._model.get_submodule(path))["gradient_checkpointing"] = path in self._on
 
-    def _around(self, path: str) -> Callable[..., Any]:
+    def settle(self) -> None:
+        """Frees what graphs that are gone have moved, and leaves none of it on the device."""
+        if self._offload is not None:
+            self._offload.sweep()
+            # Those of the next shape have other sizes: they lie side by side from the start again.
+            self._offload.forget_unused()
+            self._stack.begin()
+
+    def _around(self, path: str, module: nn.Module) -> Callable[..., Any]:
         def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if path not in self._on or not torch.is_grad_enabled():
+            grad = torch.is_grad_enabled()
+            if grad and path in self._away:
+                return self._moved(module, inner, *args, **kwargs)
+            if not grad or path not in self._on or self._switched:
                 return inner(*args, **kwargs)
             return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
         return call
+
+    def _moved(
+        self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a block whose activations leave; what goes in stays, as it does of all blocks."""
+        assert self._offload is not None
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._stack.begin()
+        with self._offload.saving(module, given):
+            return inner(*args, **kwargs)
+
+
+def spread(count: int, chosen: int, shift: float = 0.0) -> list[int]:
+    """Places of so many of a row that lie evenly.
+
+    Args:
+        count: length of the row.
+        chosen: number of places.
+        shift: share of the distance between two by which all lie later, for another row to lie
+            between them.
+    """
+    return [int((number + shift) * count / chosen) for number in range(chosen)]
+
+
+def offload_for(
+    planner: Any, optimizer: ZeroOptimizer, copier: Copier | None
+) -> ActivationOffload | None:
+    """Takes activations for the host memory that a planner plans with; None where it has none.
+
+    Args:
+        planner: planner whose costs may have a `HostRoom`.
+        optimizer: optimizer that gathers parameters.
+        copier: copies between both memories; None: on streams of the GPU.
+
+    Raises:
+        GulliverError: there is no GPU, whose memory would be another one than the host's.
+    """
+    host = getattr(planner.costs, "host", None)
+    if host is None or not getattr(planner, "pac", True):
+        return None
+    device = current_world().device
+    if copier is None and device.type != "cuda":
+        raise GulliverError(
+            f"activations are planned to move to the host, and this rank computes on its {device}, "
+            "whose memory is the host's: plan with costs without host=, or on GPUs"
+        )
+    stack = ActivationStack(HostArena(host.locked, device, copier), device)
+    gatherer = optimizer.shards.gatherer
+    return ActivationOffload(stack, outer=(gatherer.pack, gatherer.unpack))
 
 
 class StageSwitch:
@@ -67,21 +168,36 @@ class StageSwitch:
     Args:
         stage: stage of this rank.
         kinds: name and number of the blocks of each kind of the whole model.
+        offload: has to be None: blocks of stages do not move.
 
     Raises:
-        GulliverError: the model has other blocks.
+        GulliverError: the model has other blocks, or some are to move.
     """
 
-    def __init__(self, stage: Stage, kinds: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        kinds: Sequence[tuple[str, int]],
+        offload: ActivationOffload | None = None,
+    ) -> None:
+        if offload is not None:
+            raise GulliverError(
+                "activations that move to the host are not supported with stages of a pipeline: "
+                "plan with costs without host="
+            )
         self._forward = stage.stage_forward
         numbers = {path: number for number, path in enumerate(stage.stack.blocks)}
         found = _by_kind(stage.stack.blocks, kinds)
         self._numbers = [[numbers[path] for path in paths] for paths in found]
 
-    def set(self, counts: Sequence[int]) -> None:
+    def set(self, counts: Sequence[int], offloaded: Sequence[int] = ()) -> None:
         """Lets so many blocks of each kind be computed again, in forwards from here on."""
+        assert not any(offloaded), "refused when the loader is made"
         chosen = zip(self._numbers, counts, strict=True)
         self._forward.recomputed = {n for numbers, count in chosen for n in numbers[:count]}
+
+    def settle(self) -> None:
+        """Does nothing: stages move nothing."""
 
 
 def _by_kind(paths: Sequence[str], kinds: Sequence[tuple[str, int]]) -> list[list[str]]:

@@ -26,7 +26,7 @@ from torch.utils.data import default_collate
 
 from gulliver._compat import is_batch_norm
 from gulliver.booster._model import unwrapped
-from gulliver.booster._recomputed import RecomputeSwitch, StageSwitch
+from gulliver.booster._recomputed import RecomputeSwitch, StageSwitch, offload_for
 from gulliver.booster._training_step import LoadedBatch, TrainingStep
 from gulliver.booster.hybrid import HybridOptimizer, degree_of, sequence_rows
 from gulliver.comm import current_world, gather_objects
@@ -38,6 +38,7 @@ from gulliver.data import (
     pack_documents,
 )
 from gulliver.errors import GulliverError
+from gulliver.memory import Copier
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.parallel.zero import LEFT, check_uneven
 
@@ -59,6 +60,8 @@ class DataCentricLoader:
         shape_of: finds the shape of a loaded sample, to be held against the table.
         refine: tell the planner what micro-batches took, so that it plans with that. Plans then
             hang on times: a run that is resumed does not repeat them.
+        copier: copies activations to the host and back, where the planner's costs have memory for
+            them there; None: on streams of the GPU.
 
     Attributes:
         called: the model as it was boosted.
@@ -81,6 +84,7 @@ class DataCentricLoader:
         weight: Weight | None = None,
         shape_of: Callable[[Any], Any] | None = None,
         refine: bool = False,
+        copier: Copier | None = None,
     ) -> None:
         if not isinstance(optimizer, ZeroOptimizer):
             raise GulliverError(
@@ -95,7 +99,7 @@ class DataCentricLoader:
         _check(self)
         kinds = getattr(planner.costs, "kinds", ())
         named = [(kind.name, kind.count) for kind in kinds]
-        self._switch = _switch(self.model, optimizer, named) if named else None
+        self._switch = _switch(self, named, copier) if named else None
         self._given: tuple[TrainingStep, Any] | None = None
         self._first: tuple[int, Any] | None = None
         self.passed_over = 0
@@ -172,9 +176,14 @@ class DataCentricLoader:
         return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest())
 
     def recompute(self, batch: MicroBatch) -> None:
-        """Lets the next forward keep or compute again what its plan says."""
+        """Lets the next forward keep, move or compute again what its plan says."""
         if self._switch is not None:
-            self._switch.set(batch.kinds)
+            self._switch.set(batch.kinds, batch.offloaded)
+
+    def settle(self) -> None:
+        """Leaves nothing on the device that was to move to the host."""
+        if self._switch is not None:
+            self._switch.settle()
 
     def wait(self) -> None:
         """Waits for the device, where times are asked for."""
@@ -225,10 +234,17 @@ class DataCentricLoader:
 
 
 def _switch(
-    model: nn.Module, optimizer: ZeroOptimizer, kinds: Sequence[tuple[str, int]]
+    loader: DataCentricLoader, kinds: Sequence[tuple[str, int]], copier: Copier | None
 ) -> RecomputeSwitch | StageSwitch:
+    """Switches the blocks of a model, or of its stage of a pipeline."""
+    optimizer = loader.optimizer
+    offload = offload_for(loader.planner, optimizer, copier)
     stage = optimizer.pipeline_stage if isinstance(optimizer, HybridOptimizer) else None
-    return RecomputeSwitch(model, kinds) if stage is None else StageSwitch(stage, kinds)
+    return (
+        RecomputeSwitch(loader.model, kinds, offload)
+        if stage is None
+        else StageSwitch(stage, kinds, offload)
+    )
 
 
 def _check(loader: DataCentricLoader) -> None:

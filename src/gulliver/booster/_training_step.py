@@ -83,7 +83,11 @@ class StepLoader(Protocol):
         ...
 
     def recompute(self, batch: MicroBatch) -> None:
-        """Lets the next forward keep or compute again what its plan says."""
+        """Lets the next forward keep, move or compute again what its plan says."""
+        ...
+
+    def settle(self) -> None:
+        """Leaves nothing on the device that was to move to the host."""
         ...
 
     def wait(self) -> None:
@@ -180,6 +184,7 @@ class TrainingStep:
                 # Made by all ranks together: later in the step they are at different places.
                 loader.degree.of_rows(phase)
         with ExitStack() as stack:
+            stack.callback(loader.settle)
             self._uneven = stack.enter_context(uneven_step(loader.optimizer))
             coming = loader.load(plan, [(m, g.degree) for g in own for m in g.micro_batches])
             yield coming, list(zip(rows, own, strict=True))

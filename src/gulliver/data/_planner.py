@@ -48,6 +48,7 @@ from gulliver.data._planner_costs import (
     checked_degrees,
     checked_stages,
     checked_window,
+    costs_text,
     lot_of,
 )
 from gulliver.data._position import check_position
@@ -81,7 +82,8 @@ class DataCentricPlanner:
         intra: groups may have different degrees; else all have `degree`.
         inter: groups may run several micro-batches; else one each, and what finds no place is set
             aside for the next step.
-        pac: memory that is left keeps activations; else all blocks are computed again.
+        pac: memory that is left, and host memory of `costs`, keeps activations; else all blocks are
+            computed again.
         degree: degree of every group without `intra`.
         together: samples of a shape wait in the window for an efficient micro-batch; else a step
             takes them as they come.
@@ -391,7 +393,7 @@ class DataCentricPlanner:
         digest = hashlib.blake2b(digest_size=8)
         settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
         more = self._degrees, self.together, self.arrange, self.unfit, self.costs.memory
-        told = (*settings, *more, self.ends, self.stages)
+        told = (*settings, *more, self.ends, self.stages, getattr(self.costs, "host", None))
         digest.update(repr((told, self._stream.digest, self.costs.identity)).encode())
         for (shape, degree), facts in sorted(self._facts.items(), key=repr):
             digest.update(repr((shape, degree, facts[0], facts[-1])).encode())
@@ -470,5 +472,5 @@ class DataCentricPlanner:
             ranks += f" of {self.stages} stages each"
         return (
             f"{ranks}, {self.budget}, degrees {degrees}, {' + '.join(on) or 'none'} on, "
-            f"{ahead}, costs of {self.costs.identity}"
+            f"{ahead}, {costs_text(self.costs, self.pac)}"
         )

@@ -11,7 +11,7 @@ from gulliver.data._arrangement import WINDOW
 from gulliver.data._budgets import Budget, Samples
 from gulliver.errors import GulliverError
 from gulliver.hardware import BatchCosts
-from gulliver.options import whole_number
+from gulliver.options import size_text, whole_number
 
 STEPS_AHEAD = 16
 """Steps that the default window is as long as."""
@@ -126,3 +126,12 @@ def checked_stages(stages: int, inter: bool) -> int:
         told = "give at least 1" if count < 1 else "a pipeline needs several micro-batches: inter"
         raise GulliverError(f"stages={count}: {told}")
     return count
+
+
+def costs_text(costs: Costs, pac: bool) -> str:
+    """Says whose costs they are, and what host memory activations may move to, if they may."""
+    host = getattr(costs, "host", None)
+    told = f"costs of {costs.identity}"
+    if host is None or not pac:
+        return told
+    return f"{told}, {size_text(host.bytes)} of a rank's host memory for activations"

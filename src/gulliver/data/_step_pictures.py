@@ -17,7 +17,8 @@ COLUMNS = 60
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 WIDTH, ROW, LEFT = 760, 22, 90
 COLORS = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#66ccee", "#ee8866", "#999933", "#882255")
-SENT, AGAIN, WAIT = "#ee6677", "#bbccee", "#eeeeee"
+SENT, AGAIN, MOVED, WAIT = "#ee6677", "#bbccee", "#ffddaa", "#eeeeee"
+PARTS = ("communication", "recompute")
 STYLE = """body{font:15px sans-serif;max-width:1000px;margin:2em auto;color:#222}
 table{border-collapse:collapse}
 td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}
@@ -35,6 +36,9 @@ class Shares:
         recompute: share in which they repeat forwards.
         gap: predicted seconds over the bounds, less 1.
         samples: samples of the steps.
+        moving: share in which they wait for activations on their way to the host or back.
+        offloaded: share of micro-batches with activations in the host's memory.
+        known: parts of the seconds that the costs tell of: ``communication``, ``recompute``.
     """
 
     seconds: float
@@ -43,23 +47,39 @@ class Shares:
     recompute: float
     gap: float
     samples: int
+    moving: float = 0.0
+    offloaded: float = 0.0
+    known: tuple[str, ...] = PARTS
 
     def __str__(self) -> str:
-        inside = (
-            f"communicate {100 * self.communication:.2f} %, recompute {100 * self.recompute:.2f} %"
-        )
-        if not self.communication and not self.recompute:
-            inside = "messages and recompute are inside compute, the costs do not tell them apart"
+        inside = "messages and recompute are inside compute, the costs do not tell them apart"
+        if self.communication or self.recompute:
+            parts = {"communicate": "communication", "recompute": "recompute"}
+            inside = ", ".join(f"{word} {self.told(name)}" for word, name in parts.items())
+        if self.offloaded:
+            inside += (
+                f", wait for activations to move {100 * self.moving:.2f} % "
+                f"({100 * self.offloaded:.0f} % of micro-batches off-load some)"
+            )
         return (
             f"{self.seconds:.4g} s, {_counted(self.samples)}; ranks wait {100 * self.wait:.2f} %, "
             f"{inside}; {100 * self.gap:.2f} % over the bound"
         )
 
+    def told(self, part: str) -> str:
+        """A part's share in words."""
+        return f"{100 * getattr(self, part):.2f} %" if part in self.known else "not known"
 
-def shares_of(plans: Iterable[StepPlan]) -> Shares:
-    """Sums steps."""
-    seconds = whole = busy = sent = again = bound = 0.0
-    samples = 0
+
+def shares_of(plans: Iterable[StepPlan], known: tuple[str, ...] = PARTS) -> Shares:
+    """Sums steps.
+
+    Args:
+        plans: steps.
+        known: parts of the seconds that their costs tell of.
+    """
+    seconds = whole = busy = sent = again = moved = bound = 0.0
+    samples = batches = away = 0
     for plan in plans:
         seconds += plan.seconds
         whole += plan.ranks * plan.seconds
@@ -69,20 +89,28 @@ def shares_of(plans: Iterable[StepPlan]) -> Shares:
             busy += group.degree * batch.seconds
             sent += group.degree * batch.communication
             again += group.degree * batch.recomputing
+            moved += group.degree * batch.moving
+            batches, away = batches + 1, away + (batch.offload > 0)
     whole = whole or 1.0
     gap = seconds / bound - 1 if bound else 0.0
-    return Shares(seconds, 1 - busy / whole, sent / whole, again / whole, gap, samples)
+    parts = (sent / whole, again / whole, gap, samples, moved / whole, away / max(1, batches))
+    return Shares(seconds, 1 - busy / whole, *parts, known)
 
 
-def step_lines(plan: StepPlan, measured: Sequence[float] | None = None) -> list[str]:
+def step_lines(
+    plan: StepPlan,
+    measured: Sequence[float] | None = None,
+    known: tuple[str, ...] = PARTS,
+) -> list[str]:
     """Draws a step as text, a line for each group.
 
     Args:
         plan: step.
         measured: seconds that each group took, to lay beside.
+        known: parts of the seconds that the costs tell of.
     """
     names = _names([plan])
-    lines = [f"step {plan.step}: {shares_of([plan])}"]
+    lines = [f"step {plan.step}: {shares_of([plan], known)}"]
     longest = plan.seconds or 1.0
     for number, (group, begun) in enumerate(zip(plan.all_groups, _begins(plan), strict=True)):
         bar = " " * round(COLUMNS * begun / longest)
@@ -91,6 +119,8 @@ def step_lines(plan: StepPlan, measured: Sequence[float] | None = None) -> list[
             letter = LETTERS[names[str(batch.shape)] % len(LETTERS)]
             bar += letter * (round(COLUMNS * begun / longest) - len(bar))
         told = f"{group.seconds:.4g} s"
+        if away := sum(batch.offload > 0 for batch in group.micro_batches):
+            told += f", {away} of {len(group.micro_batches)} micro-batches off-load"
         if measured is not None:
             told += f", measured {measured[number]:.4g} s"
         lines.append(f"  {_ranks(group):>9} |{bar.ljust(COLUMNS, '.')}| {told}")
@@ -98,7 +128,13 @@ def step_lines(plan: StepPlan, measured: Sequence[float] | None = None) -> list[
     return [*lines, f"  {'':>9}  {key}; . waits"] if names else lines
 
 
-def steps_page(title: str, lines: Sequence[str], plans: Sequence[StepPlan], drawn: int = 8) -> str:
+def steps_page(
+    title: str,
+    lines: Sequence[str],
+    plans: Sequence[StepPlan],
+    drawn: int = 8,
+    known: tuple[str, ...] = PARTS,
+) -> str:
     """Draws steps as one HTML file that needs no other.
 
     Args:
@@ -106,16 +142,18 @@ def steps_page(title: str, lines: Sequence[str], plans: Sequence[StepPlan], draw
         lines: paragraphs to begin with.
         plans: steps; all count in the table of shares.
         drawn: number of first steps that are drawn.
+        known: parts of the seconds that the costs tell of.
     """
     shown = plans[:drawn]
     names = _names(shown)
     parts = [f"<p>{escape(line)}</p>" for line in lines]
-    parts.append(f"<p>All {len(plans):,} steps: {escape(str(shares_of(plans)))}</p>")
-    parts += [_legend(names)]
+    parts.append(f"<p>All {len(plans):,} steps: {escape(str(shares_of(plans, known)))}</p>")
+    away = any(batch.offload for plan in shown for _, batch in plan)
+    parts += [_legend(names, away)]
     for plan in shown:
-        parts.append(f"<h2>Step {plan.step}</h2><p>{escape(str(shares_of([plan])))}</p>")
+        parts.append(f"<h2>Step {plan.step}</h2><p>{escape(str(shares_of([plan], known)))}</p>")
         parts.append(_chart(plan, names))
-    parts += ["<h2>Steps</h2>", _table(plans)]
+    parts += ["<h2>Steps</h2>", _table(plans, known)]
     body = "\n".join(parts)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
@@ -153,13 +191,19 @@ def _chart(plan: StepPlan, names: dict[str, int]) -> str:
                     f", of that messages {batch.communication:.3g} s and recompute "
                     f"{batch.recomputing:.3g} s ({batch.recompute} blocks)"
                 )
+            if batch.offload:
+                told += (
+                    f", {batch.offload} blocks off-loaded, {batch.host_bytes / 2**30:.3g} GiB of "
+                    f"host memory, waits for their moves {batch.moving:.3g} s"
+                )
             if batch.bytes >= 2**20:  # less are those of a table that counts in tokens
                 told += f", {batch.bytes / 2**30:.3g} GiB"
             color = COLORS[names[name] % len(COLORS)]
-            plain = batch.seconds - batch.communication - batch.recomputing
+            plain = batch.seconds - batch.communication - batch.recomputing - batch.moving
             for seconds, fill in (
                 (plain, color),
                 (batch.recomputing, AGAIN),
+                *([(batch.moving, MOVED)] if batch.moving else []),
                 (batch.communication, SENT),
             ):
                 drawn.append(_bar(LEFT + scale * at, y, scale * seconds, fill, told))
@@ -186,8 +230,9 @@ def _bar(x: float, y: float, width: float, fill: str, told: str) -> str:
     )
 
 
-def _legend(names: dict[str, int]) -> str:
+def _legend(names: dict[str, int], away: bool) -> str:
     kinds = [("messages", SENT), ("recompute", AGAIN), ("wait", WAIT)]
+    kinds += [("moves to the host", MOVED)] if away else []
     kinds += [(name, COLORS[number % len(COLORS)]) for name, number in names.items()]
     drawn = []
     for number, (name, fill) in enumerate(kinds):
@@ -197,15 +242,18 @@ def _legend(names: dict[str, int]) -> str:
     return _svg(ROW * (1 + (len(kinds) - 1) // 5), drawn)
 
 
-def _table(plans: Sequence[StepPlan]) -> str:
-    heads = ("step", "groups", "samples", "seconds", "bound", "wait", "messages", "recompute")
+def _table(plans: Sequence[StepPlan], known: tuple[str, ...]) -> str:
+    heads = ["step", "groups", "samples", "seconds", "bound", "wait", "messages", "recompute"]
+    away = any(batch.offload for plan in plans for _, batch in plan)
+    heads += ["off-load"] if away else []
     rows = []
     for plan in plans:
-        told = shares_of([plan])
+        told = shares_of([plan], known)
         degrees = " + ".join(str(group.degree) for group in plan.all_groups if group.micro_batches)
-        shares = (told.wait, told.communication, told.recompute)
-        row = (plan.step, degrees, plan.samples, f"{plan.seconds:.4g}", f"{plan.bound:.4g}")
-        rows.append([*map(str, row), *(f"{100 * share:.2f} %" for share in shares)])
+        row = [str(plan.step), degrees, str(plan.samples)]
+        row += [f"{plan.seconds:.4g}", f"{plan.bound:.4g}", f"{100 * told.wait:.2f} %"]
+        row += [told.told("communication"), told.told("recompute")]
+        rows.append(row + ([f"{100 * told.moving:.2f} %"] if away else []))
     head = "".join(f"<th>{name}</th>" for name in heads)
     lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     return f"<table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

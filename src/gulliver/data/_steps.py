@@ -31,6 +31,10 @@ class MicroBatch:
         communication: seconds in those of messages inside the group.
         recomputing: seconds in those of forwards that are computed again.
         bytes: predicted bytes of a rank, at most.
+        offload: number of blocks whose activations move to the host until their backward.
+        offloaded: how many of those are of each kind of block.
+        moving: seconds in `seconds` of waiting for such moves.
+        host_bytes: predicted bytes of a rank in the host's memory.
     """
 
     shape: Shape
@@ -41,6 +45,10 @@ class MicroBatch:
     communication: float = 0.0
     recomputing: float = 0.0
     bytes: int = 0
+    offload: int = 0
+    offloaded: tuple[int, ...] = ()
+    moving: float = 0.0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +150,22 @@ class StepPlan:
                 yield group, batch
 
 
-Facts = tuple[int, tuple[int, ...], float, float, float, int]
+Facts = tuple[int, tuple[int, ...], float, float, float, int, int, tuple[int, ...], float, int]
 """What a `MicroBatch` tells beside its samples, in its order."""
 
 
 def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
     """Facts of a `MicroBatch` beside its samples, for every size of batch."""
-    totals = row.recomputed.sum(axis=1).tolist()
-    kinds = [tuple(kinds) for kinds in row.recomputed.tolist()]
-    seconds = ((factor * s).tolist() for s in (row.seconds, row.communication, row.recomputing))
-    size = np.ceil(row.bytes).astype(np.int64).tolist()
-    return list(zip(totals, kinds, *seconds, size, strict=True))
+    again, away = _counted(row.recomputed), _counted(row.offloaded)
+    parts = row.seconds, row.communication, row.recomputing, row.moving
+    *seconds, moving = ((factor * part).tolist() for part in parts)
+    here, there = (np.ceil(b).astype(np.int64).tolist() for b in (row.bytes, row.host_bytes))
+    return list(zip(*again, *seconds, here, *away, moving, there, strict=True))
+
+
+def _counted(blocks: np.ndarray) -> tuple[list[int], list[tuple[int, ...]]]:
+    """All blocks of each size of batch, and those of each kind."""
+    return blocks.sum(axis=1).tolist(), [tuple(kinds) for kinds in blocks.tolist()]
 
 
 @dataclass(frozen=True, slots=True)

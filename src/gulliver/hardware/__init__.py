@@ -14,6 +14,7 @@ from gulliver.hardware._attention import (
     two_ring_bytes,
 )
 from gulliver.hardware._batch_costs import BatchCosts, BlockKind, keep_blocks, kept_front
+from gulliver.hardware._block_choices import ChoiceFront, HostRoom, choice_front, place_blocks
 from gulliver.hardware._changed import changed_cluster
 from gulliver.hardware._cluster import (
     Along,
@@ -126,12 +127,14 @@ __all__ = [
     "Axis",
     "BatchCosts",
     "BlockKind",
+    "ChoiceFront",
     "Cluster",
     "Curve",
     "Device",
     "Disk",
     "Fp8Seconds",
     "FunctionCosts",
+    "HostRoom",
     "Link",
     "LookupLoad",
     "Message",
@@ -159,6 +162,7 @@ __all__ = [
     "best_batch",
     "broadcast_seconds",
     "changed_cluster",
+    "choice_front",
     "collective_seconds",
     "conversion_seconds",
     "copy_seconds",
@@ -201,6 +205,7 @@ __all__ = [
     "packing_seconds",
     "pair_rounds",
     "pipeline_seconds",
+    "place_blocks",
     "point_to_point_seconds",
     "predict_step",
     "probe_collectives",

@@ -4,13 +4,14 @@ A backward computes every block again, or what a block's forward saved is kept. 
 with all blocks computed again; `keep_blocks` then spends the memory that is left on keeping those
 that save most. Blocks of one kind are alike, so the choice is a bounded knapsack over counts, and
 it is solved exactly, in bytes: what a sample keeps grows in proportion to the samples, so one front
-of (bytes, seconds) answers for every size of batch.
+of (bytes, seconds) answers for every size of batch. Where there is host memory behind the device,
+`_block_choices.py` decides of each block which of three ways it goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -40,6 +41,10 @@ class BlockKind:
             )
 
 
+def _nothing() -> np.ndarray:
+    return np.zeros(0)
+
+
 @dataclass(frozen=True)
 class BatchCosts:
     """What micro-batches of one shape cost on a group of ranks: entry b - 1 is for b samples.
@@ -51,6 +56,9 @@ class BatchCosts:
         communication: seconds of those in which ranks of the group wait for messages: [B].
         recomputing: seconds of those in which forwards are repeated: [B].
         recomputed: recomputed blocks of each kind: [B, kinds].
+        offloaded: blocks of each kind whose activations move to the host: [B, kinds].
+        moving: seconds of those in which nothing is done but wait for such moves: [B].
+        host_bytes: bytes of a rank that lie in the host's memory: [B].
     """
 
     seconds: np.ndarray
@@ -58,14 +66,25 @@ class BatchCosts:
     communication: np.ndarray
     recomputing: np.ndarray
     recomputed: np.ndarray
+    offloaded: np.ndarray = field(default_factory=_nothing)
+    moving: np.ndarray = field(default_factory=_nothing)
+    host_bytes: np.ndarray = field(default_factory=_nothing)
+
+    def __post_init__(self) -> None:
+        for name, like in (
+            ("offloaded", self.recomputed),
+            ("moving", self.seconds),
+            ("host_bytes", self.seconds),
+        ):
+            if not len(getattr(self, name)):
+                object.__setattr__(self, name, np.zeros_like(like))
 
     def __len__(self) -> int:
         return len(self.seconds)
 
     def first(self, batches: int) -> BatchCosts:
         """Costs of batches of at most so many samples."""
-        arrays = (self.seconds, self.bytes, self.communication, self.recomputing, self.recomputed)
-        return BatchCosts(*(array[:batches] for array in arrays))
+        return BatchCosts(*(getattr(self, f.name)[:batches] for f in fields(self)))
 
 
 def keep_blocks(

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware._batch_costs import BatchCosts, BlockKind, keep_blocks
+from gulliver.hardware._batch_costs import BatchCosts, BlockKind
+from gulliver.hardware._block_choices import HostRoom, place_blocks
 from gulliver.options import size_text, whole_number
 
 PATCH, STRIDE, LATENTS = 16, 17, 5
@@ -60,6 +61,7 @@ class TableCosts:
         parts: what the seconds consist of; `kinds` need it.
         beyond: whether batches larger than the table's last are allowed where memory is.
         model: name of the model, for files and states.
+        host: host memory that activations may move to; None: they are kept or computed again.
     """
 
     seconds: Mapping[str, Mapping[int, Mapping[int, float]]]
@@ -70,6 +72,7 @@ class TableCosts:
     parts: Parts = field(default=no_parts, compare=False)
     beyond: bool = True
     model: str = "table"
+    host: HostRoom | None = None
 
     def __post_init__(self) -> None:
         _check(self.seconds, self.lengths)
@@ -118,6 +121,16 @@ class TableCosts:
         return cls(seconds, lengths, token, changes.pop("memory", cap * token), **changes)
 
     @property
+    def known(self) -> tuple[str, ...]:
+        """Parts of the seconds that are told: ``communication``, ``recompute``."""
+        if self.parts is no_parts:
+            return ()
+        if not isinstance(self.parts, _Looked):
+            return "communication", "recompute"
+        tables = vars(self.parts)
+        return tuple(name for name in ("communication", "recompute") if tables[name])
+
+    @property
     def room(self) -> str:
         """The memory of a rank in words: tokens, where nothing says what bytes they have."""
         return f"the {self.memory:,.0f} tokens" if self.token_bytes == 1 else size_text(self.memory)
@@ -143,7 +156,7 @@ class TableCosts:
         Args:
             shape: name of the shape.
             degree: ranks of the group.
-            pac: keep activations where memory is left; else all blocks are recomputed.
+            pac: keep or move activations where memory is left; else all blocks are recomputed.
             most: largest batch that is looked at.
 
         Raises:
@@ -166,7 +179,9 @@ class TableCosts:
         )
         counts = np.tile([kind.count for kind in self.kinds], (largest, 1)).astype(np.int64)
         costs = BatchCosts(total, tokens * self.token_bytes * batches, sent, repeated, counts)
-        return keep_blocks(costs, tokens, self.memory, self.kinds) if pac else costs
+        if not pac:
+            return costs
+        return place_blocks(costs, tokens, self.memory, self.kinds, self.host)
 
     def _known(self, shape: Any) -> None:
         if shape not in self.seconds:

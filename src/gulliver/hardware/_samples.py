@@ -28,7 +28,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gulliver.errors import GulliverError
-from gulliver.hardware._batch_costs import BatchCosts, BlockKind, keep_blocks
+from gulliver.hardware._batch_costs import BatchCosts, BlockKind
+from gulliver.hardware._block_choices import HostRoom, place_blocks
 from gulliver.hardware._cluster import Cluster
 from gulliver.hardware._costs import ITEM_BYTES, all_reduce_seconds, all_to_all_seconds
 
@@ -177,6 +178,7 @@ class SampleCosts:
         encoded_alike: every rank of a group encodes all pixels of its samples; else its share.
         tensor: ranks that each of these ranks is, which share each layer's tensors. Bytes are told
             as without them: never too few.
+        host: host memory that activations may move to; None: they are kept or computed again.
     """
 
     model: SampleModel
@@ -186,6 +188,7 @@ class SampleCosts:
     allowed: tuple[int, ...] | None = None
     encoded_alike: bool = False
     tensor: int = 1
+    host: HostRoom | None = None
 
     @property
     def alone(self) -> SampleCosts:
@@ -219,7 +222,7 @@ class SampleCosts:
         Args:
             shape: shape of the samples.
             degree: ranks of the group.
-            pac: keep activations where memory is left; else all blocks are recomputed.
+            pac: keep or move activations where memory is left; else all blocks are recomputed.
             most: largest batch that is looked at.
         """
         fit, model = self.fit, self.model
@@ -239,7 +242,9 @@ class SampleCosts:
         counts = np.tile([kind.count for kind in model.kinds], (largest, 1)).astype(np.int64)
         seconds = fixed + PASSES * repeated + around + sent
         costs = BatchCosts(seconds, fit.states + each * size, sent, repeated, counts)
-        return keep_blocks(costs, tokens, self.memory, model.kinds) if pac else costs
+        if not pac:
+            return costs
+        return place_blocks(costs, tokens, self.memory, model.kinds, self.host)
 
     def _messages(self, tokens: float, degree: int, size: np.ndarray) -> np.ndarray:
         """Seconds of exchanges of heads: [B]; a line through two sizes, which they are."""

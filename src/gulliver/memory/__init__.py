@@ -3,9 +3,11 @@
 Read `_chunk.py` first: the buffers of a chunk. `_prefetch.py` brings chunks ahead of use,
 `_record.py` notes what a step uses when, `_bytes.py` counts. `_manager.py` keeps objects within a
 limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_host.py` hold;
-`_host_disk.py` is host memory that has a disk behind it.
+`_host_disk.py` is host memory that has a disk behind it. `_activation_stack.py` keeps what a
+forward saved in host memory until its backward.
 """
 
+from gulliver.memory._activation_stack import ActivationStack, HostArena
 from gulliver.memory._activations import ActivationOffload, offload_activations
 from gulliver.memory._around import recompute_modules, wrap_call
 from gulliver.memory._budget import (
@@ -96,6 +98,7 @@ __all__ = [
     "AccessRecord",
     "ActivationOffload",
     "ActivationPeak",
+    "ActivationStack",
     "BudgetController",
     "BudgetRule",
     "BufferPool",
@@ -111,6 +114,7 @@ __all__ = [
     "Footprint",
     "FreedMemory",
     "Gauge",
+    "HostArena",
     "HostDiskStore",
     "HostStore",
     "Kept",

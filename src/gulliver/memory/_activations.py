@@ -142,14 +142,18 @@ class ActivationOffload:
         self._backward = -1
 
     @contextmanager
-    def saving(self, module: nn.Module | None = None) -> Iterator[None]:
+    def saving(
+        self, module: nn.Module | None = None, others: Iterable[Tensor] = ()
+    ) -> Iterator[None]:
         """Takes what is saved inside, in this thread.
 
         Args:
             module: module that runs, whose buffers live on anyway.
+            others: tensors that live on as well, such as its inputs where others save them, too.
         """
         self.sweep()
         buffers = set() if module is None else {_key(buffer) for buffer in module.buffers()}
+        buffers |= {_key(tensor) for tensor in others}
         with saved_tensors_hooks(lambda tensor: self._pack(tensor, buffers), self._unpack):
             yield
 
@@ -179,6 +183,12 @@ class ActivationOffload:
                 continue
             self.manager.discard(placed)
             heapq.heappush(self._free[placed.nbytes], (placed.number, placed))
+
+    def forget_unused(self) -> None:
+        """Forgets the objects that were discarded, which are kept for copies of their size."""
+        for unused in self._free.values():
+            while unused:
+                self.manager.remove(unused.pop()[1])
 
     def _around(self, module: nn.Module) -> Callable[..., Any]:
         def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -309,9 +319,7 @@ class ActivationOffload:
             return self.manager.add(*new)
         except GulliverError:
             # Those of a batch of another size are in the way.
-            for unused in self._free.values():
-                while unused:
-                    self.manager.remove(unused.pop()[1])
+            self.forget_unused()
             return self.manager.add(*new)
 
 
