@@ -185,14 +185,19 @@ def test_groups_of_one_degree_train_the_model_of_one_rank(
     _assert_like(config.out, alone)
 
 
-def test_a_stopped_run_goes_on_with_other_ranks_and_without_tensor_ranks(
+def test_a_stopped_run_goes_on_with_other_ranks_and_without_those_inside(
     pool: Pool, tmp_path: Path, autoencoder: Path, alone: Path
 ) -> None:
     costs = PlannerConfig(costs=alone / "costs.json")
     held_out = ValidationConfig(every=STEPS, clips=2, levels=2)
     config = uneven(tmp_path / "run", autoencoder, planner=costs, stage=2, validation=held_out)
-    for ranks, tensor, last in ((4, 2, 2), (2, 1, 3), (3, 1, STEPS)):
-        part = replace(config, resume=last > 2, tp_size=tensor)
+    for ranks, inside, last in (
+        (4, {"tp_size": 2}, 1),
+        (4, {"pp_size": 2}, 2),
+        (2, {}, 3),
+        (3, {}, STEPS),
+    ):
+        part = replace(config, resume=last > 1, **inside)
         pool.run(_train_double, ranks, part, last)
     _assert_like(config.out, alone)
 
@@ -224,7 +229,14 @@ def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path
     ("changes", "message"),
     [
         ({"tp_size": 32}, "--tp-size is 32: model"),
-        ({"pp_size": 2}, "--pp-size is 2: leave it out with --data-centric"),
+        (
+            {"pp_size": 2, "planner": PlannerConfig(inter=False)},
+            "--planner.no-inter: leave it out: stages of a pipeline need several",
+        ),
+        (
+            {"pp_size": 2, "planner": PlannerConfig(refine=True)},
+            "--planner.refine: leave it out: stages of a pipeline run several",
+        ),
         ({"sp_size": 2}, "each step chooses how many ranks share a clip"),
         ({"plugin": "ddp"}, "--plugin is ddp: leave it out with --data-centric"),
         ({"accumulate": 2}, "--accumulate is 2"),

@@ -83,7 +83,8 @@ def _whole(
 ) -> list[str]:
     told = shares_of(plans)
     used = len({index for plan in plans for _, batch in plan for index in batch.samples})
-    least = least_time(costs, [s for s in shapes if _fits(costs, s, options)], options.ranks)
+    fitting = [shape for shape in shapes if _fits(costs, shape, options)]
+    least = least_time(costs, fitting, options.ranks) / options.stages
     return [
         f"{len(plans):,} steps: {told}",
         f"{used:,} of {len(shapes):,} samples once each, {len(shapes) - used:,} left out; "

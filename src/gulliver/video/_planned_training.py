@@ -25,7 +25,9 @@ from gulliver.models import Autoencoder
 from gulliver.video._batches import Batch
 from gulliver.video._config import TrainConfig
 from gulliver.video._planned_costs import ClipShapes, ready_costs
+from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._releases import told
+from gulliver.video._stages import stage_inputs, stage_loss
 from gulliver.video._training import Trainer
 
 
@@ -55,7 +57,7 @@ class PlannedTrainer(Trainer):
         planner = DataCentricPlanner(
             costs,
             [self.shapes.of[bucket] for bucket in order],
-            self.world.size // config.tp_size,
+            self.world.size // (config.tp_size * config.pp_size),
             budget_of(config),
             window=config.planner.window,
             intra=config.planner.intra,
@@ -65,6 +67,7 @@ class PlannedTrainer(Trainer):
             arrange=config.planner.arrange,
             unfit=config.planner.unfit,
             seed=derive(config.seed, 6),
+            stages=config.pp_size,
         )
         skipped = [f"{n:,} of {shape}" for shape, n in planner.left_out.items()]
         if skipped:
@@ -97,7 +100,9 @@ class PlannedTrainer(Trainer):
         """
         torch.manual_seed(derive(self.config.seed, 3, self.step_number, 0))
         plan = batch.plan
-        for loaded in batch:
+        if self.config.pp_size > 1:
+            self._run_stages(batch)
+        for loaded in batch if self.config.pp_size == 1 else ():
             clips = self._clips(loaded, plan.epoch, plan.step)
             batch.backward(self._losses(clips, slice(None)).mean())
         wishes = torch.tensor(float(stop_wanted), device=self.world.device)
@@ -110,6 +115,17 @@ class PlannedTrainer(Trainer):
         if predicted:
             self.ratios.append(sum(seconds for *_, seconds in batch.measured) / predicted)
         return {"loss": loss, "norm": norm, "samples": plan.samples, "stop": float(wishes)}
+
+    def _run_stages(self, step: TrainingStep) -> None:
+        """Runs this rank's micro-batches through the stages of its pipeline."""
+        flow, plan = self.flow, step.plan
+        assert isinstance(flow, RectifiedFlow), "checked"
+
+        def prepare(loaded: LoadedBatch) -> dict[str, Any]:
+            clips = self._clips(loaded, plan.epoch, plan.step)
+            return stage_inputs(flow, clips, torch.arange(len(clips.latents)))
+
+        step.run(partial(stage_loss, flow, 1.0), prepare)
 
     @torch.no_grad()
     def _clips(self, loaded: LoadedBatch, epoch: int, step: int) -> Batch:

@@ -65,11 +65,14 @@ def planner_needs(config: Any) -> dict[str, tuple[bool, str]]:
     needs: dict[str, tuple[bool, str]] = {f"planner.{name}": need for name in NAMES}
     budget = "leave it out, --planner.tokens or --planner.seconds say what a step takes"
     needs["data.batch_size"] = other, budget
+    stages = centric and config.pp_size > 1
+    if stages:
+        several, overlap = "need several micro-batches a group", "run several at once"
+        for name, why in {"inter": several, "refine": overlap}.items():
+            needs[f"planner.{name}"] = False, f"leave it out: stages of a pipeline {why}"
     told = "leave it out with --data-centric: "
-    grid = f"{told}pipeline ranks beside changing groups are not supported"
     for name, why in {
         "plugin": f"{told}its steps need ZeRO",
-        "pp_size": grid,
         "sp_size": f"{told}each step chooses how many ranks share a clip, or --planner.degree does",
         "accumulate": f"{told}each step has the micro-batches that its plan says",
         "autoencoder.share": f"{told}each rank encodes the clips of its group",

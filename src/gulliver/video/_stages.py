@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,21 +53,28 @@ def run_stages(
     held = len(batch.latents)
     # Each micro-batch has a sample: where there are too few, some are shown again and not counted.
     number = torch.arange(max(held, micro_batches), device=batch.latents.device)
-    rows = number % held
+    given = stage_inputs(flow, batch, number % held)
+    given[COUNTS] = (number < held).to(batch.latents.dtype) * batch.weight
+    # The pipeline takes the mean over all rows.
+    criterion = partial(stage_loss, flow, len(number) * scale)
+    done = booster.execute_pipeline(iter([given]), model, criterion, optimizer)
+    return done["loss"].double() / scale
+
+
+def stage_inputs(flow: RectifiedFlow, batch: Batch, rows: Tensor) -> dict[str, Any]:
+    """What stages are called with, and what the loss reads: some clips of a batch, by number."""
     shown = flow.point(batch.latents, batch.noise, batch.timesteps, batch.generate)
-    given = {
+    return {
         "x": shown[rows],
         "timestep": batch.timesteps[rows],
         **batch.model_inputs(rows),
         TARGET: (batch.latents - batch.noise)[rows],
-        COUNTS: (number < held).to(batch.latents.dtype) * batch.weight,
     }
-    # The pipeline takes the mean over all rows.
-    factor = len(rows) * scale
 
-    def criterion(output: Tensor, micro: dict[str, Tensor]) -> Tensor:
-        errors = flow.error(output, micro[TARGET], micro["x_mask"])
-        return (errors * micro[COUNTS]).mean() * factor
 
-    done = booster.execute_pipeline(iter([given]), model, criterion, optimizer)
-    return done["loss"].double() / scale
+def stage_loss(
+    flow: RectifiedFlow, factor: float, output: Tensor, micro: dict[str, Tensor]
+) -> Tensor:
+    """The mean loss of a micro-batch, times a factor; clips count as they are told to."""
+    errors = flow.error(output, micro[TARGET], micro["x_mask"])
+    return (errors * micro.get(COUNTS, 1.0)).mean() * factor
