@@ -223,7 +223,7 @@ def alone(
 
 def errors(world: World, case: Case) -> dict[str, float]:
     """Largest relative errors of gradients of any step, of losses, and of weights at the end."""
-    model = make_model(case.family, wired=world.size > case.stages)
+    model = make_model(case.family, wired=world.size > case.stages).to(world.device)
     plugin = DataCentricPlugin(
         case.stage,
         case.mode,
@@ -241,7 +241,7 @@ def errors(world: World, case: Case) -> dict[str, float]:
     collate = pack_documents if case.family == "documents" else None
     data = Uneven(case.family)
     planner: Any = plans
-    copier = LateCopier() if case.offload else None
+    copier = LateCopier() if case.offload and world.device.type == "cpu" else None
     loader = DataCentricLoader(
         planner, data, model, optimizer, collate=collate, weight=counted, copier=copier
     )

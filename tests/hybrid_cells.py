@@ -361,7 +361,7 @@ def relative(found: Tensor, wanted: Tensor, least: float = 1e-30) -> float:
         raise AssertionError(f"shapes differ: {tuple(found.shape)}, {tuple(wanted.shape)}")
     if not found.numel():
         return 0.0
-    scale = wanted.double().abs().max().clamp(min=least)
+    found, scale = found.to(wanted.device), wanted.double().abs().max().clamp(min=least)
     return float((found.double() - wanted.double()).abs().max() / scale)
 
 
