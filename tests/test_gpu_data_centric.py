@@ -1,4 +1,4 @@
-"""Planned steps of one rank on a GPU against plain torch on the CPU; skips by itself without one."""
+"""Planned steps of one rank on a GPU against plain torch on the CPU; they skip without one."""
 
 from __future__ import annotations
 
