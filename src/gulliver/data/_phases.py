@@ -7,7 +7,7 @@ and all others in groups of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gulliver.data._step_ends import StepEnds
@@ -37,18 +37,12 @@ class Phases:
     stages: int = 1
 
     def solved(self, shapes: Mapping[Shape, int]) -> SolvedStep:
-        """Deals so many samples of each shape: the phases, with micro-batches that suit stages."""
-        found = self._dealt(shapes)
-        if self.stages == 1:
-            return found
-        seconds = self.solver.seconds
-        parts = tuple(fill_stages(part, seconds, self.stages) for part in found.parts)
-        return SolvedStep(parts, sum(part.seconds for part in parts), found.bound)
+        """Deals so many samples of each shape: all in one phase, or wide groups and then others.
 
-    def _dealt(self, shapes: Mapping[Shape, int]) -> SolvedStep:
-        """All samples in groups of one phase, or wide ones and then others, if that ends sooner."""
+        Whatever ends sooner, with the micro-batches that suit stages.
+        """
         whole = self.solver.plan_step(shapes)
-        best = SolvedStep((whole,), whole.seconds, whole.bound)
+        best = self._filled((whole,), whole.bound)
         if not self.several or whole.seconds <= SPLIT * whole.bound:
             return best
         for degree in sorted({self.least[shape] for shape in shapes} - {1}):
@@ -61,11 +55,22 @@ class Phases:
             first = self.solver.plan_step(wide)
             if self._hopeless(best, first.seconds, self.solver.bound(others)):
                 continue
-            for found in self._orders(first, self.solver.plan_step(others)):
-                seconds = sum(part.seconds for part in found)
-                if seconds + self._around(found) < best.seconds + self._around(best.parts):
-                    best = SolvedStep(found, seconds, whole.bound)
+            for parts in self._orders(first, self.solver.plan_step(others)):
+                found = self._filled(parts, whole.bound)
+                if self._time(found) < self._time(best):
+                    best = found
         return best
+
+    def _filled(self, parts: tuple[BalancedStep, ...], bound: float) -> SolvedStep:
+        """A step of these parts, with the micro-batches that suit stages."""
+        if self.stages > 1:
+            seconds = self.solver.seconds
+            parts = tuple(fill_stages(part, seconds, self.stages) for part in parts)
+        return SolvedStep(parts, sum(part.seconds for part in parts), bound)
+
+    def _time(self, step: SolvedStep) -> float:
+        """Seconds of a step with its ends."""
+        return step.seconds + (0.0 if self.ends is None else self.ends.around(step.parts))
 
     def _hopeless(self, best: SolvedStep, *seconds: float) -> bool:
         """Whether parts of at least so many seconds cannot be shorter, where ends do not count."""
@@ -81,7 +86,3 @@ class Phases:
         yield others, wide
         for early, late in halves(others, self.solver.seconds_of):
             yield early, wide, late
-
-    def _around(self, parts: Sequence[BalancedStep]) -> float:
-        """Seconds at both ends of a step."""
-        return 0.0 if self.ends is None else self.ends.around(parts)
