@@ -53,6 +53,13 @@ from gulliver.hardware._costs import (
 from gulliver.hardware._curve import Curve
 from gulliver.hardware._embedding import LookupLoad, lookup_seconds
 from gulliver.hardware._function_costs import FunctionCosts
+from gulliver.hardware._host_moves import (
+    MoveFit,
+    MovePoint,
+    fit_moves,
+    host_copies,
+    measure_moves,
+)
 from gulliver.hardware._kept import current_cluster, forget_seconds, kept_path, kept_seconds
 from gulliver.hardware._links import (
     fit_line,
@@ -86,8 +93,11 @@ from gulliver.hardware._operators import (
 from gulliver.hardware._probe import FP8_CAPABILITY, probe_device, probe_disk
 from gulliver.hardware._refinement import Refinement
 from gulliver.hardware._sample_files import (
+    SavedSamples,
+    holds_samples,
     kept_samples,
     load_samples,
+    read_samples,
     sample_fingerprint,
     save_samples,
 )
@@ -138,12 +148,15 @@ __all__ = [
     "Link",
     "LookupLoad",
     "Message",
+    "MoveFit",
+    "MovePoint",
     "Refinement",
     "SampleCosts",
     "SampleFit",
     "SampleModel",
     "SamplePoint",
     "SampleShape",
+    "SavedSamples",
     "Scaling",
     "SequenceSplit",
     "StepCosts",
@@ -174,6 +187,7 @@ __all__ = [
     "exchange_launches",
     "exposed_seconds",
     "fit_line",
+    "fit_moves",
     "fit_samples",
     "fit_scaling",
     "flop_formulas",
@@ -182,7 +196,9 @@ __all__ = [
     "fp8_break_even",
     "fp8_seconds",
     "group_into_nodes",
+    "holds_samples",
     "hop_launches",
+    "host_copies",
     "host_rates",
     "keep_blocks",
     "kept_front",
@@ -195,6 +211,7 @@ __all__ = [
     "load_samples",
     "lookup_seconds",
     "matmul_seconds",
+    "measure_moves",
     "measure_samples",
     "memory_bytes",
     "memory_seconds",
@@ -215,6 +232,7 @@ __all__ = [
     "probe_transfers",
     "proposed_axes",
     "rate_text",
+    "read_samples",
     "reduce_scatter_seconds",
     "resharding_bytes",
     "roofline_seconds",

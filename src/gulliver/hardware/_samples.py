@@ -32,6 +32,8 @@ from gulliver.hardware._batch_costs import BatchCosts, BlockKind
 from gulliver.hardware._block_choices import HostRoom, place_blocks
 from gulliver.hardware._cluster import Cluster
 from gulliver.hardware._costs import ITEM_BYTES, all_reduce_seconds, all_to_all_seconds
+from gulliver.hardware._host_moves import MovePoint, fit_moves
+from gulliver.hardware._offload import HOST, TierRates
 
 PASSES, EXCHANGES = 4, 4
 """Forwards' worth of compute with recompute; exchanges of heads in a pass (q, k, v, output)."""
@@ -151,6 +153,9 @@ class SampleFit:
         error: median relative error of the seconds of points that were left out of the fit one by
             one; of the fitted points where there are no more than rates.
         worst: largest of those.
+        to_host_s: seconds of a byte that moves to the host's memory; 0: not known.
+        from_host_s: seconds of a byte that comes back; 0: not known.
+        move_error: largest relative error of those.
     """
 
     fixed_s: float
@@ -163,6 +168,26 @@ class SampleFit:
     block_bytes: float
     error: float = 0.0
     worst: float = 0.0
+    to_host_s: float = 0.0
+    from_host_s: float = 0.0
+    move_error: float = 0.0
+
+    def host_room(self, limit: float) -> HostRoom | None:
+        """Room for activations in so many bytes of the host; None where no rate is known."""
+        if not (self.to_host_s and self.from_host_s):
+            return None
+        rates = TierRates(HOST, 1 / self.from_host_s, 1 / self.to_host_s)
+        return HostRoom.within(limit, rates)
+
+    def with_moves(self, moves: Sequence[MovePoint]) -> SampleFit:
+        """These rates, and those of measured moves to the host and back."""
+        found = fit_moves(moves)
+        return replace(
+            self,
+            to_host_s=found.to_host_s,
+            from_host_s=found.from_host_s,
+            move_error=found.error,
+        )
 
 
 @dataclass(frozen=True)
@@ -272,7 +297,10 @@ class SampleCosts:
 
 
 def fit_samples(
-    model: SampleModel, points: Sequence[SamplePoint], states: float | None = None
+    model: SampleModel,
+    points: Sequence[SamplePoint],
+    states: float | None = None,
+    moves: Sequence[MovePoint] = (),
 ) -> SampleFit:
     """Fits rates to measured points.
 
@@ -280,6 +308,7 @@ def fit_samples(
         model: sizes of the model.
         points: points of at least two depths times two sizes of batch.
         states: bytes of the states at full depth, where points do not tell.
+        moves: measured moves to the host and back; none: nothing is planned to move.
 
     Raises:
         GulliverError: too few points, or points that are no measurements.
@@ -300,9 +329,10 @@ def fit_samples(
     whole = held[0] + held[1] * model.depth if states is None else states
     fixed, call, flop, token, pixel = map(float, rates)
     told = float(np.median(errors)), float(np.max(errors))
-    return SampleFit(
+    fit = SampleFit(
         fixed, call, flop, token, pixel, float(whole), float(held[2]), float(held[3]), *told
     )
+    return fit.with_moves(moves) if moves else fit
 
 
 def measure_samples(
