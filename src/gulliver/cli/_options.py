@@ -420,9 +420,18 @@ class PlanData:
     """Draws the steps of data-centric training: which ranks share which samples, and who waits."""
 
     costs: Path
-    """JSON file of costs: seconds by shape, degree and batch."""
+    """JSON file of costs: seconds by shape, degree and batch, or what gulliver train or
+    save_samples has kept."""
     ranks: Annotated[int, Range(1, 4096)] = 8
     """Data ranks."""
+    cluster: str = "here"
+    """Machines whose links kept costs are planned with: h100x8, a described name, a file of
+    gulliver probe's form, or here."""
+    memory: Annotated[float | None, POSITIVE] = None
+    """GiB of a rank, with kept costs; by default nine tenths of a GPU, or a tenth of the machine's
+    memory."""
+    offload: Annotated[float | None, POSITIVE] = None
+    """GiB of a rank's host memory that activations may move to."""
     stages: Annotated[int, Range(1, 4096)] = 1
     """Stages of a pipeline that each of these ranks is."""
     samples: Annotated[int | None, Range(1, 2**24)] = None
@@ -432,7 +441,8 @@ class PlanData:
     seconds: Annotated[float | None, POSITIVE] = None
     """Budget of a step: at most so many predicted seconds."""
     shapes: Path | None = None
-    """Text file with the shape of a sample on each line; by default --count are drawn."""
+    """Text file with the shape of a sample on each line, with kept costs also a number of tokens or
+    latent frames x rows x columns; by default --count are drawn."""
     distribution: Literal["short", "balanced", "long"] = "balanced"
     """Samples that dominate among those drawn."""
     count: Annotated[int, Range(1, 2**24)] = 5000

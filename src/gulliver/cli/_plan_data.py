@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from gulliver.cli._options import PlanData
+from gulliver.cli._plan_costs import LoadedCosts, load_costs
 from gulliver.data import (
     Budget,
     DataCentricPlanner,
@@ -13,59 +15,62 @@ from gulliver.data import (
     Seconds,
     StepPlan,
     Tokens,
-    draw_shapes,
     least_time,
     shares_of,
     step_lines,
     steps_page,
 )
 from gulliver.errors import GulliverError
-from gulliver.hardware import TableCosts
+from gulliver.hardware import HostRoom, TableCosts
 from gulliver.io import named_errors, write_text
+
+MORE = "a quarter more memory"
+HOST = "--offload, as much host memory as a rank has of its own"
 
 
 def plan_data(options: PlanData) -> int:
     """Plans an epoch, prints its first steps, its shares, and what other settings would gain."""
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
         raise GulliverError(f"--html {options.html}: name a file in a folder that exists")
-    costs = TableCosts.load(options.costs)
-    shapes = _shapes(options, costs)
-    settings = _settings(options)
-    planner = DataCentricPlanner(costs, shapes, options.ranks, _budget(options), **settings)
+    loaded = load_costs(options)
+    shapes = _shapes(options, loaded)
+    settings, known = _settings(options, loaded), loaded.costs.known
+    planner = DataCentricPlanner(loaded.costs, shapes, options.ranks, _budget(options), **settings)
     plans = list(planner)
-    lines = [planner.describe(), *_whole(plans, costs, shapes, options)]
+    lines = [planner.describe(), *loaded.lines, *_whole(plans, loaded, shapes, options)]
     for shape, count in planner.skipped.items():
         lines.append(f"skipped: {count:,} samples of {shape}, which fit at no degree")
-    lines += gains(options, costs, shapes, len(shapes) / shares_of(plans).seconds)
+    lines += gains(options, loaded, shapes, len(shapes) / shares_of(plans).seconds)
     for plan in plans[: options.steps]:
-        print("\n".join(step_lines(plan)))
+        print("\n".join(step_lines(plan, known=known)))
     print("\n".join(lines))
     if options.html is not None:
         title = f"Steps of {options.ranks} ranks"
         with named_errors(options.html):
-            write_text(options.html, steps_page(title, lines, plans))
+            write_text(options.html, steps_page(title, lines, plans, known=known))
         print(f"report: {options.html}")
     return 0
 
 
-def gains(options: PlanData, costs: TableCosts, shapes: Sequence[str], speed: float) -> list[str]:
+def gains(options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: float) -> list[str]:
     """Says what each change of a setting would gain in samples a second, the most first."""
-    settings, budget = _settings(options), _budget(options)
-    tried: dict[str, tuple[Budget, dict[str, Any]]] = {}
+    settings, budget, costs = _settings(options, loaded), _budget(options), loaded.costs
+    tried: dict[str, tuple[Any, Budget, dict[str, Any]]] = {}
     for name in ("intra", "inter", "together"):
         if not settings[name]:
-            tried[f"out --no-{name}"] = (
-                budget,
-                {**settings, name: True} | ({"degree": None} if name == "intra" else {}),
-            )
+            changed = {**settings, name: True} | ({"degree": None} if name == "intra" else {})
+            tried[f"out --no-{name}"] = costs, budget, changed
     if options.tokens is not None and options.arrange is None and options.intra and options.inter:
-        tried[f"--arrange {options.ranks}"] = budget, {**settings, "arrange": options.ranks}
-    tried["twice the budget of a step"] = _budget(options, 2), dict(settings)
+        tried[f"--arrange {options.ranks}"] = costs, budget, {**settings, "arrange": options.ranks}
+    tried["twice the budget of a step"] = costs, _budget(options, 2), dict(settings)
     if options.window is not None:
-        tried["twice the window"] = budget, {**settings, "window": 2 * options.window}
-    tried["a quarter more memory"] = budget, {**settings, "memory": int(1.25 * costs.memory)}
+        tried["twice the window"] = costs, budget, {**settings, "window": 2 * options.window}
+    tried[MORE] = costs, budget, {**settings, "memory": int(1.25 * costs.memory)}
+    if loaded.keeps and loaded.rates is not None and options.stages == 1 and costs.host is None:
+        host = HostRoom.within(costs.memory, loaded.rates)
+        tried[HOST] = replace(costs, host=host), budget, dict(settings)
     found = []
-    for name, (other, changed) in tried.items():
+    for name, (costs, other, changed) in tried.items():
         try:
             plans = list(DataCentricPlanner(costs, shapes, options.ranks, other, **changed))
         except GulliverError:
@@ -73,18 +78,19 @@ def gains(options: PlanData, costs: TableCosts, shapes: Sequence[str], speed: fl
         told = shares_of(plans)
         gain = told.samples / told.seconds / speed - 1
         # The plan of now fits into more memory, too.
-        found.append((max(gain, 0.0) if "memory" in changed else gain, name))
+        found.append((max(gain, 0.0) if name in (MORE, HOST) else gain, name))
     found.sort(key=lambda pair: (-pair[0], pair[1]))
     return [f"with {name}: {100 * gain:+.1f} % samples/s" for gain, name in found]
 
 
 def _whole(
-    plans: Sequence[StepPlan], costs: TableCosts, shapes: Sequence[str], options: PlanData
+    plans: Sequence[StepPlan], loaded: LoadedCosts, shapes: Sequence[Any], options: PlanData
 ) -> list[str]:
-    told = shares_of(plans)
+    costs = loaded.costs
+    told = shares_of(plans, costs.known)
     used = len({index for plan in plans for _, batch in plan for index in batch.samples})
-    fitting = [shape for shape in shapes if _fits(costs, shape, options)]
-    least = least_time(costs, fitting, options.ranks) / options.stages
+    fits = [shape for shape in shapes if _fits(costs, shape, options)]
+    least = least_time(costs, fits, options.ranks, _settings(options, loaded)["pac"])
     return [
         f"{len(plans):,} steps: {told}",
         f"{used:,} of {len(shapes):,} samples once each, {len(shapes) - used:,} left out; "
@@ -92,13 +98,15 @@ def _whole(
     ]
 
 
-def _fits(costs: TableCosts, shape: str, options: PlanData) -> bool:
+def _fits(costs: Any, shape: Any, options: PlanData) -> bool:
     return any(len(costs.batches(shape, d, most=1)) for d in costs.degrees(options.ranks))
 
 
-def _settings(options: PlanData) -> dict[str, Any]:
+def _settings(options: PlanData, loaded: LoadedCosts) -> dict[str, Any]:
     names = ("window", "intra", "inter", "together", "arrange", "degree", "unfit", "seed", "stages")
-    return {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in names}
+    # A table without kinds of blocks has all of them computed again, whatever is asked for.
+    return {**given, "pac": loaded.keeps or isinstance(loaded.costs, TableCosts)}
 
 
 def _budget(options: PlanData, times: int = 1) -> Budget:
@@ -114,9 +122,9 @@ def _budget(options: PlanData, times: int = 1) -> Budget:
     return given[0]
 
 
-def _shapes(options: PlanData, costs: TableCosts) -> list[str]:
+def _shapes(options: PlanData, loaded: LoadedCosts) -> list[Any]:
     if options.shapes is None:
-        return draw_shapes(costs, options.distribution, options.count, options.seed)
+        return loaded.drawn(options)
     with named_errors(options.shapes, "read"):
         data = options.shapes.read_bytes()
     try:
@@ -129,4 +137,4 @@ def _shapes(options: PlanData, costs: TableCosts) -> list[str]:
     found = [line.strip() for line in text.splitlines() if line.strip()]
     if not found:
         raise GulliverError(f"{options.shapes} names no shapes: write one on each line")
-    return found
+    return [loaded.named(line) for line in found]

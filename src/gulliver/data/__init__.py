@@ -13,6 +13,7 @@ from gulliver.data._records import read_utf8
 from gulliver.data._replay import (
     DISTRIBUTIONS,
     Replayed,
+    draw_samples,
     draw_shapes,
     least_time,
     replay_ours,
@@ -69,6 +70,7 @@ __all__ = [
     "choose_bucket",
     "collate",
     "document_shapes",
+    "draw_samples",
     "draw_shapes",
     "least_time",
     "move_tensors",

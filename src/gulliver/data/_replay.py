@@ -17,6 +17,7 @@ import numpy as np
 
 from gulliver.data._budgets import Budget
 from gulliver.data._planner import DataCentricPlanner
+from gulliver.data._planner_costs import Costs
 from gulliver.data._published import Method, Share, published_plan
 from gulliver.data._steps import StepPlan
 from gulliver.errors import GulliverError, nearest
@@ -107,10 +108,27 @@ def draw_shapes(
     images = sorted((s for s in costs.seconds if s.endswith("/1")), key=lambda s: _cost(costs, s))
     videos = sorted(costs.seconds.keys() - set(images), key=lambda s: (_cost(costs, s), s))
     draw = np.random.Generator(np.random.Philox(key=seed))
-    stills = count * IMAGES // (IMAGES + 1)
+    stills = count * IMAGES // (IMAGES + 1) if images and videos else count * bool(images)
     found = _drawn(videos, distribution, count - stills, draw)
     found += _drawn(images, distribution, stills, draw)
     return [found[place] for place in draw.permutation(count)]
+
+
+def draw_samples(
+    costs: Costs, shapes: Sequence[Any], distribution: Distribution, count: int, seed: int = 0
+) -> list[Any]:
+    """Draws samples of given shapes, by Zipf's law over their tokens or evenly.
+
+    Args:
+        costs: costs that know the shapes.
+        shapes: shapes to draw from.
+        distribution: short samples dominate, all are as many, or long ones dominate.
+        count: number of samples.
+        seed: seed of the draws.
+    """
+    ordered = sorted(shapes, key=lambda shape: (costs.tokens(shape), str(shape)))
+    draw = np.random.Generator(np.random.Philox(key=seed))
+    return _drawn(ordered, distribution, count, draw)
 
 
 def _cost(costs: TableCosts, shape: str) -> float:
@@ -118,8 +136,10 @@ def _cost(costs: TableCosts, shape: str) -> float:
 
 
 def _drawn(
-    shapes: Sequence[str], distribution: str, count: int, draw: np.random.Generator
-) -> list[str]:
+    shapes: Sequence[Any], distribution: str, count: int, draw: np.random.Generator
+) -> list[Any]:
+    if not count:
+        return []
     weights = 1 / (np.arange(1, len(shapes) + 1) + OFFSET) ** EXPONENT
     if distribution == "balanced":
         weights = np.ones(len(shapes))
@@ -233,11 +253,11 @@ def sums(plans: Iterable[StepPlan]) -> tuple[float, float, float]:
     return seconds, busy, bound
 
 
-def least_time(costs: TableCosts, shapes: Sequence[str], ranks: int) -> float:
+def least_time(costs: Costs, shapes: Sequence[Any], ranks: int, pac: bool = True) -> float:
     """Seconds that no plan of an epoch can be under: every sample in its best micro-batch."""
     found = 0.0
     for shape, count in Counter(shapes).items():
-        rows = [(d, costs.batches(shape, d).seconds) for d in costs.degrees(ranks)]
+        rows = [(d, costs.batches(shape, d, pac).seconds) for d in costs.degrees(ranks)]
         found += count * min(
             float(np.min(d * row / np.arange(1, len(row) + 1))) for d, row in rows if len(row)
         )

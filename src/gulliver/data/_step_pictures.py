@@ -38,7 +38,8 @@ class Shares:
         samples: samples of the steps.
         moving: share in which they wait for activations on their way to the host or back.
         offloaded: share of micro-batches with activations in the host's memory.
-        known: parts of the seconds that the costs tell of: ``communication``, ``recompute``.
+        known: parts of the seconds that the costs tell of: ``communication``, ``recompute``; None:
+            both, where there is any of one.
     """
 
     seconds: float
@@ -49,11 +50,11 @@ class Shares:
     samples: int
     moving: float = 0.0
     offloaded: float = 0.0
-    known: tuple[str, ...] = PARTS
+    known: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         inside = "messages and recompute are inside compute, the costs do not tell them apart"
-        if self.communication or self.recompute:
+        if self.known or (self.known is None and (self.communication or self.recompute)):
             parts = {"communicate": "communication", "recompute": "recompute"}
             inside = ", ".join(f"{word} {self.told(name)}" for word, name in parts.items())
         if self.offloaded:
@@ -68,10 +69,12 @@ class Shares:
 
     def told(self, part: str) -> str:
         """A part's share in words."""
-        return f"{100 * getattr(self, part):.2f} %" if part in self.known else "not known"
+        return (
+            f"{100 * getattr(self, part):.2f} %" if part in (self.known or PARTS) else "not known"
+        )
 
 
-def shares_of(plans: Iterable[StepPlan], known: tuple[str, ...] = PARTS) -> Shares:
+def shares_of(plans: Iterable[StepPlan], known: tuple[str, ...] | None = None) -> Shares:
     """Sums steps.
 
     Args:
@@ -94,13 +97,13 @@ def shares_of(plans: Iterable[StepPlan], known: tuple[str, ...] = PARTS) -> Shar
     whole = whole or 1.0
     gap = seconds / bound - 1 if bound else 0.0
     parts = (sent / whole, again / whole, gap, samples, moved / whole, away / max(1, batches))
-    return Shares(seconds, 1 - busy / whole, *parts, known)
+    return Shares(seconds, max(0.0, 1 - busy / whole), *parts, known)
 
 
 def step_lines(
     plan: StepPlan,
     measured: Sequence[float] | None = None,
-    known: tuple[str, ...] = PARTS,
+    known: tuple[str, ...] | None = None,
 ) -> list[str]:
     """Draws a step as text, a line for each group.
 
@@ -133,7 +136,7 @@ def steps_page(
     lines: Sequence[str],
     plans: Sequence[StepPlan],
     drawn: int = 8,
-    known: tuple[str, ...] = PARTS,
+    known: tuple[str, ...] | None = None,
 ) -> str:
     """Draws steps as one HTML file that needs no other.
 
@@ -242,7 +245,7 @@ def _legend(names: dict[str, int], away: bool) -> str:
     return _svg(ROW * (1 + (len(kinds) - 1) // 5), drawn)
 
 
-def _table(plans: Sequence[StepPlan], known: tuple[str, ...]) -> str:
+def _table(plans: Sequence[StepPlan], known: tuple[str, ...] | None) -> str:
     heads = ["step", "groups", "samples", "seconds", "bound", "wait", "messages", "recompute"]
     away = any(batch.offload for plan in plans for _, batch in plan)
     heads += ["off-load"] if away else []

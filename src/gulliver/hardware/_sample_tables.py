@@ -21,6 +21,7 @@ import numpy as np
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware._batch_costs import BatchCosts, BlockKind
 from gulliver.hardware._block_choices import HostRoom, place_blocks
+from gulliver.hardware._offload import HOST, TierRates
 from gulliver.options import size_text, whole_number
 
 PATCH, STRIDE, LATENTS = 16, 17, 5
@@ -84,7 +85,9 @@ class TableCosts:
         """Reads a JSON file with a `cost_table`, and resolutions and frames in its `cost_model`.
 
         Tables named ``communication`` and ``recompute``, of the same form, may say what the seconds
-        consist of.
+        consist of; with ``recompute``, a list ``kinds`` of what blocks hold that are kept (name,
+        count, kept_bytes, share) beside a ``token_bytes``, and ``host`` of host memory that they
+        may move to (bytes, write_rate, read_rate).
 
         Args:
             path: path to the file.
@@ -117,6 +120,7 @@ class TableCosts:
             tables = (values.get("communication", {}), values.get("recompute", {}))
             changes["parts"] = _Looked(*tables)
             _check_parts(path, seconds, changes["parts"])
+        changes = _blocks(path, values) | changes
         token = float(changes.pop("token_bytes", 1.0))
         return cls(seconds, lengths, token, changes.pop("memory", cap * token), **changes)
 
@@ -192,6 +196,31 @@ class TableCosts:
     @cached_property
     def _names(self) -> tuple[str, ...]:
         return tuple(self.seconds)
+
+
+def _blocks(path: Path | str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table says of its blocks and of host memory behind them."""
+    found: dict[str, Any] = {}
+    try:
+        if "token_bytes" in values:
+            found["token_bytes"] = float(values["token_bytes"])
+        if "kinds" in values:
+            found["kinds"] = tuple(BlockKind(**kind) for kind in values["kinds"])
+        if "host" in values:
+            host = values["host"]
+            rates = TierRates(HOST, float(host["read_rate"]), float(host["write_rate"]))
+            found["host"] = HostRoom(float(host["bytes"]), rates)
+    except (KeyError, TypeError, ValueError) as error:
+        raise GulliverError(
+            f"{path}: kinds must be a list with name, count, kept_bytes and share of each, host a "
+            f"table with bytes, write_rate and read_rate ({error!r})"
+        ) from None
+    if "kinds" in found and not {"recompute", "token_bytes"} <= values.keys():
+        raise GulliverError(
+            f"{path}: with kinds give token_bytes, too, and a table recompute: nothing else says "
+            "what a kept block saves"
+        )
+    return found
 
 
 def _check_parts(

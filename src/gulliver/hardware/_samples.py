@@ -221,6 +221,11 @@ class SampleCosts:
         return replace(self, tensor=1)
 
     @property
+    def known(self) -> tuple[str, ...]:
+        """Parts of the seconds that are told."""
+        return "communication", "recompute"
+
+    @property
     def identity(self) -> str:
         """Name that a saved state is held against: model and dtype."""
         return f"{self.model.name}, {self.model.dtype}"

@@ -1,0 +1,144 @@
+"""Costs that ``gulliver plan data`` plans with: a table of seconds, or what a run has kept."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gulliver.cli._options import PlanData
+from gulliver.data import draw_samples, draw_shapes
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import (
+    HostRoom,
+    SampleCosts,
+    SampleShape,
+    TableCosts,
+    TierRates,
+    holds_samples,
+    host_rates,
+    named_cluster,
+    read_samples,
+)
+from gulliver.options import size_text
+
+SHARES = {True: (0.9, "its GPU's"), False: (0.1, "the machine's, which ranks share")}
+"""Share of a device's memory that is planned with, as ``gulliver train --data-centric`` does."""
+
+
+@dataclass(frozen=True)
+class LoadedCosts:
+    """Costs of a file, and what is told of them.
+
+    Attributes:
+        costs: costs to plan with.
+        lines: where they come from, and what they are planned with.
+        shapes: shapes that the file knows; none where it does not say.
+        keeps: whether the file says what a kept block holds.
+        rates: link to the host's memory; None where it is not known.
+    """
+
+    costs: Any
+    lines: list[str]
+    shapes: tuple[Any, ...]
+    keeps: bool
+    rates: TierRates | None = None
+
+    def drawn(self, options: PlanData) -> list[Any]:
+        """Shapes of samples that nobody has given: drawn from those that the file knows.
+
+        Raises:
+            GulliverError: it knows none.
+        """
+        if isinstance(self.costs, TableCosts):
+            return draw_shapes(self.costs, options.distribution, options.count, options.seed)
+        if not self.shapes:
+            raise GulliverError(
+                f"{options.costs} does not say which shapes there are: give --shapes"
+            )
+        return draw_samples(
+            self.costs, self.shapes, options.distribution, options.count, options.seed
+        )
+
+    def named(self, text: str) -> Any:
+        """The shape of a line of --shapes.
+
+        Raises:
+            GulliverError: it is no shape.
+        """
+        if isinstance(self.costs, TableCosts):
+            return text
+        named = {str(shape): shape for shape in self.shapes}
+        if text in named:
+            return named[text]
+        if re.fullmatch(r"[1-9]\d*", text):
+            return SampleShape.document(int(text))
+        if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2}", text):
+            frames, rows, columns = map(int, text.split("x"))
+            return SampleShape.clip(frames, rows, columns)
+        told = f": {nearest(text, named)}" if named else ""
+        raise GulliverError(
+            f"--shapes: {text!r} is no shape: write one that the costs know, a number of tokens, "
+            f"or latent frames x rows x columns such as 16x30x40{told}"
+        )
+
+
+def load_costs(options: PlanData) -> LoadedCosts:
+    """Reads the costs of a command.
+
+    Raises:
+        GulliverError: the file has none; options that they have no use for.
+    """
+    found = _samples(options) if holds_samples(options.costs) else _table(options)
+    if options.offload is None:
+        return found
+    if options.stages > 1:
+        raise GulliverError(
+            f"--offload {options.offload:g} and --stages {options.stages}: activations of stages "
+            "do not move to the host: leave one of both out"
+        )
+    missing = "nothing says how fast bytes move to the host: name a --cluster of GPUs"
+    if not found.keeps:
+        missing = f"{options.costs} does not say what blocks hold that are kept"
+    if found.rates is None or not found.keeps:
+        raise GulliverError(f"--offload {options.offload:g}: {missing}")
+    host = HostRoom.within(options.offload * 2**30, found.rates)
+    told = (
+        f"activations may move to {size_text(host.bytes)} of a rank's host memory, at "
+        f"{host.rates.write_rate / 1e9:.3g} GB/s there and {host.rates.read_rate / 1e9:.3g} back"
+    )
+    return replace(found, costs=replace(found.costs, host=host), lines=[*found.lines, told])
+
+
+def _table(options: PlanData) -> LoadedCosts:
+    if options.memory is not None:
+        raise GulliverError(
+            f"--memory {options.memory:g} is for costs that a run has kept: the table "
+            f"{options.costs} says itself how many tokens fit"
+        )
+    costs = TableCosts.load(options.costs)
+    rates = costs.host.rates if costs.host else None
+    if rates is None and costs.kinds and options.cluster != "here":
+        rates = host_rates(named_cluster(options.cluster, options.ranks).device)
+    return LoadedCosts(costs, [], tuple(costs.seconds), bool(costs.kinds), rates)
+
+
+def _samples(options: PlanData) -> LoadedCosts:
+    saved = read_samples(options.costs)
+    cluster = named_cluster(options.cluster, options.ranks)
+    on_gpu = cluster.device.to_device_rate is not None
+    share, whose = SHARES[on_gpu]
+    memory, why = share * cluster.device.memory_bytes, f"{share:.0%} of {whose}"
+    if options.memory is not None:
+        memory, why = options.memory * 2**30, "as --memory says"
+    lines = [
+        f"costs of {saved.model.name}, {saved.model.dtype}, measured on {saved.machine}: error "
+        f"{saved.fit.error:.1%}, {saved.fit.worst:.1%} at most; links of {options.cluster}",
+        f"memory of a rank: {size_text(memory)}, {why}",
+    ]
+    if not saved.keeps:
+        lines.append("every block is computed again: the file does not say what kept ones hold")
+    room = saved.fit.host_room(1.0)
+    rates = room.rates if room else host_rates(cluster.device)
+    costs = SampleCosts(saved.model, saved.fit, memory, cluster, encoded_alike=True)
+    return LoadedCosts(costs, lines, saved.shapes, saved.keeps, rates)
