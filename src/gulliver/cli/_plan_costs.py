@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gulliver.cli._options import PlanData
+from gulliver.cli._plan_data_options import PlanData
 from gulliver.data import draw_samples, draw_shapes
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import (

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gulliver.cli._options import PlanData
 from gulliver.cli._plan_costs import LoadedCosts, load_costs
+from gulliver.cli._plan_data_options import PlanData
 from gulliver.data import (
     Budget,
     DataCentricPlanner,
