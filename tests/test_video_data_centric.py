@@ -16,6 +16,7 @@ import torch
 
 from gulliver.comm import World
 from gulliver.errors import GulliverError
+from gulliver.hardware import SampleFit, read_samples
 from gulliver.video import (
     DataConfig,
     ModelConfig,
@@ -31,6 +32,7 @@ from gulliver.video import _train as runs
 from gulliver.video import _training as training
 from gulliver.video._batches import Batch
 from gulliver.video._optimizing import make_optimizer
+from gulliver.video._planned_host import check_host, host_of, with_moves
 from gulliver.video._planned_training import PlannedTrainer, budget_of
 from gulliver.video._run import Run
 from gulliver.video._sources import make_dataset
@@ -248,6 +250,8 @@ def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path
         ),
         ({"planner": PlannerConfig(tokens=9)}, "--data.batch-size is 7: leave it out"),
         ({"planner": PlannerConfig(degree=2)}, "add --planner.no-intra"),
+        ({"planner": PlannerConfig(offload=2.0, pac=False)}, "no-pac exclude each other"),
+        ({"planner": PlannerConfig(offload=2.0), "pp_size": 2}, "keep activations or compute"),
         ({"planner": PlannerConfig(intra=False)}, "needs a --planner.degree"),
         ({"planner": PlannerConfig(window=0)}, "--planner.window is 0"),
         (
@@ -282,6 +286,11 @@ def test_costs_and_clips_that_do_not_fit_are_refused(
     with pytest.raises(GulliverError, match=r"--planner.costs: .*No such file"):
         train(replace(config, planner=PlannerConfig(costs=tmp_path / "none.json")))
     costs = alone / "costs.json"
+    saved = read_samples(costs)
+    assert saved.keeps, "gulliver plan data can plan with it"
+    assert {str(shape) for shape in saved.shapes} == {"9x32x32", "5x24x40", "1x32x32"}
+    with pytest.raises(GulliverError, match=r"--planner.offload 1: .*memory is the host's"):
+        train(replace(config, planner=PlannerConfig(costs=costs, offload=1.0)))
     fit = json.loads(costs.read_text())["fit"]
     # Room for stills, and not for the longest clips.
     room = fit["states"] + 20 * (fit["token_bytes"] + 6 * fit["block_bytes"])
@@ -298,3 +307,20 @@ def test_a_budget_is_of_samples_tokens_or_seconds() -> None:
     assert str(budget_of(TrainConfig())) == "32 samples a step"
     assert "9 tokens" in str(budget_of(TrainConfig(planner=PlannerConfig(tokens=9))))
     assert "2 s" in str(budget_of(TrainConfig(planner=PlannerConfig(seconds=2.0))))
+
+
+def test_host_memory_is_that_of_a_gpu_and_no_more_than_there_is() -> None:
+    gpu, fit = torch.device("cuda"), SampleFit(0.1, 0, 1e-9, 0, 0, 1e6, 9, 9)
+    check_host(None, torch.device("cpu"), 4, 2**30)
+    check_host(8.0, gpu, 4, 64 * 2**30)
+    with pytest.raises(GulliverError, match=r"4 ranks .* are 64.00 GiB.*: give at most 12.8"):
+        check_host(16.0, gpu, 4, 64 * 2**30)
+    assert host_of(17.0, True, fit) == (None, "")
+    fast = replace(fit, to_host_s=1 / 50e9, from_host_s=1 / 40e9, move_error=0.02)
+    room, line = host_of(17.0, True, fast)
+    assert room is not None
+    assert room.bytes == 16 * 2**30
+    assert "16.00 GiB of a rank's host memory, of 17.00 GiB as --planner.offload says" in line
+    assert "at 50 GB/s there and 40 back, measured; error 2.0% at most" in line
+    assert host_of(None, True, fast) == host_of(17.0, False, fast) == (None, "")
+    assert with_moves(fit, torch.device("cpu")) is fit

@@ -41,6 +41,7 @@ from gulliver.hardware import (
 from gulliver.models import Autoencoder
 from gulliver.options import size_text
 from gulliver.video._config import TrainConfig
+from gulliver.video._planned_host import check_machine, host_of, with_moves
 
 STATE_BYTES = 20
 """Bytes of a parameter's weight, gradient, two moments and average, if nothing is sharded."""
@@ -102,6 +103,7 @@ def ready_costs(
     Raises:
         GulliverError: the file that is named is of another machine, model, dtype or torch.
     """
+    check_machine(config.planner.offload, world)
     kept, extra = _saved_bytes(model, shapes, losses)
     known = _sizes(config, model, *broadcast_object((kept, extra)))
     path = config.planner.costs or folder / "costs.json"
@@ -118,12 +120,18 @@ def ready_costs(
     if fit is None:
         fit = broadcast_object(_measured(model, known, shapes, losses, extra, world))
         if world.is_main:
-            save_samples(path, known, fit)
+            save_samples(path, known, fit, shapes.buckets)
+    if config.planner.offload is not None:  # a file of a CPU, or an old one, does not tell
+        fit = broadcast_object(with_moves(fit, world.device))
     told += f": error of points left out {fit.error:.1%}, {fit.worst:.1%} at most"
     memory, why = _memory(config, world)
+    host, moves = host_of(config.planner.offload, config.planner.pac, fit)
     cluster = current_cluster(world.size) if world.size > 1 else None
-    costs = SampleCosts(known, fit, memory, cluster, encoded_alike=True, tensor=config.tp_size)
-    return costs, [told, f"memory of a rank: {size_text(memory)}, {why}"]
+    costs = SampleCosts(
+        known, fit, memory, cluster, encoded_alike=True, tensor=config.tp_size, host=host
+    )
+    lines = [told, f"memory of a rank: {size_text(memory)}, {why}", moves]
+    return costs, [line for line in lines if line]
 
 
 def _sizes(config: TrainConfig, model: Any, kept: dict[str, float], extra: float) -> SampleModel:
@@ -153,7 +161,7 @@ def _measured(
     states = float(STATE_BYTES * sum(p.numel() for p in model.parameters()))
     points = measure_samples(run, dict.fromkeys((ordered[0], ordered[-1])), depths=(2, 4))
     model.zero_grad(set_to_none=True)
-    return fit_samples(known, points, states)
+    return with_moves(fit_samples(known, points, states), world.device)
 
 
 def _point(

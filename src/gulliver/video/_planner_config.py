@@ -42,13 +42,16 @@ class PlannerConfig:
     and kept in its folder as costs.json."""
     memory: Annotated[float | None, POSITIVE] = None
     """GiB of a rank; by default nine tenths of a GPU, or of the machine's memory its share."""
+    offload: Annotated[float | None, POSITIVE] = None
+    """GiB of a rank's host memory that activations may move to, where that saves time; on GPUs."""
     refine: bool = False
     """Correct the costs by what steps took; a resumed run then plans otherwise."""
 
 
 NAMES = tuple(field.name for field in fields(PlannerConfig))
 MAY_CHANGE = frozenset(
-    f"planner.{name}" for name in ("intra", "degree", "inter", "pac", "costs", "memory", "refine")
+    f"planner.{name}"
+    for name in ("intra", "degree", "inter", "pac", "costs", "memory", "offload", "refine")
 )
 """Options that change who runs a sample, and not which samples there are."""
 
@@ -68,7 +71,8 @@ def planner_needs(config: Any) -> dict[str, tuple[bool, str]]:
     stages = centric and config.pp_size > 1
     if stages:
         several, overlap = "need several micro-batches a group", "run several at once"
-        for name, why in {"inter": several, "refine": overlap}.items():
+        apart = "keep activations or compute them again"
+        for name, why in {"inter": several, "refine": overlap, "offload": apart}.items():
             needs[f"planner.{name}"] = False, f"leave it out: stages of a pipeline {why}"
     told = "leave it out with --data-centric: "
     for name, why in {
@@ -103,6 +107,11 @@ def check_planner(config: Any) -> None:
         raise GulliverError(
             f"--planner.arrange {planner.arrange} needs --planner.tokens, and neither "
             "--planner.no-intra nor --planner.no-inter"
+        )
+    if planner.offload is not None and not planner.pac:
+        raise GulliverError(
+            f"--planner.offload {planner.offload:g} and --planner.no-pac exclude each other: with "
+            "the latter every block is computed again"
         )
     if planner.intra and planner.degree is not None:
         raise GulliverError(
