@@ -1,8 +1,9 @@
 """Groups of ranks filled with the samples of one step, up to a time that is tried.
 
-`StepSolver` tries many times for each step, so this is where planning spends its own. Shapes are
-numbers here, and what does not hang on the time is kept from one to the next: the order in which
-shapes are taken, and the first ends of every shape on groups of a degree.
+`_step_search.py` tries many times for each step, so this is where planning spends its own. Shapes
+are numbers here, and what does not hang on the time is kept from one to the next: the order in which
+shapes are taken, and the first ends of every shape on groups of a degree. `native/packing_module.cpp`
+does the same, line for line: change both.
 
 [Note: why little is looked at] Most of a group's visits to shapes would find that one more sample
 does not fit. So the least first end up to each place of the order is kept: the first place where it
@@ -51,7 +52,10 @@ class Packing:
     ) -> None:
         self.ends, self.counts, self.rates = ends, counts, rates
         self.ranks, self.repeat = ranks, repeat
-        self._needed = sum(count * rate for count, rate in zip(counts, rates, strict=True))
+        self._needed = 0.0
+        # Not by `sum`, which rounds otherwise from Python 3.12 on.
+        for count, rate in zip(counts, rates, strict=True):
+            self._needed += count * rate
         self._orders: dict[tuple[int, ...], Order] = {}
 
     def pack(

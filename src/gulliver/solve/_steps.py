@@ -32,20 +32,10 @@ import numpy as np
 
 from gulliver.errors import GulliverError
 from gulliver.solve._accumulation import accumulated, covering, split_batches
-from gulliver.solve._step_packing import Packed, Packing
+from gulliver.solve._step_tables import StepPacking, step_tables
 
-TRIES, CLOSE = 10, 0.004
-"""Times that are tried, and the share of the bound at which trying more does not pay."""
-FIRST, WIDEN = 1.05, 1.06
-"""The first time that is tried, over the bound; how much longer the next is while none is found."""
-OTHERWISE = ((0.5, 1, 0.02), (2.0, 1, 0.06), (0.0, 2, 0.06), (0.0, 4, 0.06))
-"""Second tries: how much of the time that a shape's samples leave in a group counts as lost, what
-part of the ranks a group may have (one wide group makes all samples pay for its messages), and the
-gap to the bound from which on it is tried."""
 REMEMBERED = 4096
 """Steps whose plans are kept: arranged ones come again."""
-SHORTER = 0.01
-"""Share by which each of those is shorter than the best so far."""
 
 
 class Piece(NamedTuple):
@@ -120,7 +110,9 @@ class StepSolver:
         self._rate: dict[Hashable, float] = {}
         self._one: dict[Hashable, float] = {}
         self._plans: dict[frozenset[tuple[Hashable, int]], BalancedStep] = {}
-        self._packings: dict[str, tuple[dict[Hashable, int], Packing]] = {}
+        self._packings: dict[str, tuple[dict[Hashable, int], StepPacking]] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._tables = step_tables(ranks, repeat)
         for shape, rows in seconds.items():
             self.add(shape, rows)
 
@@ -153,6 +145,8 @@ class StepSolver:
             self._ends[shape] = {d: [0.0, *row] for d, row in ends.items()}
         least, self._rate[shape] = covering({d: d * t for d, t in rows.items()}, size)
         self._least[shape] = least.tolist()
+        number = self._numbers.setdefault(shape, len(self._numbers))
+        self._tables.learn(number, self._ends[shape], self._rate[shape])
 
     def rank_seconds(self, shape: Hashable) -> float:
         """The least rank seconds of a sample of a shape, in the best micro-batch."""
@@ -213,15 +207,14 @@ class StepSolver:
             taken |= _less(small, rest)
         return (taken, longest) if taken else None
 
-    def _packing(self, kind: str, counts: Mapping[Hashable, int]) -> Packing:
+    def _packing(self, kind: str, counts: Mapping[Hashable, int]) -> StepPacking:
         """The packing of samples; the last one of a kind is kept, which many times are tried on."""
         known = self._packings.get(kind)
         if known is None or known[0] != counts or list(known[0]) != list(counts):
             for shape, count in counts.items():
                 self._learn(shape, count)
-            rows = [self._ends[shape] for shape in counts], list(counts.values())
-            rates = [self._rate[shape] for shape in counts]
-            known = dict(counts), Packing(*rows, rates, self.ranks, self.repeat)
+            numbers = [self._numbers[shape] for shape in counts]
+            known = dict(counts), self._tables.packing(numbers, list(counts.values()))
             self._packings[kind] = known
         return known[1]
 
@@ -257,17 +250,10 @@ class StepSolver:
         for shape, count in counts.items():
             self._learn(shape, count)
         shapes, bound = list(counts), self.bound(counts)
-        packing = self._packing("step", counts)
-        best, longest = self._search(counts, packing, bound)
-        for lost, part, gap in OTHERWISE:
-            if best is not None and longest > (1 + gap) * bound:
-                most = max(1, self.ranks // part)
-                best, longest = _shortened(packing, bound, best, longest, lost, most)
-        if best is None:
-            best = packing.pack(float("inf"), [0] * len(shapes), partly=True)
-            assert best is not None, "what does not fit is left"
-            longest = max((seconds for _, seconds, _ in best[0]), default=0.0)
-        groups, rest = best
+        found = self._packing("step", counts).search(bound)
+        if found is None:
+            raise GulliverError(f"no {self.ranks} ranks can run these shapes in one step: {shapes}")
+        (groups, rest), longest = found
         left = {shape: n for shape, n in zip(shapes, rest, strict=True) if n}
         if left:
             bound = self.bound(_less(counts, rest))
@@ -291,69 +277,6 @@ class StepSolver:
             seconds = self._seconds[shape][degree]
             self._splits[key] = split_batches(seconds, count) if self.repeat else (count,)
         return self._splits[key]
-
-    def _search(
-        self, counts: Mapping[Hashable, int], packing: Packing, bound: float
-    ) -> tuple[Packed | None, float]:
-        """Bisects for the least time that the ranks suffice for."""
-        low, high, limit = bound, 0.0, FIRST * bound
-        best, longest = None, float("inf")
-        degrees = [0] * len(packing.counts)
-        for number in range(TRIES):
-            chosen = list(degrees)
-            packed = packing.pack(limit, chosen)
-            if packed is None or any(packed[1]):
-                low = limit
-                limit = (low + high) / 2 if high else limit * WIDEN ** (2 ** min(number, 6))
-                continue
-            # What a time has chosen that is too short would be too wide for longer ones.
-            degrees = chosen
-            seconds = max(group[1] for group in packed[0])
-            if seconds < longest:
-                best, longest = packed, seconds
-            high = min(seconds, limit)
-            if high - low < CLOSE * bound:
-                break
-            limit = (low + high) / 2
-        if best is None and self.repeat:
-            best = self._together(counts, packing)
-            longest = best[0][0][1]
-        return best, longest
-
-    def _together(self, counts: Mapping[Hashable, int], packing: Packing) -> Packed:
-        """All samples in one group of the degree that ends soonest: always possible."""
-        found = []
-        for degree in {d for rows in self._seconds.values() for d in rows}:
-            if all(degree in ends for ends in packing.ends):
-                each = zip(packing.ends, packing.counts, strict=True)
-                found.append((sum(ends[degree][n] for ends, n in each), degree))
-        if not found:
-            raise GulliverError(
-                f"no {self.ranks} ranks can run these shapes in one step: {list(counts)}"
-            )
-        seconds, degree = min(found)
-        return [(degree, seconds, list(enumerate(packing.counts)))], [0] * len(packing.counts)
-
-
-def _shortened(
-    packing: Packing, bound: float, best: Packed, longest: float, lost: float, most: int
-) -> tuple[Packed, float]:
-    """Tries shorter and shorter times with other degrees, until the ranks do not suffice."""
-    degrees = [0] * len(packing.counts)
-    shorter = SHORTER
-    for _ in range(TRIES):
-        limit = max(bound, (1 - shorter) * longest)
-        chosen = list(degrees)
-        packed = packing.pack(limit, chosen, lost, most=most)
-        if packed is not None and not any(packed[1]):
-            degrees = chosen
-            best, longest = packed, max(group[1] for group in packed[0])
-            shorter *= 2
-        else:
-            shorter /= 2
-            if shorter < SHORTER:
-                break
-    return best, longest
 
 
 def _less(counts: Mapping[Hashable, int], left: Sequence[int]) -> dict[Hashable, int]:
