@@ -63,4 +63,4 @@ docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build site .coverage src/gulliver/io/*.so src/gulliver/precision/int8/*.so
+	rm -rf $(VENV) build site .coverage $(shell find src/gulliver -name '*.so')

@@ -102,9 +102,9 @@ struct Packed {
   }
 };
 
-using Answer = std::tuple<std::vector<std::tuple<int, double, Taken>>, std::vector<Count>>;
+using Told = std::tuple<std::vector<std::tuple<int, double, Taken>>, std::vector<Count>>;
 
-Answer told(const Packed& packed) {
+Told told(const Packed& packed) {
   std::vector<std::tuple<int, double, Taken>> groups;
   groups.reserve(packed.groups.size());
   for (const Group& group : packed.groups) {
@@ -112,6 +112,12 @@ Answer told(const Packed& packed) {
   }
   return {std::move(groups), packed.left};
 }
+
+// What a search has found. Thousands are kept, so it becomes objects of Python only when asked for.
+struct Answer {
+  Packed packed;
+  double seconds;
+};
 
 // Shapes in the order in which groups take them.
 class Order {
@@ -246,7 +252,7 @@ class Packing {
     return found;
   }
 
-  std::pair<std::optional<Answer>, std::vector<int>> pack(double limit, std::vector<int> degrees,
+  std::pair<std::optional<Told>, std::vector<int>> pack(double limit, std::vector<int> degrees,
                                                           double lost, bool partly,
                                                           std::optional<int> most) {
     if (degrees.size() != counts_.size()) throw std::invalid_argument("a degree for each shape");
@@ -273,7 +279,7 @@ class Packing {
     return {std::move(left), longest};
   }
 
-  std::optional<std::pair<Answer, double>> search(double bound, const Tries& tries) {
+  std::optional<Answer> search(double bound, const Tries& tries) {
     std::optional<Packed> best;
     double longest = bisected(bound, tries, best);
     if (!best && repeat_) {
@@ -293,7 +299,7 @@ class Packing {
       if (!best) return std::nullopt;
       longest = best->longest();
     }
-    return std::pair{told(*best), longest};
+    return Answer{std::move(*best), longest};
   }
 
  private:
@@ -489,6 +495,9 @@ NB_MODULE(_packer, module) {
              new (place) Tries{tries,   close, first, shorter, std::move(widen),
                                std::move(otherwise)};
            });
+  nb::class_<Answer>(module, "Answer")
+      .def_ro("seconds", &Answer::seconds)
+      .def("packed", [](const Answer& answer) { return told(answer.packed); });
   nb::class_<Packing>(module, "Packing")
       .def("pack", &Packing::pack, nb::arg("limit"), nb::arg("degrees"), nb::arg("lost"),
            nb::arg("partly"), nb::arg("most").none())

@@ -53,8 +53,8 @@ from gulliver.data._planner_costs import (
 )
 from gulliver.data._position import check_position
 from gulliver.data._step_ends import StepEnds
-from gulliver.data._steps import Facts, Shape, SolvedStep, StepPlan, facts_of, place
-from gulliver.data._windows import Queue, Stream, Window, lots
+from gulliver.data._steps import Facts, Shape, StepPlan, facts_of, place
+from gulliver.data._windows import Queue, Stream, Window, longer_lots, lots
 from gulliver.errors import GulliverError
 from gulliver.hardware import Refinement
 from gulliver.options import positive_number, size_text
@@ -154,8 +154,10 @@ class DataCentricPlanner:
         self._solver = StepSolver({}, ranks, inter)
         self._facts: dict[tuple[Shape, int], list[Facts]] = {}
         self._lots: dict[Shape, int] = {}
+        self._most_lots: dict[Shape, float] = {}
         self._fits: dict[Shape, bool] = {}
         self._least: dict[Shape, int] = {}
+        self._phases = self._new_phases()
         self._queue = Queue()
         check_arrange(arrange, intra, inter)
         self.arrange = arrange
@@ -163,6 +165,10 @@ class DataCentricPlanner:
         if self._stream.counts is not None:
             self._check_table(self._stream.counts)
         self.window = checked_window(budget, arrange, window)
+
+    def _new_phases(self) -> Phases:
+        several = self.intra and self.inter
+        return Phases(self._solver, self._least, self.ends, several, self.stages)
 
     def _rows(self, shape: Shape, ranks: int) -> dict[int, np.ndarray]:
         """Seconds of a shape's micro-batches on so many ranks, as far as they are known now."""
@@ -212,6 +218,7 @@ class DataCentricPlanner:
                 )
             return
         factor = self.refinement.factor(shape) / self.stages
+        self._phases.forget()
         self._solver.add(shape, {d: factor * row.seconds for d, row in rows.items()})
         if inside:
             check_sample(self.budget, index, shape, *self._needs(shape), self.ranks)
@@ -220,6 +227,7 @@ class DataCentricPlanner:
         if self.together:
             most = MOST_LOT * total(self.budget, self.ranks) / self._weights(shape)
             self._lots[shape] = max(1, min(lot_of(self.costs, shape, self.pac), int(most)))
+            self._most_lots[shape] = most
         if self._arranged is not None:
             self._arranged.meet(shape, tokens)
 
@@ -245,6 +253,7 @@ class DataCentricPlanner:
         """Takes the costs of all known shapes anew."""
         known = [shape for shape, fits in self._fits.items() if fits]
         self._solver = StepSolver({}, self.ranks, self.inter)
+        self._phases = self._new_phases()
         self._arranged = (
             None if self.arrange is None else Arrangement(self.arrange, self.budget, self._rows)
         )
@@ -287,9 +296,11 @@ class DataCentricPlanner:
                 continue
             key = [abs(self.seed), window.epoch]
             draw = np.random.Generator(np.random.Philox(key=key, counter=self._queue.drawn))
-            order = self._ordered(shapes, draw, window.is_over)
-            names = [shapes[place] for place in order]
-            weights = {shape: self._weights(shape) for shape in set(names)}
+            counts = Counter(shapes)
+            weights = {shape: self._weights(shape) for shape in counts}
+            steps = sum(n * weights[s] for s, n in counts.items()) / total(self.budget, self.ranks)
+            order = self._ordered(shapes, counts, steps, draw, window.is_over)
+            names = [shapes[place] for place in order.tolist()]
             self._queue.extend(indices[order], names, np.array([weights[name] for name in names]))
 
     @property
@@ -299,10 +310,18 @@ class DataCentricPlanner:
             return bool(self._queue.cuts)
         return self._queue.weight >= total(self.budget, self.ranks)
 
-    def _ordered(self, shapes: list[Shape], draw: np.random.Generator, is_last: bool) -> np.ndarray:
-        """Order in which steps take waiting samples."""
+    def _ordered(
+        self,
+        shapes: list[Shape],
+        counts: Mapping[Shape, int],
+        steps: float,
+        draw: np.random.Generator,
+        is_last: bool,
+    ) -> np.ndarray:
+        """Order in which steps take waiting samples, of so many steps."""
         if self._arranged is None:
-            return lots(shapes, self._lots, draw, self.together)
+            sizes = longer_lots(counts, self._lots, self._most_lots, steps) if self.together else {}
+            return lots(shapes, sizes, draw, self.together)
         order, self._queue.cuts = self._arranged.order(shapes, draw)
         first = sum(self._queue.cuts)
         if is_last:  # what waits for nothing more
@@ -325,13 +344,13 @@ class DataCentricPlanner:
     def _planned(self, epoch: int) -> StepPlan:
         """Plans the next step of what is in the queue."""
         count = self._count()
-        solved = self._solved(count)
+        solved = self._phases.solved(Counter(self._queue.shapes[:count]))
         while isinstance(self.budget, Seconds) and solved.seconds > self.budget.seconds:
             if count == 1:
                 break
             share = self.budget.seconds / solved.seconds
             count = max(1, min(count - 1, int(0.995 * share * count)))
-            solved = self._solved(count)
+            solved = self._phases.solved(Counter(self._queue.shapes[:count]))
         indices, shapes = self._queue.take(count)
         members: dict[Shape, list[int]] = {}
         for index, shape in zip(indices, shapes, strict=True):
@@ -360,12 +379,6 @@ class DataCentricPlanner:
             return self._queue.cuts.pop(0)
         nearest = isinstance(self.budget, Tokens)
         return self._queue.up_to(total(self.budget, self.ranks), nearest)
-
-    def _solved(self, count: int) -> SolvedStep:
-        """Deals the first samples of the queue to groups."""
-        several = self.intra and self.inter
-        phases = Phases(self._solver, self._least, self.ends, several, self.stages)
-        return phases.solved(Counter(self._queue.shapes[:count]))
 
     def _weights(self, shape: Shape) -> float:
         return weight(self.budget, self.costs.tokens(shape), self._time_of(shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,15 +39,11 @@ class Stream:
                 raise GulliverError("shapes are a tensor: give a list, such as shapes.tolist()")
             if not len(shapes):
                 raise GulliverError("the data set is empty: nothing to train on")
-            self.counts = {}
-            for index, shape in enumerate(shapes):
-                _check_hashable(index, shape)
-                first, count = self.counts.get(shape, (index, 0))
-                self.counts[shape] = first, count + 1
             # A copy: what the caller does to the list afterwards would be seen by one rank alone.
             self._shapes = shapes = list(shapes)
+            self.counts = _counted(shapes)
             number = {shape: place for place, shape in enumerate(self.counts)}
-            codes = np.fromiter((number[s] for s in shapes), np.int64, len(shapes))
+            codes = np.fromiter(map(number.__getitem__, shapes), np.int64, len(shapes))
             content = hashlib.blake2b(repr(list(number)).encode(), digest_size=8)
             content.update(codes.tobytes())
             told = f"{len(shapes)} samples {content.hexdigest()}, seed {seed}, shuffle {shuffle}"
@@ -99,6 +96,7 @@ class Window:
     def __init__(self, stream: Stream, epoch: int, start: int) -> None:
         self.epoch, self.is_over = epoch, False
         self._samples = stream.epoch(epoch, start)
+        self._unknown = stream.counts is None
         self._next: tuple[int, Shape] | None = None
         self._advance()
 
@@ -108,8 +106,9 @@ class Window:
         if self._next is not None:
             found = [self._next, *itertools.islice(self._samples, count - 1)]
             self._advance()
-        for index, shape in found:
-            _check_hashable(index, shape)
+        if self._unknown:
+            for index, shape in found:
+                _check_hashable(index, shape)
         indices = np.fromiter((index for index, _ in found), np.int64, len(found))
         return indices, [shape for _, shape in found]
 
@@ -202,6 +201,19 @@ class Queue:
         self.shapes[:0] = [shape for _, shape in samples]
 
 
+def _counted(shapes: list[Shape]) -> dict[Shape, tuple[int, int]]:
+    """First sample and number of samples of each shape, in the order of arrival."""
+    try:
+        counts = Counter(shapes)
+    except TypeError:
+        for index, shape in enumerate(shapes):
+            _check_hashable(index, shape)
+        raise
+    # Of those of a shape the last one that is put in stays, which is the first to arrive.
+    firsts = dict(zip(reversed(shapes), reversed(range(len(shapes))), strict=True))
+    return {shape: (firsts[shape], count) for shape, count in counts.items()}
+
+
 def _check_hashable(index: int, shape: Any) -> None:
     try:
         hash(shape)
@@ -210,6 +222,35 @@ def _check_hashable(index: int, shape: Any) -> None:
             f"the shape of sample {index} is a {type(shape).__name__}, {shape!r}: give something "
             "hashable, such as a tuple"
         ) from None
+
+
+FEW_LOTS, MOST_LONGER = 16.0, 4.0
+"""Lots of a step below which they are made longer, and how much longer at most."""
+
+
+def longer_lots(
+    counts: Mapping[Shape, int],
+    sizes: Mapping[Shape, int],
+    most: Mapping[Shape, float],
+    steps: float,
+) -> dict[Shape, int]:
+    """Makes lots longer where a step has few of them.
+
+    Among few lots a small one finds no company of its kind, and runs on ranks that a large one
+    needs, or lets them wait: better more of them, in fewer steps.
+
+    Args:
+        counts: samples of each shape in a window.
+        sizes: samples of a lot.
+        most: samples of a lot, at most.
+        steps: steps that the window is as long as.
+
+    Returns:
+        Samples of a lot of each shape, never fewer.
+    """
+    each = sum(count / sizes[shape] for shape, count in counts.items()) / steps
+    factor = min(MOST_LONGER, FEW_LOTS / each)
+    return {s: max(sizes[s], min(int(factor * sizes[s]), int(most[s]))) for s in counts}
 
 
 def lots(

@@ -1,9 +1,9 @@
 """Groups of ranks filled with the samples of one step, up to a time that is tried.
 
 `_step_search.py` tries many times for each step, so this is where planning spends its own. Shapes
-are numbers here, and what does not hang on the time is kept from one to the next: the order in which
-shapes are taken, and the first ends of every shape on groups of a degree. `native/packing_module.cpp`
-does the same, line for line: change both.
+are numbers here, and what does not hang on the time is kept from one to the next: the order in
+which shapes are taken, and the first ends of every shape on groups of a degree.
+`native/packing_module.cpp` does the same, line for line: change both.
 
 [Note: why little is looked at] Most of a group's visits to shapes would find that one more sample
 does not fit. So the least first end up to each place of the order is kept: the first place where it

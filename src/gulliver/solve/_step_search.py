@@ -25,6 +25,17 @@ SHORTER = 0.01
 """Share by which each of those is shorter than the best so far."""
 
 
+class PythonAnswer:
+    """What a search has found: seconds of the longest group, and the groups."""
+
+    def __init__(self, seconds: float, packed: Packed) -> None:
+        self.seconds, self._packed = seconds, packed
+
+    def packed(self) -> Packed:
+        """Groups, and what is left."""
+        return self._packed
+
+
 class PythonTables:
     """Ends and rates of all shapes, by number, in plain Python.
 
@@ -51,15 +62,15 @@ class PythonTables:
 class SearchedPacking(Packing):
     """A packing for which the time is searched."""
 
-    def search(self, bound: float) -> tuple[Packed, float] | None:
+    def search(self, bound: float) -> PythonAnswer | None:
         """Packs all samples in as little time as is found; or what finds a place, without repeats.
 
         Args:
             bound: seconds that no packing can be under.
 
         Returns:
-            Groups, what is left, and seconds of the longest group; None where no degree is common
-            to all shapes, so that not even one group can run them.
+            What was found; None where no degree is common to all shapes, so that not even one group
+            can run them.
         """
         best, longest = self._bisected(bound)
         if best is None and self.repeat:
@@ -75,7 +86,7 @@ class SearchedPacking(Packing):
             best = self.pack(float("inf"), [0] * len(self.counts), partly=True)
             assert best is not None, "what does not fit is left"
             longest = max((seconds for _, seconds, _ in best[0]), default=0.0)
-        return best, longest
+        return PythonAnswer(longest, best)
 
     def _bisected(self, bound: float) -> tuple[Packed | None, float]:
         """Bisects for the least time that the ranks suffice for."""
@@ -121,7 +132,7 @@ class SearchedPacking(Packing):
         return best, longest
 
     def _together(self) -> Packed | None:
-        """All samples in one group of the degree that ends soonest: possible where one is common."""
+        """All samples in one group of the degree that ends soonest; None where none is common."""
         found = []
         for degree in self.ends[0] if self.ends else ():
             if all(degree in ends for ends in self.ends):

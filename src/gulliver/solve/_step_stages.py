@@ -65,7 +65,7 @@ def _filled(work: GroupWork, seconds: Seconds, stages: int) -> GroupWork:
     pieces = zip(work.pieces, tried[best], strict=True)
     spent, filling = ends[best]
     cut = tuple(Piece(piece.shape, sizes) for piece, sizes in pieces)
-    return replace(work, seconds=spent + filling, pieces=cut, filling=filling)
+    return work._replace(seconds=spent + filling, pieces=cut, filling=filling)
 
 
 def _longest(tables: list[np.ndarray], sizes: tuple[tuple[int, ...], ...]) -> float:

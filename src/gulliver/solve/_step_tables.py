@@ -29,6 +29,19 @@ PACKERS = ("native", "python")
 """Values of ``$GULLIVER_PACKER``; the first that is there is taken where it is not set."""
 
 
+class StepAnswer(Protocol):
+    """What a search has found."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the longest group."""
+        ...
+
+    def packed(self) -> Packed:
+        """Groups, and what is left."""
+        ...
+
+
 class StepPacking(Protocol):
     """Samples of a step, and ways to deal them to groups; see `Packing` and `SearchedPacking`."""
 
@@ -42,7 +55,7 @@ class StepPacking(Protocol):
         """Fills groups that are busy up to some seconds."""
         ...
 
-    def search(self, bound: float) -> tuple[Packed, float] | None:
+    def search(self, bound: float) -> StepAnswer | None:
         """Packs all samples in as little time as is found."""
         ...
 
@@ -81,7 +94,7 @@ class NativePacking:
         """Fills groups that are busy up to some seconds; see `Packing.follow`."""
         return self._core.follow(groups, until)
 
-    def search(self, bound: float) -> tuple[Packed, float] | None:
+    def search(self, bound: float) -> StepAnswer | None:
         """Packs all samples in as little time as is found; see `SearchedPacking.search`."""
         return self._core.search(bound, self._tries)
 

@@ -24,7 +24,7 @@ Source: McNaughton 1959, "Scheduling with Deadlines and Loss Functions" (the wra
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ import numpy as np
 
 from gulliver.errors import GulliverError
 from gulliver.solve._accumulation import accumulated, covering, split_batches
-from gulliver.solve._step_tables import StepPacking, step_tables
+from gulliver.solve._step_tables import StepAnswer, StepPacking, step_tables
 
 REMEMBERED = 4096
 """Steps whose plans are kept: arranged ones come again."""
@@ -45,8 +45,7 @@ class Piece(NamedTuple):
     batches: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupWork:
+class GroupWork(NamedTuple):
     """What one group of ranks runs in a step.
 
     Attributes:
@@ -79,6 +78,14 @@ class BalancedStep:
     left: dict[Hashable, int]
 
 
+class _Found(NamedTuple):
+    """Shapes of a step in order, their groups by number, and the bound."""
+
+    shapes: list[Hashable]
+    answer: StepAnswer
+    bound: float
+
+
 class StepSolver:
     """Plans steps from tables of seconds.
 
@@ -109,7 +116,7 @@ class StepSolver:
         self._least: dict[Hashable, list[float]] = {}
         self._rate: dict[Hashable, float] = {}
         self._one: dict[Hashable, float] = {}
-        self._plans: dict[frozenset[tuple[Hashable, int]], BalancedStep] = {}
+        self._plans: dict[frozenset[tuple[Hashable, int]], _Found] = {}
         self._packings: dict[str, tuple[dict[Hashable, int], StepPacking]] = {}
         self._numbers: dict[Hashable, int] = {}
         self._tables = step_tables(ranks, repeat)
@@ -198,13 +205,13 @@ class StepSolver:
         assert packed is not None, "what does not fit is left"
         groups, left = packed
         longest = max((seconds for _, seconds, _ in groups), default=0.0)
-        taken = _less(counts, left)
+        taken = _less(counts, counts, left)
         if small:
             free = self.ranks - sum(degree for degree, *_ in groups)
             busy = [(degree, seconds) for degree, seconds, _ in groups] + [(1, 0.0)] * free
             rest, after = self._packing("small", small).follow(busy, until)
             longest = max(longest, after)
-            taken |= _less(small, rest)
+            taken |= _less(small, small, rest)
         return (taken, longest) if taken else None
 
     def _packing(self, kind: str, counts: Mapping[Hashable, int]) -> StepPacking:
@@ -220,11 +227,17 @@ class StepSolver:
 
     def bound(self, counts: Mapping[Hashable, int]) -> float:
         """Seconds that no plan of so many samples of each shape can be under."""
-        together = 0.0
+        together = longest = 0.0
         for shape, count in counts.items():
-            least = self._least[shape]
+            least, one = self._least[shape], self._one[shape]
             together += least[count] if count < len(least) else count * self._rate[shape]
-        return max(together / self.ranks, max(self._one[shape] for shape in counts))
+            longest = one if one > longest else longest
+        return max(together / self.ranks, longest)
+
+    def step_times(self, counts: Mapping[Hashable, int]) -> tuple[float, float]:
+        """Seconds of the longest group of `plan_step` and the bound, without the groups."""
+        found = self._found(counts)
+        return found.answer.seconds, found.bound
 
     def plan_step(self, counts: Mapping[Hashable, int]) -> BalancedStep:
         """Deals samples to groups of ranks; the same answer for the same counts in any order.
@@ -237,26 +250,10 @@ class StepSolver:
         """
         if not counts:
             return BalancedStep((), 0.0, 0.0, {})
-        key = frozenset(counts.items())
-        if key not in self._plans:
-            if len(self._plans) >= REMEMBERED:
-                self._plans.clear()
-            self._plans[key] = self._planned(counts)
-        return self._plans[key]
-
-    def _planned(self, counts: Mapping[Hashable, int]) -> BalancedStep:
-        # The order of a mapping is the order of arrival: answers must not hang on it.
-        counts = {shape: counts[shape] for shape in sorted(counts, key=self._names.__getitem__)}
-        for shape, count in counts.items():
-            self._learn(shape, count)
-        shapes, bound = list(counts), self.bound(counts)
-        found = self._packing("step", counts).search(bound)
-        if found is None:
-            raise GulliverError(f"no {self.ranks} ranks can run these shapes in one step: {shapes}")
-        (groups, rest), longest = found
+        found = self._found(counts)
+        shapes, (groups, rest) = found.shapes, found.answer.packed()
         left = {shape: n for shape, n in zip(shapes, rest, strict=True) if n}
-        if left:
-            bound = self.bound(_less(counts, rest))
+        bound = self.bound(_less(counts, shapes, rest)) if left else found.bound
         works = [
             GroupWork(
                 degree,
@@ -269,7 +266,30 @@ class StepSolver:
             for degree, seconds, taken in groups
         ]
         works.sort(key=lambda work: -work.degree)
-        return BalancedStep(tuple(works), longest, bound, left)
+        return BalancedStep(tuple(works), found.answer.seconds, bound, left)
+
+    def _found(self, counts: Mapping[Hashable, int]) -> _Found:
+        key = frozenset(counts.items())
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= REMEMBERED:
+                self._plans.clear()
+            found = self._plans[key] = self._searched(counts)
+        return found
+
+    def _searched(self, counts: Mapping[Hashable, int]) -> _Found:
+        # The order of a mapping is the order of arrival: answers must not hang on it.
+        shapes = sorted(counts, key=self._names.__getitem__)
+        sizes = [counts[shape] for shape in shapes]
+        for shape, count in zip(shapes, sizes, strict=True):
+            if count > self._known[shape]:
+                self._learn(shape, count)
+        bound = self.bound(dict(zip(shapes, sizes, strict=True)))
+        packing = self._tables.packing([self._numbers[shape] for shape in shapes], sizes)
+        found = packing.search(bound)
+        if found is None:
+            raise GulliverError(f"no {self.ranks} ranks can run these shapes in one step: {shapes}")
+        return _Found(shapes, found, bound)
 
     def _split(self, shape: Hashable, degree: int, count: int) -> tuple[int, ...]:
         key = shape, degree, count
@@ -279,7 +299,9 @@ class StepSolver:
         return self._splits[key]
 
 
-def _less(counts: Mapping[Hashable, int], left: Sequence[int]) -> dict[Hashable, int]:
+def _less(
+    counts: Mapping[Hashable, int], shapes: Iterable[Hashable], left: Iterable[int]
+) -> dict[Hashable, int]:
     """Samples that are not left."""
-    each = zip(counts.items(), left, strict=True)
-    return {shape: count - rest for (shape, count), rest in each if count > rest}
+    each = zip(shapes, left, strict=True)
+    return {shape: counts[shape] - rest for shape, rest in each if counts[shape] > rest}
