@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin
-from gulliver.comm import World
+from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin, _limited
+from gulliver.comm import World, current_world
 from gulliver.data import (
     DataCentricPlanner,
     MicroBatch,
@@ -35,6 +36,7 @@ from tests.hybrid_cells import (
     saved_weights,
 )
 from tests.hybrid_models import VOCABULARY, build
+from tests.least_limits import Watched
 from tests.references import computed_once
 from tests.test_memory_stores import LateCopier
 
@@ -190,6 +192,7 @@ class Case:
     tensor: int = 1
     stages: int = 1
     offload: bool = False
+    disk: str = ""
 
 
 @computed_once
@@ -224,16 +227,9 @@ def alone(
 def errors(world: World, case: Case) -> dict[str, float]:
     """Largest relative errors of gradients of any step, of losses, and of weights at the end."""
     model = make_model(case.family, wired=world.size > case.stages).to(world.device)
-    plugin = DataCentricPlugin(
-        case.stage,
-        case.mode,
-        chunk_mb=0.01,
-        verbose=False,
-        tp_size=case.tensor,
-        pp_size=case.stages,
-    )
-    booster = Booster(plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    booster, model, optimizer = boosted(case, model)
+    manager = optimizer.shards.manager
+    watched = None if manager is None else Watched(manager)
     inside = case.tensor * case.stages
     ranks = world.size // inside
     plans = RandomPlans(case.family, ranks, case.steps, case.seed, offload=case.offload)
@@ -279,7 +275,34 @@ def errors(world: World, case: Case) -> dict[str, float]:
         assert loader._switch._stack.store.used == 0  # type: ignore[union-attr]
     whole = dict(model.named_parameters()) if inside == 1 else saved_weights(booster, model)
     found["weights"] = max(relative(whole[n].detach(), w) for n, w in wanted[2].items())
+    if watched is not None:
+        stats = watched.manager.stats()
+        found |= {name: stats[name] for name in ("evictions", "minimum", "bytes_out")}
+        found |= {"over": watched.over, "budget": watched.manager.budget}
     return found
+
+
+def boosted(case: Case, model: Any) -> tuple[Booster, Any, Any]:
+    """Boosts a model, with a disk under the least limit that a plan of it states."""
+
+    def plugin(**limits: Any) -> DataCentricPlugin:
+        size = 0.03 if case.disk else 0.01  # to plan takes a second for each hundred chunks
+        given: Any = {"chunk_mb": size, "verbose": False, "tp_size": case.tensor}
+        return DataCentricPlugin(case.stage, case.mode, pp_size=case.stages, **given, **limits)
+
+    if not case.disk:
+        booster = Booster(plugin=plugin())
+        model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+        return booster, model, optimizer
+    behind = f"{case.disk}:64MiB"
+    twin = make_model(case.family, wired=True).to(current_world().device)
+    roomy = plugin(memory_limit="1GiB", disk=behind).make_plan(twin, make_optimizer(twin))
+    assert roomy.predicted.moved is not None
+    booster = Booster(plugin=plugin(memory_limit=roomy.predicted.moved.minimum, disk=behind))
+    # What else this process holds, and gives back, is no business of the model.
+    with patch.object(_limited, "Footprint", side_effect=OSError):
+        model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    return booster, model, optimizer
 
 
 def planned(ranks: int, **changes: Any) -> DataCentricPlanner:
@@ -290,7 +313,7 @@ def planned(ranks: int, **changes: Any) -> DataCentricPlanner:
 
 
 def trained(
-    world: World, folder: str, steps: int, seed: int = 0, stages: int = 1
+    world: World, folder: str, steps: int, seed: int = 0, stages: int = 1, disk: str = ""
 ) -> tuple[list[tuple[list[int], float]], dict[str, Tensor], int]:
     """Goes on from what a folder has, saves after so many steps.
 
@@ -298,9 +321,8 @@ def trained(
         Samples and loss of each step, the weights, and the most ranks of a group.
     """
     model = make_model("llama", wired=world.size > stages)
-    plugin = DataCentricPlugin(2, chunk_mb=0.01, verbose=False, pp_size=stages)
-    booster = Booster(plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    case = Case("llama", 3 if disk else 2, stages=stages, disk=disk)
+    booster, model, optimizer = boosted(case, model)
     planner = planned(world.size // stages, seed=seed)
     loader = DataCentricLoader(planner, Uneven("llama"), model, optimizer)
     if folder and any(Path(folder).iterdir()):

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -87,6 +88,23 @@ def least_case(seed: int, ranks: int = 1) -> LeastCase:
     )
     frozen = draw.choice((0.0, 0.3, 0.7)) if ranks > 1 else 0.0
     return replace(case, ranks=ranks, frozen=frozen)
+
+
+class Watched:
+    """Notes by how much more than its budget a manager has held."""
+
+    def __init__(self, manager: Any) -> None:
+        self.over, self.manager = 0, manager
+        for name in ("use", "done", "lend", "give"):
+            setattr(manager, name, self._noted(getattr(manager, name)))
+
+    def _noted(self, call: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            found = call(*args, **kwargs)
+            self.over = max(self.over, self.manager.held - self.manager.budget)
+            return found
+
+        return noted
 
 
 Backward = Callable[[Tensor, int], None]

@@ -24,6 +24,7 @@ from gulliver.plan import Plan, check_plan
 from tests.covering import some
 from tests.hybrid_cells import make_optimizer
 from tests.hybrid_models import batch, build
+from tests.least_limits import Watched
 from tests.pool import Pool
 
 FAMILY, STEPS = "qwen2", 3
@@ -66,23 +67,6 @@ def _least(sizes: dict[str, Any], disk: str, **more: Any) -> int:
     plan = _plugin(sizes, disk, "1GiB", **more).make_plan(model, make_optimizer(model))
     assert plan.predicted.moved is not None
     return plan.predicted.moved.minimum
-
-
-class Watched:
-    """Notes by how much more than its budget a manager has held."""
-
-    def __init__(self, manager: Any) -> None:
-        self.over, self.manager = 0, manager
-        for name in ("use", "done", "lend", "give"):
-            setattr(manager, name, self._noted(getattr(manager, name)))
-
-    def _noted(self, call: Any) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            found = call(*args, **kwargs)
-            self.over = max(self.over, self.manager.held - self.manager.budget)
-            return found
-
-        return noted
 
 
 def _once(booster: Booster, model: Any, optimizer: Any, data: dict[str, Tensor]) -> Tensor:

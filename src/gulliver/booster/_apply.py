@@ -139,6 +139,7 @@ def apply_plan(
 
     boosted = share_zero(plan, model, inner, names, whole, mesh, stage, managers[0])
     boosted.shards.uses = uses
+    boosted.shards.unequal = plan.zero is not None and plan.zero.unequal
     take_activations(plan, model, boosted, managers[0])
     if streamed:
         fill_boosted(boosted, model, empty, plan.weights)

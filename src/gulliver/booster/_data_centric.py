@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ class DataCentricPlugin(HybridParallelPlugin):
     Args:
         zero_stage: what is sharded over the ranks between steps: 0 nothing, 1 the optimizer, 2 the
             gradients too, 3 the parameters too. Inside a step gradients lie whole on each rank, and
-            parameters too.
+            parameters too. None is 1, or 3 with a `memory_limit`, which needs it.
         sequence_parallelism_mode: ``all_to_all`` (Ulysses) or ``ring_attn``.
         precision: ``bf16`` or ``fp16``, as of `LowLevelZeroPlugin`.
         max_norm: clip gradients to this norm in every step; 0 does not.
@@ -54,6 +55,11 @@ class DataCentricPlugin(HybridParallelPlugin):
         everywhere: paths of modules that every stage keeps.
         after: paths of modules that run after the blocks.
         extra: entries that a block returns after the hidden state.
+        memory_limit: memory for state and activations on each rank, as `GeminiPlugin` takes it;
+            None for no limit. Inside a step what is whole of parameters and gradients lies behind
+            it, too, and comes chunk by chunk, as each rank by itself needs it.
+        host_limit: page-locked host memory of a GPU for what does not fit, as of `GeminiPlugin`.
+        disk: folder and bytes for what does not fit, as of `GeminiPlugin`.
 
     Raises:
         GulliverError: an argument that is not supported.
@@ -61,7 +67,7 @@ class DataCentricPlugin(HybridParallelPlugin):
 
     def __init__(
         self,
-        zero_stage: int = 1,
+        zero_stage: int | None = None,
         sequence_parallelism_mode: str = "all_to_all",
         precision: str | None = None,
         max_norm: float = 0.0,
@@ -79,6 +85,9 @@ class DataCentricPlugin(HybridParallelPlugin):
         everywhere: Sequence[str] = (),
         after: Sequence[str] = (),
         extra: int | None = -1,
+        memory_limit: int | float | str | None = None,
+        host_limit: int | float | str | None = None,
+        disk: Path | str | None = None,
     ) -> None:
         if sequence_parallelism_mode not in MODES:
             raise GulliverError(
@@ -96,7 +105,7 @@ class DataCentricPlugin(HybridParallelPlugin):
             everywhere=everywhere,
             after=after,
             extra=extra,
-            zero_stage=zero_stage,
+            zero_stage=(1 if memory_limit is None else 3) if zero_stage is None else zero_stage,
             precision=precision,
             max_norm=max_norm,
             chunk_mb=chunk_mb,
@@ -104,6 +113,11 @@ class DataCentricPlugin(HybridParallelPlugin):
             assume_per_parameter=assume_per_parameter,
             check_batches=check_batches,
             verbose=verbose,
+            # What is gathered ahead of a step, whose parameters come at once, would be in vain.
+            gather_ahead=2 if memory_limit is None else 0,
+            memory_limit=memory_limit,
+            host_limit=host_limit,
+            disk=disk,
         )
 
     @property
@@ -119,7 +133,9 @@ class DataCentricPlugin(HybridParallelPlugin):
                 told = f"tp_size {self.tp_size} x pp_size {self.pp_size} = {self.inside}"
             raise GulliverError(f"{told} does not divide {ranks} ranks")
         self._share(ranks // self.inside)
-        return super().choices(ranks, precision)
+        plan = super().choices(ranks, precision)
+        assert plan.zero is not None, "a hybrid plan shards"
+        return replace(plan, zero=replace(plan.zero, unequal=True))
 
     def _share(self, ranks: int) -> None:
         self.sp_size, self.mode = ranks, self.ways if ranks > 1 else None

@@ -87,7 +87,8 @@ class LimitedManager(Manager):
         if self._added > self.budget // TRIMMED:
             self._freed.trim()
             self._added = 0
-        if self.shares is not None and self.shares.keeps(kind, placed.nbytes):
+        shares = None if placed.brief else self.shares
+        if shares is not None and shares.keeps(kind, placed.nbytes):
             self.use(placed, write=True)
             self._kept.add(placed)
         return placed

@@ -180,6 +180,8 @@ def rank_work(
         stages: how blocks are.
     """
     work, degree = plan.work, plan.mesh.of("sequence")
+    if plan.zero is not None and plan.zero.unequal:
+        degree = 1  # a rank may run a whole sample by itself
     # Every micro-batch launches all operations of its own, however many ranks share them.
     times = 1 if stages is None else plan.pipeline.micro_batches or 2 * stages[1].stages
     own, cut, kept = 1.0, 1.0, KEPT_WHOLE + (1 - KEPT_WHOLE) / degree
@@ -313,7 +315,11 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
             found = [(replace(c, packed=n), m) for (c, m), n in zip(found, shown, strict=True)]
         chunks, moments = zip(*found, strict=True) if found else ((), ())
         taken = _taken(plan, chunks)
-        return StateBytes(chunks, moments, parts, zero.gather_ahead, uses, beside, taken)
+        found = StateBytes(chunks, moments, parts, zero.gather_ahead, uses, beside, taken)
+        if zero.tiers is None or not zero.unequal:
+            return found
+        # How many micro-batches a step has differs: the second is as every other.
+        return replace(found, unequal=True, passes=((FORWARD, uses), (BACKWARD, uses)) * 2)
 
     now = counted({t.name for t in sizes if t.trained})
     unfrozen = counted({t.name for t in sizes if t.trained or t.sleeping})

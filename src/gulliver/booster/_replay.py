@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from gulliver.booster._replay_ranks import MicroBatches, SeveralRanks
+from gulliver.booster._replay_ranks import MicroBatches, SeveralRanks, UnequalRanks
 from gulliver.booster._state_bytes import (
     BACKWARD,
     BEGIN,
@@ -163,6 +163,7 @@ class Replay:
         self._objects = {o.key: o for o in state.objects()}
         self._together = state.together()
         engines = MicroBatches if state.passes else SeveralRanks
+        engines = UnequalRanks if state.has_copies else engines
         self._ranks = engines(self, in_flight) if state.parts > 1 else None
         self._homes = {name: n for n, chunk in enumerate(state.chunks) for name in chunk.names}
         self._entered, self._collected = deque[int](), deque[int]()
@@ -177,7 +178,9 @@ class Replay:
             filled = one.key[0] == "home"
             name = f"{one.kind} of chunk {one.chunk}"
             self._run(self._core.add(one.key, name, whole_pages(one.nbytes), filled))
-            if shares is not None and shares.keeps(one.kind, one.nbytes):
+            if one.key[0] == "copy" or shares is None:
+                continue  # a copy is there for the length of a step
+            if shares.keeps(one.kind, one.nbytes):
                 self._run(self._core.use(one.key, write=True))
 
     @property

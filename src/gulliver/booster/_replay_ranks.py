@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from gulliver.booster._state_bytes import BACKWARD, FORWARD, REDUCE, UPDATE, Key, StateBytes
-from gulliver.memory import GRADIENTS, PARAMETERS
+from gulliver.booster._state_bytes import BACKWARD, BEGIN, FORWARD, REDUCE, UPDATE, Key, StateBytes
+from gulliver.memory import GRADIENTS, PARAMETERS, Prefetcher
 from gulliver.parallel.zero import (
     Event,
     ImaginedChunk,
@@ -190,3 +190,46 @@ class MicroBatches(SeveralRanks):
         self._replay.done(key)
         self._replay.forget(key)
         self._replay.done(("gradient", chunk.number))
+
+
+class UnequalRanks(MicroBatches):
+    """Steps of ranks with unequal work: each has copies of whole chunks, made when a step begins.
+
+    Nothing is gathered or reduced until the last micro-batch, so a chunk comes and goes as those of
+    a rank that is alone.
+    """
+
+    def __init__(self, replay: Replay, in_flight: int) -> None:
+        super().__init__(replay, in_flight)
+        self.engine = Prefetcher(self.chunks, self, 0, every=False, tight=True)
+
+    def step(self) -> None:
+        for chunk in self.chunks:
+            self._replay.visit(BEGIN, chunk.number)
+            self._replay.use(("copy", chunk.number), fresh=True)
+            self._replay.use(("home", chunk.number))
+            self._replay.done(("home", chunk.number))
+            self._replay.done(("copy", chunk.number))
+        super().step()
+
+    def _events(self) -> Iterator[Event]:
+        """Micro-batches, the end of the copies, and reductions."""
+        *events, _ = super()._events()
+        reduced = next(n for n, (what, _) in enumerate(events) if what == "reduced")
+        yield from events[:reduced]
+        yield "copies end", -1
+        yield from events[reduced:]
+
+    def passes(self, what: str, number: int) -> None:
+        if what == "copies end":
+            self.engine.release_all()
+            for chunk in self.chunks:
+                self._replay.forget(("copy", chunk.number))
+        else:
+            super().passes(what, number)
+
+    def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
+        self._replay.use(("copy", chunk.number))
+
+    def gives_back(self, chunk: ImaginedChunk) -> None:
+        self._replay.done(("copy", chunk.number))

@@ -34,6 +34,7 @@ from gulliver.parallel.zero import (
     TensorSize,
     after_micro_batches,
     held_bytes,
+    in_unequal_step,
     ordered_layouts,
     ordinary_step,
 )
@@ -328,6 +329,9 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
     found = held_bytes(state.chunks, zero.stage, state.parts, state.ahead, kept, events)
     if plan.mesh.of("pipeline") > 1:
         found = after_micro_batches(found, state.chunks, zero.stage, state.parts, state.ahead)
+    if zero.unequal:
+        limited = zero.tiers is not None
+        found = in_unequal_step(found, state.chunks, zero.stage, state.parts, limited)
     beside = 0
     if zero.stage < 3:
         # What is not in chunks: frozen parameters, and those of another optimizer.

@@ -48,6 +48,7 @@ class StateBytes:
         later: bytes that there would be more if what the optimizer may step were all unfrozen.
         passes: forwards and backwards of a step, where a pipeline has several of each.
         blocks: paths of the blocks that backward computes again.
+        unequal: whether ranks run unequal work: inside a step each has copies of whole chunks.
     """
 
     chunks: tuple[ChunkBytes, ...]
@@ -60,6 +61,7 @@ class StateBytes:
     later: int = 0
     passes: Passes = ()
     blocks: tuple[str, ...] = ()
+    unequal: bool = False
 
     @property
     def total(self) -> int:
@@ -69,7 +71,7 @@ class StateBytes:
     @property
     def reserved(self) -> int:
         """Bytes that are of use behind: those, whole gradients, which may wait, and `later`."""
-        waiting = sum(whole_pages(c.whole) for c in self.chunks if c.trained)
+        waiting = sum(whole_pages(c.whole) for c in self.chunks if c.trained and not self.unequal)
         found = self.total + waiting + self.later
         # Micro-batches let all of it come and go: places of one size do not serve another.
         return found + found // 4 if self.passes else found
@@ -84,12 +86,19 @@ class StateBytes:
                 yield StateObject(("moment", number, moment), OPTIMIZER_STATE, size, number)
             if chunk.trained:
                 yield StateObject(("gradient", number), GRADIENTS, chunk.shard, number)
+            if self.has_copies:
+                yield StateObject(("copy", number), PARAMETERS, chunk.whole, number)
             if chunk.trained and self.passes and self.is_gathered(number):
                 # Micro-batches add up in it, until all of them are reduced at once.
                 yield StateObject(("collected", number), GRADIENTS, chunk.whole, number)
         for number, sizes in enumerate(self.activations):
             for part, size in enumerate(sizes):
                 yield StateObject(("activation", number, part), ACTIVATIONS, size, number)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether whole chunks of parameters have places of their own."""
+        return self.unequal and self.parts > 1
 
     def is_gathered(self, number: int) -> bool:
         """Whether a chunk is used in a buffer beside its shard."""

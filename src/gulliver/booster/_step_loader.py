@@ -26,6 +26,7 @@ from torch.utils.data import default_collate
 
 from gulliver._compat import is_batch_norm
 from gulliver.booster._model import unwrapped
+from gulliver.booster._own_buffers import OwnBuffers
 from gulliver.booster._recomputed import RecomputeSwitch, StageSwitch, offload_for
 from gulliver.booster._training_step import LoadedBatch, TrainingStep
 from gulliver.booster.hybrid import HybridOptimizer, degree_of, sequence_rows
@@ -103,6 +104,7 @@ class DataCentricLoader:
         self._given: tuple[TrainingStep, Any] | None = None
         self._first: tuple[int, Any] | None = None
         self.passed_over = 0
+        self._buffers = OwnBuffers(self.model, optimizer.group)
         if isinstance(weight, Sequence) and not any(weight):
             raise GulliverError("weight= is 0 for every sample: there is nothing to learn from")
 
@@ -133,6 +135,7 @@ class DataCentricLoader:
                 raise GulliverError("a step was not looped over: its samples would be left out")
             if not step._ended:
                 raise GulliverError(LEFT)
+            self._buffers.look()
 
     def weigh(self, index: int) -> float:
         """Weight of a sample in the mean over its step."""

@@ -14,6 +14,10 @@ compare with. So the sum of every column of the buffer, seen as rows of 64-bit w
 it comes and when it goes. The number of columns is prime: rows that change places are noticed too.
 What has changed already since it was last written behind is not summed: it will be written anyway.
 
+[Note: copies] Where ranks do unequal work, none can wait for another to use a chunk. So for the
+length of such a step a whole copy of the parameters is an object of the manager, too, and the
+buffer is that object, pinned while it is in use.
+
 It does not know when any of that happens, nor what an optimizer is.
 """
 
@@ -28,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver._compat import without_torch_functions
+from gulliver.errors import GulliverError
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter
 from gulliver.memory._chunk import Chunk
@@ -93,6 +98,8 @@ class PlacedChunk(Chunk):
         self._leaving: list[Placed] = []
         self._filled: Tensor | None = None  # the reduced gradient, while it is being made
         self._kept = False
+        self._copy_sums: Tensor | None = None
+        self.has_copy = False
         super().__init__(layout, parameters, part, pool)
 
     # The shard of the parameters.
@@ -123,6 +130,8 @@ class PlacedChunk(Chunk):
         self._in_place, self._sums = False, None
 
     def _take_buffer(self) -> Tensor:
+        if self.has_copy:
+            return self._manager.use(self._copy)
         if not self._in_place:
             return super()._take_buffer()
         self.home = self._manager.use(self._shard)
@@ -130,6 +139,9 @@ class PlacedChunk(Chunk):
         return self.home
 
     def _give_buffer(self, buffer: Tensor) -> None:
+        if self.has_copy:
+            self._manager.done(self._copy)
+            return
         if not self._in_place:
             super()._give_buffer(buffer)
             return
@@ -138,6 +150,10 @@ class PlacedChunk(Chunk):
 
     def publish(self) -> None:
         """Writes `home` to this rank's part of the buffer."""
+        if self.has_copy:
+            if self._copy_sums is None:
+                self._copy_sums = column_sums(self.data)
+            return
         if not self._in_place:
             with self.opened():
                 self.shard.copy_(self.home)
@@ -152,6 +168,11 @@ class PlacedChunk(Chunk):
 
     def take_writes(self) -> None:
         """Brings what the user has written to parameters, on every rank alike, to `home`."""
+        if self.has_copy:
+            before, self._copy_sums = self._copy_sums, column_sums(self.data)
+            if before is not None and not torch.equal(before, self._copy_sums):
+                self.refuse_write()
+            return
         if self._sums is None or torch.equal(self._sums, column_sums(self.shard)):
             return
         with self.opened(write=True):
@@ -213,8 +234,48 @@ class PlacedChunk(Chunk):
         self.free_gradient()
         self.drop_moments()
         self._manager.remove(self._shard)
-        for made in {"_gradient", "_whole"} & vars(self).keys():
+        for made in {"_gradient", "_whole", "_copy"} & vars(self).keys():
             self._manager.remove(vars(self).pop(made))
+
+    # A whole copy of the parameters, as long as no other rank takes part.
+
+    @cached_property
+    def _copy(self) -> Placed:
+        name = f"copy of parameters from {self.layout.slots[0].name}"
+        return self._manager.add(name, PARAMETERS, self.layout.size, self.dtype, brief=True)
+
+    @contextmanager
+    def making_copy(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Block in which the copy is to be filled: all of it, and this rank's part, which is."""
+        with self._manager.using(self._copy, fresh=True) as whole:
+            size = self.layout.part_size
+            part = whole[self.part * size : (self.part + 1) * size]
+            with self.opened():
+                part.copy_(self.home)
+            yield whole, part
+        self.has_copy, self._copy_sums = True, None
+
+    def end_copy(self) -> None:
+        """Forgets the copy: from here on a buffer is gathered."""
+        self.has_copy = False
+        self._manager.discard(self._copy)
+
+    def copied(self) -> Tensor:
+        """A tensor of its own with what the copy has."""
+        with self._manager.using(self._copy) as whole:
+            return whole.clone()
+
+    def refuse_write(self) -> None:
+        """Says that parameters cannot be written now.
+
+        Raises:
+            GulliverError: always.
+        """
+        raise GulliverError(
+            f"a parameter of the chunk of {self.layout.slots[0].name!r} was written inside a step "
+            "whose ranks have unequal work: under a memory limit write parameters on all ranks, "
+            "before the loop over the step or after optimizer.step()"
+        )
 
     # Optimizer state.
 

@@ -141,6 +141,7 @@ class ZeroPlan:
         step_in_backward: whether a chunk is stepped as soon as its gradient is complete; with
             `tiers` their own value counts.
         report: folder that tuning writes ``chunks.json`` and a picture to.
+        unequal: whether ranks run unequal work inside of a step, in which nothing is sent.
         tiers: memories that the state lies in; None keeps all of it on the device.
         chunks: chunks of the first rank, in the order of use. The order of their tensors is a
             choice; where one ends follows from `chunk_bytes`.
@@ -156,6 +157,7 @@ class ZeroPlan:
     assume_per_parameter: bool = False
     step_in_backward: bool = False
     report: str | None = None
+    unequal: bool = False
     tiers: Tiers | None = None
     chunks: tuple[ChunkPlan, ...] = ()
 

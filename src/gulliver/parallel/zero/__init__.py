@@ -27,6 +27,7 @@ from gulliver.parallel.zero._memory import (
     after_micro_batches,
     backward_uses,
     held_bytes,
+    in_unequal_step,
     ordinary_step,
 )
 from gulliver.parallel.zero._optimizer import ZeroOptimizer
@@ -67,6 +68,7 @@ __all__ = [
     "export_leaves",
     "held_bytes",
     "import_leaves",
+    "in_unequal_step",
     "is_boosted",
     "makes_beside",
     "needs_whole",

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gulliver._compat import storage_users, without_torch_functions
 from gulliver.comm import IDENTITY
 from gulliver.errors import GulliverError
-from gulliver.memory import Presence
+from gulliver.memory import PlacedChunk, Presence
 from gulliver.parallel.zero._sharded import ShardedChunk
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -125,6 +125,9 @@ class Copies:
 
     def _write_back(self, copy: _Copy, step: int) -> None:
         sharded = self._home[id(copy.parameters[0])]
+        if isinstance(sharded.chunk, PlacedChunk) and sharded.chunk.has_copy:
+            self.lent.remove(copy)
+            sharded.chunk.refuse_write()
         if sharded.presence is not Presence.ABSENT:
             self._finish(sharded)
             sharded.chunk.take_writes()

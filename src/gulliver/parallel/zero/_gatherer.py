@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -61,10 +61,12 @@ from gulliver.memory import (
     mark_ready,
 )
 from gulliver.parallel.zero._copies import READS, Copies
+from gulliver.parallel.zero._saved_parameter import SavedParameter
 from gulliver.parallel.zero._sharded import ShardedChunk
+from gulliver.parallel.zero._step_copies import comes_alone, step_copies, whole_copy
 
 _alone: WeakSet[Gatherer] = WeakSet()
-"""Gatherers of one rank under a limit: any chunk may leave, and come again by itself."""
+"""Gatherers under a limit that need no other rank now: a chunk may leave, and come by itself."""
 
 _WHY = {
     Pass.NONE: "for a read of parameters",
@@ -106,7 +108,7 @@ class Gatherer:
         self._engine = Prefetcher(self.chunks, self, ahead, every, tight)
         self._home = {id(p): c for c in chunks for p in c.chunk.members}
         self._index = {id(c): number for number, c in enumerate(self.chunks)}
-        self._depth, self._stays = 0, False
+        self._depth, self._stays, self._tight = 0, False, tight
         self._now: list[ShardedChunk] = []
         self._at: list[tuple[int, ShardedChunk]] = []
         self._begins: list[int] = []
@@ -143,9 +145,10 @@ class Gatherer:
             before_write([chunk.data])
             if exact or chunk.shown_part is None:
                 chunk.publish()
-        if chunk.layout.parts == 1 and sharded.presence is Presence.WHOLE:
+        alone = comes_alone(chunk)
+        if alone and sharded.presence is Presence.WHOLE:
             return  # the parameters are what was stepped
-        if chunk.layout.parts == 1:
+        if alone:
             sharded.gathering = Handle()
         else:
             changes = chunk.shown_part is not None and not exact
@@ -159,7 +162,7 @@ class Gatherer:
                 add=changes,
             )
         sharded.enter(Presence.ARRIVING)
-        if not self.overlap or chunk.layout.parts == 1:
+        if not self.overlap or alone:
             self.finish(sharded)
         else:
             mark_pending(chunk.members, self._touched)
@@ -271,10 +274,15 @@ class Gatherer:
     def whole(self) -> Iterator[None]:
         """Keeps all chunks here: passes inside bring nothing and give nothing back.
 
-        Every rank enters and leaves it; which passes each runs inside may differ.
+        Every rank enters and leaves it; which passes each runs inside may differ. Under a limit
+        chunks come and go, but each rank brings them from a copy of its own, made here.
         """
-        if not self.sharded:
+        if not self.sharded or self.alone:
             yield
+            return
+        if self._tight:
+            with self._copied():
+                yield
             return
         self.enter_forward()
         self._stays = True
@@ -288,11 +296,30 @@ class Gatherer:
             self.settle_writes()
             self._engine.release_all()
 
+    @contextmanager
+    def _copied(self) -> Iterator[None]:
+        """Lets chunks come from copies on this rank; see `_step_copies.py`."""
+        self.release_all()
+        before = self._engine
+        with ExitStack() as stack:
+            stack.enter_context(step_copies(self.chunks, self.group, self._purpose))
+            self._engine = Prefetcher(self.chunks, self, 0, every=False, tight=True)
+            stack.callback(setattr, self, "_engine", before)
+            _alone.add(self)
+            stack.callback(_alone.discard, self)
+            stack.callback(self._engine.release_all)
+            yield
+
     def _follow_backward(self) -> None:
         """A backward has begun that nobody has announced, such as a micro-batch's."""
         if self.sharded and self._engine.current is Pass.NONE:
             self.enter_backward()
             at_end_of_backward(self.leave_backward)
+
+    @property
+    def alone(self) -> bool:
+        """Whether chunks come without another rank that takes part."""
+        return self in _alone
 
     @property
     def idle(self) -> bool:
@@ -408,15 +435,7 @@ class Gatherer:
 
     def copied(self, sharded: ShardedChunk) -> Tensor:
         """A copy of a whole chunk; every rank calls it, to send its part."""
-        chunk = sharded.chunk
-        with chunk.opened():
-            part = chunk.home.to(chunk.dtype, copy=True)
-        if chunk.layout.parts == 1:
-            return part
-        whole = torch.empty(chunk.layout.size, dtype=chunk.dtype, device=chunk.device)
-        with guard():
-            all_gather(whole, part, self.group, purpose=self._purpose(sharded))
-        return whole
+        return whole_copy(sharded, self.group, self._purpose(sharded))
 
     def settle_writes(self) -> None:
         """Brings what was written between passes to the shards; see `_copies.py`.
@@ -447,12 +466,12 @@ class Gatherer:
         for slot, parameter in zip(sharded.chunk.layout.slots, sharded.chunk.members, strict=True):
             if slot.start <= start < slot.start + slot.numel:
                 offset, step = start - slot.start, self.step + sharded.updates
-                return _Saved(parameter, step, tensor.size(), tensor.stride(), offset)
+                return SavedParameter(parameter, step, tensor.size(), tensor.stride(), offset)
         return tensor
 
     def unpack(self, saved: Any) -> Tensor:
         """The tensor that was saved, gathered again where that is needed."""
-        if type(saved) is not _Saved:
+        if type(saved) is not SavedParameter:
             return saved
         sharded = self._home[id(saved.parameter)]
         if saved.step != self.step + sharded.updates:
@@ -465,16 +484,6 @@ class Gatherer:
         with torch.no_grad():
             start = saved.parameter.storage_offset() + saved.offset
             return saved.parameter.detach().as_strided(saved.size, saved.stride, start)
-
-
-class _Saved:
-    """A parameter, or a view of one, as autograd keeps it."""
-
-    __slots__ = ("offset", "parameter", "size", "step", "stride")
-
-    def __init__(self, parameter: nn.Parameter, step: int, size: Any, stride: Any, offset: int):
-        self.parameter, self.step = parameter, step
-        self.size, self.stride, self.offset = size, stride, offset
 
 
 def refer(tensor: Tensor) -> Recomputed | None:

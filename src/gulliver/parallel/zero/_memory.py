@@ -81,6 +81,8 @@ def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
     found = held_bytes(chunks, *options, events)
     if pipelined and shards.manager is None:
         found = after_micro_batches(found, chunks, *options[:3])
+    if shards.unequal:
+        found = in_unequal_step(found, chunks, *options[:2], shards.manager is not None)
     return found if shards.manager is None else _within(found, shards.manager)
 
 
@@ -152,6 +154,33 @@ def after_micro_batches(
         few = (sum(c.whole for c in chunks[n : n + ahead + 2]) for n in range(len(chunks)))
         shards = sum(c.shard for c in chunks if not c.copied)
         changed[PARAMETERS] = max(found[PARAMETERS], shards + max(few, default=0))
+    return changed
+
+
+def in_unequal_step(
+    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, limited: bool
+) -> dict[str, int]:
+    """Bytes of a rank whose steps send nothing before their end, of those of an ordinary step.
+
+    Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
+    lie whole there, too. Under a limit these go first.
+
+    Args:
+        found: what `held_bytes` has found.
+        chunks: chunks in the order of use.
+        stage: stage of ZeRO.
+        parts: number of shards of a chunk.
+        limited: whether there is a limit: bytes are those of all tiers.
+    """
+    if stage < 2 or parts == 1:
+        return dict(found)
+    trained = [chunk for chunk in chunks if chunk.trained]
+    flying = sum(chunk.shard for chunk in trained[-IN_FLIGHT - 1 :])
+    whole = sum(chunk.whole for chunk in trained)
+    changed = {**found, GRADIENTS: whole + (0 if limited else flying)}
+    if stage == 3:
+        homes = sum(chunk.shard for chunk in chunks if not chunk.copied)
+        changed[PARAMETERS] = homes + sum(chunk.whole for chunk in chunks)
     return changed
 
 

@@ -217,7 +217,7 @@ class ZeroOptimizer(BoostedOptimizer):
         wake(self.shards)
         self.gatherer.enter_backward()
         try:
-            with self._stepping(), self._reducer.backward(not self._deferred), self._saving():
+            with self._stepping(), self._reducer.backward(not self._deferred), self.saving():
                 yield scale
                 self._mark("backward ended")
         finally:
@@ -239,7 +239,7 @@ class ZeroOptimizer(BoostedOptimizer):
         return self._begun.backward()
 
     @contextmanager
-    def _saving(self) -> Iterator[None]:
+    def saving(self) -> Iterator[None]:
         """Lets autograd keep references to sharded parameters, where a backward runs a forward."""
         if self.stage < 3:
             yield

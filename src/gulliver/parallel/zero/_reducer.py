@@ -77,6 +77,8 @@ class GradientReducer:
         sender: sends them, and compares what arrives.
         noted: called with the name of a parameter whose gradient has come.
         sent: called with a chunk whose gradients are on their way.
+        closed: why no gradient may come now; empty where one may.
+        spoilt: whether one has come all the same, since gradients were last forgotten.
         squared: squared norm of a chunk's gradient, to be taken while it is here; None where
             nobody asks for it.
     """
@@ -92,7 +94,7 @@ class GradientReducer:
         self.stage, self.group, self.overlap = stage, group, overlap
         self.sender = GradientSender(group, wires or ZeroWires())
         self.size = group_size(group)
-        self.scale = 1.0
+        self.scale, self.closed, self.spoilt = 1.0, "", False
         self.squared: Squared | None = None
         self.noted: Callable[[str], None] | None = None
         self.sent: Callable[[ShardedChunk], None] | None = None
@@ -150,6 +152,9 @@ class GradientReducer:
         parks = isinstance(sharded.chunk, PlacedChunk)
 
         def ready(_: object) -> None:
+            if self.closed:  # not before it is added: `autograd.grad` only looks at it
+                self.spoilt = True
+                raise GulliverError(self.closed)
             place(name)
             if self.noted is not None:
                 self.noted(name)
@@ -308,7 +313,7 @@ class GradientReducer:
 
     def forget(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, or makes those that there are zero."""
-        self._settled = False
+        self._settled = self.spoilt = False
         self.land_all()
         for sharded in self.chunks:
             sharded.used_up = False

@@ -74,6 +74,7 @@ class ShardedState:
         gatherer: moves parameters from them.
         uses: names in the order in which a forward is expected to read them, before it is known.
         on_gradient: called with the name of a parameter whose gradient has come.
+        unequal: whether state was planned for steps of unequal work on the ranks.
         inside: why gradients may not be read or forgotten now; empty where they may.
     """
 
@@ -94,15 +95,14 @@ class ShardedState:
     ) -> None:
         self.wires = wires or ZeroWires()
         self.inner, self.names, self.frozen_names = inner, dict(names), dict(frozen)
-        self.whole = whole
         self.stage, self.chunk_bytes, self.group = stage, chunk_bytes, group
-        self.ahead, self.overlap = ahead, overlap
+        self.ahead, self.overlap, self.whole = ahead, overlap, whole
         self.rank, self.size = group_rank(group), group_size(group)
         self._given = [list(group["params"]) for group in inner.param_groups]
         self.sleeping = {p: self.frozen_names[p] for p in chain(*self._given) if p in frozen}
         self.list_members()
         self.watched = GroupWatch(inner, group)
-        self.manager, self.inside = manager, ""
+        self.manager, self.inside, self.unequal = manager, "", False
         self.pool = BufferPool() if manager is None else LentBuffers(manager)
         self.tiers = None if manager is None else Tiers(inner)
         self.by_chunk = steps_by_chunk(inner)
@@ -284,7 +284,9 @@ class ShardedState:
         """Ends uses of the manager's objects that can be begun again later."""
         if self._engines is None:
             return
-        if self._alone:  # with others no chunk can come again by itself: they would not take part
+        if (
+            self.gatherer.alone
+        ):  # with others no chunk can come again by itself: they would not take part
             self.gatherer.relieve()
         self.reducer.relieve()
 

@@ -11,6 +11,9 @@ up where they are made, whatever the stage, and travel once, with each rank's la
 without any sends zeros. Of stage 3 all parameters are gathered when the step begins and given back
 when it ends; so inside it takes the memory of stage 1, and between steps that of its own stage.
 
+Under a memory limit they are gathered into copies that may leave (`_step_copies.py`), and what is
+sent waits until these have gone.
+
 The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but lets all
 ranks wait for the longest at every micro-batch; steps are balanced as wholes.
 """
@@ -36,6 +39,11 @@ LEFT = (
     "the loop over a step was left before its end, and gradients of a part of it are there: call "
     "the optimizer's zero_grad() on all ranks and go over the steps anew, which begin with this one"
 )
+OUTSIDE = (
+    "loss.backward() was called inside a step whose ranks have unequal work: its gradient would "
+    "count without a weight; call step.backward(loss) once for each micro-batch, with all terms in "
+    "that loss; optimizer.zero_grad() on all ranks begins the step anew"
+)
 
 
 class UnevenStep:
@@ -43,6 +51,7 @@ class UnevenStep:
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer, self.sent = optimizer, False
+        self.waits = optimizer.shards.manager is not None
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Backward of a loss; the last one of the step sends what was added up.
@@ -52,9 +61,10 @@ class UnevenStep:
         """
         if self.sent:
             raise GulliverError("a backward follows the last one of a step: call it once for each")
+        last = last and not self.waits
         scaler, reducer = self._optimizer.scaler, self._optimizer.shards.reducer
         reducer.scale = scale = 1.0 if scaler is None else scaler.scale
-        with guard(), reducer.backward(reduce=last):
+        with self._open(), reducer.backward(reduce=last), self._passes():
             (loss if scale == 1.0 else loss * scale).backward()
         self.sent = last
 
@@ -66,14 +76,49 @@ class UnevenStep:
         """
         scaler, reducer = self._optimizer.scaler, self._optimizer.shards.reducer
         reducer.scale = scale = 1.0 if scaler is None else scaler.scale
-        with guard(), reducer.backward(reduce=False):
+        with self._open(), reducer.backward(reduce=False):
             yield scale
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Lets gradients come, which at any other time of a step are nobody's.
+
+        Raises:
+            GulliverError: one has come before.
+        """
+        reducer = self._optimizer.shards.reducer
+        if reducer.spoilt:
+            raise GulliverError(OUTSIDE)
+        closed, reducer.closed = reducer.closed, ""
+        try:
+            with guard():
+                yield
+        finally:
+            reducer.closed = closed
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Lets parameters come and go in a backward, where they do."""
+        if self._optimizer.shards.manager is None:
+            yield
+            return
+        gatherer = self._optimizer.gatherer
+        gatherer.enter_backward()
+        try:
+            with self._optimizer.saving():
+                yield
+        finally:
+            gatherer.leave_backward()
 
     def finish(self) -> None:
         """Sends what was added up, if no backward did: zeros where there was none."""
+        if self._optimizer.shards.reducer.spoilt:
+            raise GulliverError(OUTSIDE)
+        if self.waits:
+            return
         if not self.sent:
             self._optimizer.join_copies()
-            with guard(), self._optimizer.shards.reducer.backward(reduce=True):
+            with self._open(), self._optimizer.shards.reducer.backward(reduce=True):
                 pass
         self.sent = True
 
@@ -94,18 +139,22 @@ def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
     shards = optimizer.shards
     wake(shards)
     optimizer.unfinished = shards.inside = UNFINISHED
+    reducer = shards.reducer
+    reducer.closed = OUTSIDE
     try:
+        step = UnevenStep(optimizer)
         with shards.gatherer.whole():
-            step = UnevenStep(optimizer)
             yield step
             step.finish()
+        step.waits = False  # copies of parameters have left their room by now
+        step.finish()
     except BaseException:  # a loop that is left closes its generator: that is no Exception
         optimizer.unfinished = LEFT
         raise
     else:
         optimizer.unfinished = ""
     finally:
-        shards.inside = ""
+        shards.inside = reducer.closed = ""
 
 
 def check_uneven(optimizer: ZeroOptimizer) -> None:
@@ -114,9 +163,11 @@ def check_uneven(optimizer: ZeroOptimizer) -> None:
     Raises:
         GulliverError: naming it.
     """
+    limited = optimizer.shards.manager is not None
     found = {
         "step_in_backward": optimizer.step_in_backward,
-        "a memory limit": optimizer.shards.manager is not None,
+        "a memory limit that was planned for equal work: boost with "
+        "DataCentricPlugin(memory_limit=...)": limited and not optimizer.shards.unequal,
         "the tuning of chunks (give chunk_mb a number)": optimizer.tuner is not None,
     }
     for what, there in found.items():
