@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gulliver.booster._recomputed import RecomputeSwitch, spread
+from gulliver.booster._recomputed import RecomputeSwitch, StageSwitch, offload_for, spread
 from gulliver.data import DataCentricPlanner, Samples
 from gulliver.data._step_pictures import shares_of, step_lines, steps_page
 from gulliver.errors import GulliverError
@@ -282,6 +283,21 @@ def gradients_of(model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
     model(x).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_host_memory_of_a_plan_needs_a_gpu_and_no_memory_limit() -> None:
+    planner = SimpleNamespace(costs=SimpleNamespace(host=HostRoom(1e6, TierRates("host", 1, 1))))
+    plain: Any = SimpleNamespace(shards=SimpleNamespace(manager=None))
+    limited: Any = SimpleNamespace(shards=SimpleNamespace(manager=object()))
+    with pytest.raises(GulliverError, match="beside a memory limit, which moves them"):
+        offload_for(planner, limited, LateCopier())
+    with pytest.raises(GulliverError, match=r"computes on its cpu, whose memory is the host's"):
+        offload_for(planner, plain, None)
+    assert offload_for(SimpleNamespace(costs=planner.costs, pac=False), plain, None) is None
+    offload: Any = object()
+    stage: Any = object()
+    with pytest.raises(GulliverError, match="not supported with stages of a pipeline"):
+        StageSwitch(stage, [("blocks", 1)], offload)
 
 
 def test_blocks_that_move_lie_evenly() -> None:

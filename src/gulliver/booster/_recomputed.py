@@ -146,11 +146,17 @@ def offload_for(
         copier: copies between both memories; None: on streams of the GPU.
 
     Raises:
-        GulliverError: there is no GPU, whose memory would be another one than the host's.
+        GulliverError: there is no GPU, whose memory would be another one than the host's; a memory
+            limit has what moves under its own budget.
     """
     host = getattr(planner.costs, "host", None)
     if host is None or not getattr(planner, "pac", True):
         return None
+    if optimizer.shards.manager is not None:
+        raise GulliverError(
+            "activations are planned to move to the host beside a memory limit, which moves them "
+            "under its own budget: plan with costs without host=, or boost without memory_limit="
+        )
     device = current_world().device
     if copier is None and device.type != "cuda":
         raise GulliverError(
