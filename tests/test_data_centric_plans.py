@@ -177,6 +177,20 @@ def test_what_was_drawn_and_fits_fewer_ranks_no_more_is_skipped(
     assert again.skipped.keys() <= {150}
 
 
+@given(cases())
+@settings(max_examples=25, deadline=None)
+def test_a_look_at_the_next_step_takes_nothing(case: dict[str, Any]) -> None:
+    made = planner(case)
+    coming, plans = made.upcoming(), []
+    for plan in made:
+        assert plan == coming
+        plans.append(plan)
+        before = made.state_dict(), made.skipped.total()
+        coming = made.upcoming()
+        assert (made.state_dict(), made.skipped.total()) == before
+    assert plans == list(planner(case))
+
+
 def test_samples_of_a_step_do_not_depend_on_the_ranks() -> None:
     lengths = np.random.default_rng(0).choice([3, 8, 20, 50], 300).tolist()
     steps = [

@@ -139,7 +139,8 @@ def test_one_rank_trains_as_a_loop_over_single_clips(alone: Path, autoencoder: P
             clip, bucket = dataset[index], dataset.bucket_of(index)
             latents = coder.encode(clip.video[None].double()).detach()
             epoch = 0 if number < 3 else 1
-            noise, level, drop, mask = trainer._draw(epoch, index, number, tuple(latents.shape[1:]))
+            shape = tuple(latents.shape[1:])
+            noise, level, drop, mask = trainer._draw(epoch, index, number, shape, bucket)
             text = trainer.maker.text.encode([clip.caption])
             told = {"fps": clip.fps, "height": bucket.height, "width": bucket.width}
             mask = None if mask is None else mask[None]
@@ -242,7 +243,10 @@ def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path
         ({"sp_size": 2}, "each step chooses how many ranks share a clip"),
         ({"plugin": "ddp"}, "--plugin is ddp: leave it out with --data-centric"),
         ({"accumulate": 2}, "--accumulate is 2"),
-        ({"data": DataConfig(table=Path("x.csv"))}, "trains on the moving digits only"),
+        (
+            {"data": DataConfig(table=Path("x.csv"), buckets=Path("b.json"), bucket_ranks=2)},
+            "--data.bucket-ranks is 2: leave it out with --data-centric",
+        ),
         ({"model": ModelConfig(size="STDiT2-XL/2")}, "trains an STDiT3 alone"),
         (
             {"planner": PlannerConfig(tokens=9, seconds=1.0), "data": DataConfig()},

@@ -63,6 +63,8 @@ class DataCentricLoader:
             hang on times: a run that is resumed does not repeat them.
         copier: copies activations to the host and back, where the planner's costs have memory for
             them there; None: on streams of the GPU.
+        begin: called on all ranks with each plan before its samples are weighed, such as to read
+            them: those that some rank could not read then weigh 0 on all.
 
     Attributes:
         called: the model as it was boosted.
@@ -86,6 +88,7 @@ class DataCentricLoader:
         shape_of: Callable[[Any], Any] | None = None,
         refine: bool = False,
         copier: Copier | None = None,
+        begin: Callable[[StepPlan], None] | None = None,
     ) -> None:
         if not isinstance(optimizer, ZeroOptimizer):
             raise GulliverError(
@@ -96,7 +99,7 @@ class DataCentricLoader:
         self.called = model
         self.optimizer, self.degree = optimizer, degree_of(self.model)
         self._collate, self._weight = collate or default_collate, weight
-        self._shape_of, self.refines = shape_of, refine
+        self._shape_of, self.refines, self._begin = shape_of, refine, begin
         _check(self)
         kinds = getattr(planner.costs, "kinds", ())
         named = [(kind.name, kind.count) for kind in kinds]
@@ -118,6 +121,8 @@ class DataCentricLoader:
             plan = next(plans, None)
             if plan is None:
                 return
+            if self._begin is not None:
+                self._begin(plan)
             weight = sum(self.weigh(index) for _, batch in plan for index in batch.samples)
             if weight == 0:  # nothing to learn from, such as texts without labels
                 self.passed_over += plan.samples

@@ -417,6 +417,17 @@ class DataCentricPlanner:
         """The present position, to come back to with `rewind` or to save with `state_dict`."""
         return self.epoch, self.step, self._queue.copy()
 
+    def upcoming(self) -> StepPlan | None:
+        """Plans the next step without taking it, such as to load it ahead; None where none is seen.
+
+        It comes like that unless costs are refined before.
+        """
+        before, skipped = self.position(), self.skipped.copy()
+        plan = next(iter(self), None)
+        self.rewind(before)
+        self.skipped = skipped
+        return plan
+
     def rewind(self, position: Position) -> None:
         """Goes back to a position; iterators that were begun before are of no use then."""
         self.epoch, self.step, queue = position

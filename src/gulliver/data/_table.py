@@ -101,6 +101,7 @@ class ClipTable:
         self.rows: list[Row] = []
         self.skipped: list[tuple[str, str]] = []
         self._broken: dict[int, str] = {}
+        self._misstated: dict[int, str] = {}
         records = read_records(self.table)
         check_scores(self.table, records, scores)
         for number, record in enumerate(records):
@@ -131,7 +132,7 @@ class ClipTable:
         held = copy.copy(self)
         held.rows = [row for row, out in zip(self.rows, taken, strict=True) if out]
         self.rows = [row for row, out in zip(self.rows, taken, strict=True) if not out]
-        held._broken = {}
+        held._broken, held._misstated = {}, {}
         for table in (self, held):
             table._deal_rows()
         return held
@@ -216,6 +217,11 @@ class ClipTable:
         """Name and newest reason of each file that could not be read when its turn came."""
         return [(self.rows[index].name, reason) for index, reason in self._broken.items()]
 
+    @property
+    def misstated(self) -> list[tuple[str, str]]:
+        """Name of each file that was used and is otherwise than it was said to be, and how."""
+        return [(self.rows[index].name, told) for index, told in self._misstated.items()]
+
     def bucket_of(self, index: int) -> Bucket | None:
         """The bucket of a usable row in the first epoch; None where it is left out of it."""
         return self.rows[index].bucket
@@ -256,7 +262,8 @@ class ClipTable:
 
     def _content(self, index: int, bucket: Bucket, seed: int) -> Tensor:
         """Reads the pixels of a window, [3, T, H, W]."""
-        path, told = self.rows[index].path, (bucket.frames, self.frame_interval)
+        row = self.rows[index]
+        path, told = row.path, (bucket.frames, self.frame_interval)
         try:
             frames = decode(path, *told, self.first_frame(index, bucket, seed))
         except EndOfClip as end:
@@ -265,7 +272,23 @@ class ClipTable:
                 raise
             starts = end.frames - end.needed + 1
             frames = decode(path, *told, _first_frame(seed, starts, self.windows))
+            self._misstated[index] = f"{end.frames} frames, said to be {row.probe.frames}"
+        self._check_size(index, bucket, *frames.shape[2:])
         return resize_and_crop(frames, bucket)
+
+    def _check_size(self, index: int, bucket: Bucket, height: int, width: int) -> None:
+        """Notes a file of another size than the table says; refuses one too small for its bucket.
+
+        Raises:
+            GulliverError: naming both sizes.
+        """
+        probe = self.rows[index].probe
+        if (height, width) == (probe.height, probe.width):
+            return
+        told = f"{height}x{width}, said to be {probe.height}x{probe.width}"
+        if height * width < ENOUGH_PIXELS * bucket.height * bucket.width:
+            raise GulliverError(f"is {told}: too small for {bucket}")
+        self._misstated[index] = told
 
     def report(self) -> str:
         """Says how many rows are used and skipped, and why the first of these were."""

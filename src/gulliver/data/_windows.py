@@ -20,7 +20,8 @@ class Stream:
     """Samples in the order in which they arrive in an epoch.
 
     Args:
-        shapes: shape of every sample, or a function from an epoch to an iterable of shapes.
+        shapes: shape of every sample, or a function from an epoch to an iterable of shapes; where
+            that has a ``digest``, it says which data these are.
         seed: seed of the order of a table.
         shuffle: a table's samples come in random order.
     """
@@ -33,7 +34,7 @@ class Stream:
     ) -> None:
         self._shapes, self._seed, self._shuffle = shapes, seed, shuffle
         self.counts: dict[Shape, tuple[int, int]] | None = None
-        told = f"stream {seed}"
+        told = f"stream {seed} {getattr(shapes, 'digest', '')}".rstrip()
         if not callable(shapes):
             if isinstance(shapes, torch.Tensor):
                 raise GulliverError("shapes are a tensor: give a list, such as shapes.tolist()")

@@ -23,6 +23,9 @@ from gulliver.video._masks import MaskStrategies
 from gulliver.video._releases import Flow, told
 from gulliver.video._text_encoders import TextEncoder
 
+OF_NO_SAMPLE = "nothing"
+"""Caption of the sample of zeros that a rank without a sample has."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -179,7 +182,7 @@ class BatchMaker:
         shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
         if videos is None:
             latents = torch.zeros(1, *shape, device=self.device)
-            captions, fps = ["nothing"], torch.full((1,), 8.0)
+            captions, fps = [OF_NO_SAMPLE], torch.full((1,), 8.0)
             kept = [0]
         elif self.encoded:
             latents = videos.to(self.device)

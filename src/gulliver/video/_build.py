@@ -19,6 +19,7 @@ from gulliver.data import ClipTable
 from gulliver.errors import GulliverError, nearest
 from gulliver.jobs import Display, derive
 from gulliver.models import CONFIGURATIONS, STDIT3_SIZES, Autoencoder, STDiT2
+from gulliver.video._batches import OF_NO_SAMPLE
 from gulliver.video._config import TrainConfig
 from gulliver.video._encoded import encoded_texts
 from gulliver.video._fitting import check_latents, text_size
@@ -37,8 +38,6 @@ from gulliver.video._words import WordEncoder
 
 TRAINED = ("STDiT2", "STDiT3")
 """Classes that the training loop knows."""
-OF_NO_SAMPLE = "nothing"
-"""Caption of the sample of zeros that a rank without a sample has."""
 
 
 def check_start(config: TrainConfig) -> None:

@@ -349,7 +349,10 @@ def _needs(config: TrainConfig) -> dict[str, tuple[bool, str]]:
         "data.held_out": (config.data.made, OF_DIGITS),
         "data.bucket_ranks": (config.data.buckets is not None, "add --data.buckets"),
         "data.shapes": (config.data.buckets is None, "leave it out, --data.buckets has its own"),
-        "data.batch_size": (config.data.buckets is None, "leave it out, --data.buckets has them"),
+        "data.batch_size": (
+            config.data.buckets is None or config.data_centric,
+            "leave it out, --data.buckets has them",
+        ),
         **{f"samples.{f.name}": (config.samples.every > 0, SAMPLED) for f in fields(SamplesConfig)},
         "flow.shift_rule": (config.flow.shift_by_size, "add --flow.shift-by-size, which it is for"),
         "validation.share": (

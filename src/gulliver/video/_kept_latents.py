@@ -303,7 +303,7 @@ class EncodedTable(ClipTable):
         self.table, self.frame_interval = kept.folder, kept.settings.frame_interval
         self.scores, self.windows, self.seed = kept.content["scores"], kept.settings.windows, seed
         self.buckets = buckets if isinstance(buckets, BucketConfig) else tuple(buckets)
-        self.rows, self.clips, self._broken = [], {}, {}
+        self.rows, self.clips, self._broken, self._misstated = [], {}, {}, {}
         self.skipped = [(name, reason) for name, reason in kept.content["skipped"]]
         for name, text, clip, *probe in kept.content["rows"]:
             row = Row(name, Path(name), text, Probe(*probe), None)

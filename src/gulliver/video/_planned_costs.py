@@ -41,6 +41,7 @@ from gulliver.hardware import (
 from gulliver.models import Autoencoder
 from gulliver.options import size_text
 from gulliver.video._config import TrainConfig
+from gulliver.video._planned_clips import ClipOrder
 from gulliver.video._planned_host import check_machine, host_of, with_moves
 
 STATE_BYTES = 20
@@ -62,6 +63,17 @@ class ClipShapes:
     of: dict[Bucket, SampleShape]
     buckets: dict[SampleShape, Bucket]
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether the clips are latents already, so that nothing is encoded."""
+        return not any(shape.pixels for shape in self.buckets)
+
+    def arriving(self, order: ClipOrder) -> list[SampleShape] | ArrivingShapes:
+        """Shapes of a planner's samples: a table's, or a stream that every epoch deals anew."""
+        if order.is_dealt:
+            return ArrivingShapes(self, order)
+        return [self.of[bucket] for bucket in order.epoch(0)[1]]
+
     @classmethod
     def of_buckets(
         cls, buckets: Iterable[Bucket], model: Any, autoencoder: Autoencoder, encode: bool
@@ -77,6 +89,22 @@ class ClipShapes:
             # Two buckets may have like latents, and cannot share a batch all the same.
             found[bucket] = replace(shape, name=str(bucket))
         return cls(found, {shape: bucket for bucket, shape in found.items()})
+
+
+@dataclass(frozen=True)
+class ArrivingShapes:
+    """Shapes of the rows that an epoch deals out, in their order."""
+
+    shapes: ClipShapes
+    order: ClipOrder
+
+    def __call__(self, epoch: int) -> list[SampleShape]:
+        return [self.shapes.of[bucket] for bucket in self.order.epoch(epoch)[1]]
+
+    @property
+    def digest(self) -> str:
+        """Digest that ranks and resumed runs must share."""
+        return self.order.digest
 
 
 def ready_costs(
@@ -106,6 +134,8 @@ def ready_costs(
     check_machine(config.planner.offload, world)
     kept, extra = _saved_bytes(model, shapes, losses)
     known = _sizes(config, model, *broadcast_object((kept, extra)))
+    if shapes.are_kept:  # rates that were fitted without pixels are of no use with them
+        known = replace(known, name=f"{known.name} on kept latents")
     path = config.planner.costs or folder / "costs.json"
     fit, told, problem = None, "", None
     if world.is_main:

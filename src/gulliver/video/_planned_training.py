@@ -3,12 +3,14 @@
 `PlannedTrainer` is the `Trainer` whose batches are planned steps. Noise, levels, hidden captions
 and masks of a clip are functions of (seed, epoch, clip), whoever runs it; whether a step has masks
 at all, of (seed, step). What it does not know: how steps are planned (`gulliver.data`), run
-(`gulliver.booster`) and what they cost (`_planned_costs.py`).
+(`gulliver.booster`) and what they cost (`_planned_costs.py`), and how clips are read
+(`_planned_clips.py`).
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -18,12 +20,24 @@ from torch import Tensor, nn
 
 from gulliver.booster import DataCentricLoader, LoadedBatch, Plugin, TrainingStep
 from gulliver.comm import all_reduce
-from gulliver.data import Bucket, Budget, Clip, DataCentricPlanner, Samples, Seconds, Tokens
+from gulliver.data import (
+    Bucket,
+    Budget,
+    DataCentricPlanner,
+    Samples,
+    Seconds,
+    StepPlan,
+    Tokens,
+)
 from gulliver.errors import GulliverError
+from gulliver.hardware import SampleShape
 from gulliver.jobs import console, derive
 from gulliver.models import Autoencoder
-from gulliver.video._batches import Batch
+from gulliver.options import size_text
+from gulliver.parallel import ZeroOptimizer
+from gulliver.video._batches import OF_NO_SAMPLE, Batch
 from gulliver.video._config import TrainConfig
+from gulliver.video._planned_clips import ClipOrder, StepClips, stack_clips
 from gulliver.video._planned_costs import ClipShapes, ready_costs
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._releases import told
@@ -47,16 +61,17 @@ class PlannedTrainer(Trainer):
 
     def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> PlannedOrder:
         """Plans what ranks run, with the costs of this model."""
-        config, order = self.config, [dataset.bucket_of(n) for n in range(len(dataset))]
-        autoencoder = autoencoder.to(self.world.device).eval()
+        config, order = self.config, ClipOrder(dataset, derive(self.config.seed, 14))
+        if not dataset.encoded:
+            autoencoder = autoencoder.to(self.world.device).eval()
         self.shapes = ClipShapes.of_buckets(
-            dict.fromkeys(order), model, autoencoder, not dataset.encoded
+            order.buckets(), model, autoencoder, not dataset.encoded
         )
         made_up = partial(_made_up_losses, self, model, autoencoder)
         costs, lines = ready_costs(config, self.run.folder, model, self.shapes, made_up, self.world)
         planner = DataCentricPlanner(
             costs,
-            [self.shapes.of[bucket] for bucket in order],
+            self.shapes.arriving(order),
             self.world.size // (config.tp_size * config.pp_size),
             budget_of(config),
             window=config.planner.window,
@@ -69,27 +84,44 @@ class PlannedTrainer(Trainer):
             seed=derive(config.seed, 6),
             stages=config.pp_size,
         )
-        skipped = [f"{n:,} of {shape}" for shape, n in planner.left_out.items()]
+        left_out = _unfit(planner, order, self.shapes) if order.is_dealt else planner.left_out
+        skipped = [f"{n:,} of {shape}" for shape, n in left_out.items()]
         if skipped:
             lines.append(f"clips that fit at no degree are skipped: {', '.join(skipped)}")
         if self.world.is_main:
             console().print("\n".join([f"data-centric: {planner.describe()}", *lines]))
-        return PlannedOrder(planner, len(order) - planner.left_out.total())
+        return PlannedOrder(planner, order, len(order.epoch(0)[0]) - left_out.total())
 
     def _prepare(self) -> None:
+        dataset, optimizer = self.maker.dataset, self.optimizer
+        assert isinstance(optimizer, ZeroOptimizer), "DataCentricPlugin makes one"
+        self.clips = StepClips(dataset, self.sampler.order, self.config.seed, optimizer.rank)
         self.loader = DataCentricLoader(
             self.sampler.planner,
-            _Clips(self.maker.dataset),
+            self.clips,
             self.model,
-            self.optimizer,
-            collate=_collate,
+            optimizer,
+            collate=stack_clips,
+            weight=self.clips.weight,
             refine=self.config.planner.refine,
+            begin=self._begin,
         )
         self.ratios: list[float] = []
 
     def _batches(self) -> Iterator[TrainingStep]:
         while True:
             yield from self.loader
+
+    def _begin(self, plan: StepPlan) -> None:
+        """Reads the clips of a step; counts, on all ranks, those that cannot be read.
+
+        A step of which no clip could be read is passed over, as it is where steps are not planned.
+        """
+        self.clips.begin(plan, self.sampler.planner.upcoming())
+        lost = len(self.clips.lost)
+        self.skipped.count(plan.epoch, plan.samples - lost, lost)
+        if lost == plan.samples and self.skipped.problem is not None:
+            self._refuse_lost_data(self.skipped.problem)
 
     def step(self, batch: TrainingStep, stop_wanted: bool = False) -> dict[str, float]:  # type: ignore[override]
         """Runs one optimizer step: this rank's micro-batches of a plan.
@@ -104,7 +136,9 @@ class PlannedTrainer(Trainer):
             self._run_stages(batch)
         for loaded in batch if self.config.pp_size == 1 else ():
             clips = self._clips(loaded, plan.epoch, plan.step)
-            batch.backward(self._losses(clips, slice(None)).mean())
+            # Of clips that are all lost nothing counts: their ranks have no forward.
+            losses = self._losses(clips, slice(None)) if clips.weight else clips.latents
+            batch.backward(losses.mean())
         wishes = torch.tensor(float(stop_wanted), device=self.world.device)
         all_reduce(wishes)
         loss = batch.loss()
@@ -114,7 +148,8 @@ class PlannedTrainer(Trainer):
         predicted = sum(seconds for _, seconds, _ in batch.measured)
         if predicted:
             self.ratios.append(sum(seconds for *_, seconds in batch.measured) / predicted)
-        return {"loss": loss, "norm": norm, "samples": plan.samples, "stop": float(wishes)}
+        read = plan.samples - len(self.clips.lost)
+        return {"loss": loss, "norm": norm, "samples": read, "stop": float(wishes)}
 
     def _run_stages(self, step: TrainingStep) -> None:
         """Runs this rank's micro-batches through the stages of its pipeline."""
@@ -129,13 +164,21 @@ class PlannedTrainer(Trainer):
 
     @torch.no_grad()
     def _clips(self, loaded: LoadedBatch, epoch: int, step: int) -> Batch:
-        """The micro-batch with its noise, levels, hidden captions and masks."""
+        """The micro-batch with its noise, levels, hidden captions and masks.
+
+        Clips that are lost are left out; where all are, one of zeros weighs nothing.
+        """
         maker, data, bucket = self.maker, loaded.data, self.shapes.buckets[loaded.shape]
-        videos = data["videos"]
-        latents = videos if maker.encoded else maker.autoencoder.encode(videos)
-        shape = tuple(latents.shape[1:])
-        y, y_mask = maker.text.encode(data["captions"])[:2]
-        drawn = [self._draw(epoch, index, step, shape) for index in loaded.samples]
+        videos, captions, fps, rows = (data[n] for n in ("videos", "captions", "fps", "rows"))
+        if videos is None:
+            shape = maker.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+            latents = torch.zeros(1, *shape, device=maker.device)
+            captions, fps, rows = [OF_NO_SAMPLE], torch.full((1,), 8.0, device=maker.device), [-1]
+        else:
+            latents = videos if maker.encoded else maker.autoencoder.encode(videos)
+            shape = tuple(latents.shape[1:])
+        y, y_mask = maker.text.encode(captions)[:2]
+        drawn = [self._draw(epoch, row, step, shape, bucket) for row in rows]
         device, count = maker.device, len(latents)
         masks = [mask for *_, mask in drawn]
         whole = torch.ones(shape[1], dtype=torch.bool)
@@ -150,25 +193,24 @@ class PlannedTrainer(Trainer):
             generate=None
             if all(mask is None for mask in masks)
             else torch.stack([whole if m is None else m for m in masks]).to(device),
-            fps=data["fps"],
+            fps=fps,
             height=torch.full((count,), float(bucket.height), device=device),
             width=torch.full((count,), float(bucket.width), device=device),
             total=count,
-            skipped=0,
+            skipped=len(loaded.samples) - len(data["rows"]),
             epoch=epoch,
-            weight=1.0,
+            weight=0.0 if videos is None else 1.0,
             sampler_state={},
             more={name: value for name, value in more.items() if name in maker.takes},
         )
 
     def _draw(
-        self, epoch: int, index: int, step: int, shape: tuple[int, ...]
+        self, epoch: int, row: int, step: int, shape: tuple[int, ...], bucket: Bucket
     ) -> tuple[Tensor, Tensor, bool, Tensor | None]:
         """Noise [C, T, H, W], level [1], hidden caption and mask [T] of a clip."""
-        seed, bucket = self.config.seed, self.maker.dataset.bucket_of(index)
-        assert bucket is not None, "planned"
-        noise = torch.randn(shape, generator=_generator(seed, 1, epoch, index))
-        own = _generator(seed, 12, epoch, index)
+        seed = self.config.seed
+        noise = torch.randn(shape, generator=_generator(seed, 1, epoch, row))
+        own = _generator(seed, 12, epoch, row)
         level = self.flow.sample_timesteps(
             1, generator=own, height=bucket.height, width=bucket.width, num_frames=shape[1]
         )
@@ -178,7 +220,10 @@ class PlannedTrainer(Trainer):
 
     def run_to_end(self, stop: Any) -> Any:
         """Steps until the last, or until a signal, and tells how well times were predicted."""
-        outcome = super().run_to_end(stop)
+        try:
+            outcome = super().run_to_end(stop)
+        finally:
+            self.clips.close()
         if self.ratios and self.world.is_main:
             error = statistics.median(abs(ratio - 1) for ratio in self.ratios)
             console().print(
@@ -193,20 +238,24 @@ class PlannedOrder:
 
     Args:
         planner: planner of the steps.
+        order: rows of its samples.
         samples: samples of an epoch.
     """
 
-    def __init__(self, planner: DataCentricPlanner, samples: int) -> None:
-        self.planner, self.samples, self._given, self._steps = planner, samples, 0, 0
+    def __init__(self, planner: DataCentricPlanner, order: ClipOrder, samples: int) -> None:
+        self.planner, self.order, self.samples = planner, order, samples
+        self._given, self._steps = 0, 0
 
     def given(self, samples: int) -> None:
         """Counts a step of so many samples."""
         self._given, self._steps = self._given + samples, self._steps + 1
 
     def __len__(self) -> int:
-        """Steps of an epoch, as large as those so far."""
-        mean = self._given / self._steps if self._steps else self.samples
-        return max(1, round(self.samples / mean))
+        """Steps of an epoch, as large as those so far; before any, as the next one."""
+        if self._steps:
+            return max(1, round(self.samples * self._steps / self._given))
+        coming = self.planner.upcoming()
+        return 1 if coming is None else max(1, -(-self.samples // coming.samples))
 
     def state_dict(self) -> dict[str, Any]:
         """The planner's position."""
@@ -226,25 +275,37 @@ def budget_of(config: TrainConfig) -> Budget:
     return Samples(config.data.batch_size)
 
 
-class _Clips:
-    """Clips by index; one that cannot be read ends the run, for others count on it."""
+def _unfit(
+    planner: DataCentricPlanner, order: ClipOrder, shapes: ClipShapes
+) -> Counter[SampleShape]:
+    """Clips of the first of dealt epochs that fit at no degree, which a planner meets later.
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, index: int) -> Clip:
-        clip = self.dataset[index]
-        if not isinstance(clip, Clip):
-            raise GulliverError(f"clip {index} cannot be read: {clip}")
-        return clip
-
-
-def _collate(clips: list[Clip]) -> dict[str, Any]:
-    return {
-        "videos": torch.stack([clip.video for clip in clips]),
-        "captions": [clip.caption for clip in clips],
-        "fps": torch.tensor([clip.fps for clip in clips]),
+    Raises:
+        GulliverError: there may be some, in any epoch, and they are not to be skipped; a step that
+            is longer than an epoch.
+    """
+    costs, buckets = planner.costs, order.epoch(0)[1]
+    fitting = {
+        shape
+        for shape in shapes.buckets
+        if any(len(costs.batches(shape, d, planner.pac)) for d in planner.degrees)
     }
+    strange = [shape for shape in shapes.buckets if shape not in fitting]
+    if strange and planner.unfit == "refuse":
+        raise GulliverError(
+            f"clips of {strange[0]} ({strange[0].tokens:,} tokens) fit at no degree of up to "
+            f"{planner.ranks} ranks in {size_text(costs.memory)} of a rank, nor "
+            f"{len(strange) - 1} other shapes of --data.buckets: take more ranks or memory, or "
+            "--planner.unfit skip"
+        )
+    unfit = Counter(shapes.of[b] for b in buckets if shapes.of[b] not in fitting)
+    usable = len(buckets) - unfit.total()
+    if isinstance(planner.budget, Samples) and planner.budget.count > usable:
+        raise GulliverError(
+            f"--data.batch-size is {planner.budget.count}, and the first epoch has {usable} clips "
+            "that fit: give at most as many"
+        )
+    return unfit
 
 
 def _generator(*key: int) -> torch.Generator:

@@ -80,8 +80,7 @@ def planner_needs(config: Any) -> dict[str, tuple[bool, str]]:
         "sp_size": f"{told}each step chooses how many ranks share a clip, or --planner.degree does",
         "accumulate": f"{told}each step has the micro-batches that its plan says",
         "autoencoder.share": f"{told}each rank encodes the clips of its group",
-        "data.table": f"{told}it trains on the moving digits only",
-        "data.encoded": f"{told}it trains on the moving digits only",
+        "data.bucket_ranks": f"{told}a step is of --data.batch-size samples, of any buckets",
     }.items():
         needs[name] = not centric, why
     return needs

@@ -65,10 +65,12 @@ def common_samples(place: tuple[int, int], kept: list[int]) -> list[int]:
     return sorted(set(kept).intersection(*found))
 
 
-def listing(broken: set[tuple[str, str]]) -> str:
-    """Lists the skipped clips with their reasons, the first of them where they are many."""
-    lines = [f"{len(broken)} clips could not be read when their turn came:"]
-    lines += [f"  {name}: {reason}" for name, reason in sorted(broken)[:SHOWN]]
-    if len(broken) > SHOWN:
-        lines.append(f"  and {len(broken) - SHOWN} more")
+def listing(
+    clips: set[tuple[str, str]], problem: str = "could not be read when their turn came"
+) -> str:
+    """Lists clips with their reasons, the first of them where they are many."""
+    lines = [f"{len(clips)} clips {problem}:"]
+    lines += [f"  {name}: {reason}" for name, reason in sorted(clips)[:SHOWN]]
+    if len(clips) > SHOWN:
+        lines.append(f"  and {len(clips) - SHOWN} more")
     return "\n".join(lines)

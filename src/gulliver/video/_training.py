@@ -104,7 +104,7 @@ class Trainer:
             config.flow,
             config.seed,
             world.device,
-            self._agree if config.ranks_of_a_model > 1 else None,
+            self._agree if config.ranks_of_a_model > 1 or config.data_centric else None,
             frozenset(inspect.signature(model.forward).parameters) & {"num_frames", "ar"},
         )
         shares = config.ranks_of_a_model > 1 and not config.data_centric
@@ -209,13 +209,18 @@ class Trainer:
             )
 
     def _list_unreadable(self) -> None:
-        """Says which clips of a table broke when their turn came; every rank calls it."""
+        """Says which clips of a table broke or are misstated in it; every rank calls it."""
         dataset = self.maker.dataset
         if not isinstance(dataset, ClipTable):
             return
-        broken = {entry for part in gather_objects(dataset.broken) for entry in part}
+        found = gather_objects((dataset.broken, dataset.misstated))
+        broken, misstated = (
+            {one for part in parts for one in part} for parts in zip(*found, strict=True)
+        )
         if broken and self.world.is_main:
             console().print(listing(broken))
+        if misstated and self.world.is_main:
+            console().print(listing(misstated, "are not as the table says, and were used"))
 
     def _refuse_lost_data(self, problem: str) -> None:
         """Ends a run whose clips are gone; what it has learnt is saved. Every rank calls it."""

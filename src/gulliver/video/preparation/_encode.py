@@ -46,7 +46,7 @@ from gulliver.io import atomic_file, hold, named_errors, remove_leftovers
 from gulliver.jobs import Display, StopRequest, console
 from gulliver.models import Autoencoder
 from gulliver.options import check_options, size_text
-from gulliver.video._build import OF_NO_SAMPLE
+from gulliver.video._batches import OF_NO_SAMPLE
 from gulliver.video._config import DataConfig
 from gulliver.video._encode_config import EncodeConfig
 from gulliver.video._kept_latents import (
