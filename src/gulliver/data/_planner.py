@@ -418,10 +418,7 @@ class DataCentricPlanner:
         return self.epoch, self.step, self._queue.copy()
 
     def upcoming(self) -> StepPlan | None:
-        """Plans the next step without taking it, such as to load it ahead; None where none is seen.
-
-        It comes like that unless costs are refined before.
-        """
+        """Plans the next step, such as to load it ahead, and takes nothing; None where none is."""
         before, skipped = self.position(), self.skipped.copy()
         plan = next(iter(self), None)
         self.rewind(before)

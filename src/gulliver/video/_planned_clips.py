@@ -85,37 +85,37 @@ class StepClips:
         dataset: data set of clips.
         order: rows of its samples.
         seed: seed of the run, which chooses the frames of longer clips.
-        rank: rank of the planner that this one is.
 
     Attributes:
         lost: samples of the present step that some rank could not read.
     """
 
-    def __init__(self, dataset: Any, order: ClipOrder, seed: int, rank: int) -> None:
-        self._dataset, self._order, self._seed, self._rank = dataset, order, seed, rank
+    def __init__(self, dataset: Any, order: ClipOrder, seed: int) -> None:
+        self._dataset, self._order, self._seed = dataset, order, seed
         self._pool = ThreadPoolExecutor(READERS, "gulliver-clips")
         self._coming: dict[tuple[int, int], Future[Read]] = {}
         self._clips: dict[int, Read] = {}
         self.lost: frozenset[int] = frozenset()
 
-    def begin(self, plan: StepPlan, upcoming: StepPlan | None) -> None:
+    def begin(self, rank: int, plan: StepPlan, upcoming: StepPlan | None) -> None:
         """Reads a step, agrees with all ranks on what is lost, and begins to read the next one.
 
         Args:
+            rank: rank of the plans that this one is.
             plan: step that is about to run; all ranks call it with the same.
             upcoming: step that will probably come next.
         """
-        now = self._asked(plan)
+        now = self._asked(plan, rank)
         self._clips = {index: future.result() for (_, index), future in now.items()}
         lost = [n for n, clip in self._clips.items() if isinstance(clip, BrokenClip)]
         if isinstance(self._dataset, ClipTable):  # what is made cannot break
             lost = [index for found in gather_objects(lost) for index in found]
         self.lost = frozenset(lost)
-        self._coming = {} if upcoming is None else self._asked(upcoming)
+        self._coming = {} if upcoming is None else self._asked(upcoming, rank)
 
-    def _asked(self, plan: StepPlan) -> dict[tuple[int, int], Future[Read]]:
+    def _asked(self, plan: StepPlan, rank: int) -> dict[tuple[int, int], Future[Read]]:
         """This rank's clips of a step as they are read; what was read for nothing is dropped."""
-        groups = plan.groups_of(self._rank)
+        groups = plan.groups_of(rank)
         keys = [
             (plan.epoch, index)
             for group in groups

@@ -34,7 +34,6 @@ from gulliver.hardware import SampleShape
 from gulliver.jobs import console, derive
 from gulliver.models import Autoencoder
 from gulliver.options import size_text
-from gulliver.parallel import ZeroOptimizer
 from gulliver.video._batches import OF_NO_SAMPLE, Batch
 from gulliver.video._config import TrainConfig
 from gulliver.video._planned_clips import ClipOrder, StepClips, stack_clips
@@ -93,14 +92,12 @@ class PlannedTrainer(Trainer):
         return PlannedOrder(planner, order, len(order.epoch(0)[0]) - left_out.total())
 
     def _prepare(self) -> None:
-        dataset, optimizer = self.maker.dataset, self.optimizer
-        assert isinstance(optimizer, ZeroOptimizer), "DataCentricPlugin makes one"
-        self.clips = StepClips(dataset, self.sampler.order, self.config.seed, optimizer.rank)
+        self.clips = StepClips(self.maker.dataset, self.sampler.order, self.config.seed)
         self.loader = DataCentricLoader(
             self.sampler.planner,
             self.clips,
             self.model,
-            optimizer,
+            self.optimizer,
             collate=stack_clips,
             weight=self.clips.weight,
             refine=self.config.planner.refine,
@@ -117,7 +114,7 @@ class PlannedTrainer(Trainer):
 
         A step of which no clip could be read is passed over, as it is where steps are not planned.
         """
-        self.clips.begin(plan, self.sampler.planner.upcoming())
+        self.clips.begin(self.loader.optimizer.rank, plan, self.sampler.planner.upcoming())
         lost = len(self.clips.lost)
         self.skipped.count(plan.epoch, plan.samples - lost, lost)
         if lost == plan.samples and self.skipped.problem is not None:
