@@ -311,6 +311,44 @@ def test_blocks_that_move_lie_evenly() -> None:
                 assert all(0 <= place < count for place in found)
 
 
+def scheduled(count: int, away: int, again: int, move: float) -> float:
+    """Time of forward and backward as the stack runs them, in forwards of a block.
+
+    A block's tensors leave as they are saved, half a block before its end on the mean, and have
+    left when the next one that moves has saved as many. They come back in the reverse order, each
+    block's when backward begins with the one after it.
+    """
+    moving = spread(count, away)
+    rest = [place for place in range(count) if place not in moving]
+    repeated, clock, left = set(rest[:again]), 0.0, 0.0
+    for place in range(count):
+        clock += 1
+        if place in moving:
+            clock = max(clock, left)
+            left = max(clock - 0.5, left) + move
+    link, ready = left, dict.fromkeys(moving, 0.0)  # the last one is still there
+    for place in reversed(range(count)):
+        clock = max(clock, ready.get(place, 0.0))
+        before = [other for other in moving if other < place]
+        if place in moving and before:
+            ready[before[-1]] = link = max(clock, link) + move
+        clock += 2 + (place in repeated)
+    return clock
+
+
+def test_seconds_that_are_told_are_those_of_a_schedule_block_by_block() -> None:
+    for count in (28, 56):
+        for away, move in itertools.product(range(count // 2 + 1), np.arange(0.25, 15, 0.25)):
+            for again in (0, (count - away) // 2, count - away):
+                forward, moved = float(count), int(away * move * 100)
+                passes = PassCosts(forward, 2 * forward, write_s=0.01, read_s=0.01)
+                told = passes.seconds(moved, again)
+                if told > passes.seconds(0, again + away):
+                    continue  # nobody would move these
+                took = scheduled(count, away, again, moved / max(1, away) / 100)
+                assert took <= 1.01 * told, (count, away, again, move)
+
+
 KIND = BlockKind("layers", 8, 4000.0)
 MODEL = SampleModel("small", 12 * 256**2, 256, (KIND,), "bfloat16")
 FIT = SampleFit(1e-3, 1e-5, 1e-12, 1e-8, 0.0, 1e6, 5000.0, 512.0)

@@ -99,7 +99,7 @@ class RecomputeSwitch:
             self._offload.sweep()
             # Those of the next shape have other sizes: they lie side by side from the start again.
             self._offload.forget_unused()
-            self._stack.begin()
+            self._stack.leave()
 
     def _around(self, path: str, module: nn.Module) -> Callable[..., Any]:
         def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

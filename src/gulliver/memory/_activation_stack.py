@@ -5,10 +5,10 @@ guessed, as a `Manager` does of state that comes in every step: what a block sav
 blocks after it run, and comes back while those are in backward.
 
 [Note: two blocks] On the device there is what one block has saved, or needs now, and what one other
-has on its way. The copies of a block are given up when the next one that moves begins: by then the
-blocks between have hidden their way, and if not, it is waited for. What the last one saved is still
-there when backward begins. When the first of a block's activations is used, those of the block
-before are sent for.
+has on its way. Copies of a block are given up one by one as the next one that moves saves its own:
+the blocks between have hidden their way, and if not, it is waited for. What the last one saved is
+still there when backward begins. When the first of a block's activations is used, those of the
+block before are sent for.
 
 Copies are queued on streams of their own; see [Note: order of copies] in `_host.py`. What a step
 leaves behind lies in the host's memory until it is discarded.
@@ -73,7 +73,7 @@ class ActivationStack:
     def __init__(self, store: HostStore, device: torch.device) -> None:
         self.store, self.device = store, device
         self.held = self.most = 0
-        self._number = self._block = 0
+        self._number = self._block = self._room = 0
         self._blocks: dict[int, list[Placed]] = {}
         self._block_of: dict[int, int] = {}
         self._here: dict[int, Placed] = {}
@@ -81,11 +81,17 @@ class ActivationStack:
         self._coming = -1
 
     def begin(self) -> None:
-        """Gives up what is on the device and in no use, for another block is about to save."""
+        """Is told that another block is about to save."""
+        own = sum(placed.nbytes for placed in self._blocks.get(self._block, ()))
+        self._room = max(self._room, own)
         self._block += 1
+
+    def leave(self) -> None:
+        """Gives up what is on the device and in no use, such as at the end of a step."""
         for number, placed in list(self._here.items()):
-            if number not in self._new and number not in self._used:
-                self._give_up(placed)
+            self._give_up_unused(number, placed)
+        self._room = 0
+        self._block += 1
 
     def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> Placed:
         """Takes a new object.
@@ -101,6 +107,7 @@ class ActivationStack:
     def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
         """Brings an object, and keeps it until `done`; a fresh one is new memory to be filled."""
         if fresh:
+            self._make_room(placed.nbytes)
             self._hold(placed, Where.HERE)
             self._new.add(placed.number)
             self._blocks.setdefault(self._block, []).append(placed)
@@ -108,7 +115,10 @@ class ActivationStack:
         else:
             self._used.add(placed.number)
             self._fetch(placed)
-            self._settle(placed)
+            if placed.where is Where.LEAVING:
+                placed.enter(Where.HERE)  # its memory may be read while it is copied
+            elif placed.where is Where.ARRIVING:
+                self._settle(placed)
             self._send_for(self._block_of[placed.number])
         assert placed.tensor is not None
         return placed.tensor
@@ -143,6 +153,17 @@ class ActivationStack:
         assert placed.offset is not None
         return typed(self.store.mapped(placed.offset, placed.nbytes), placed.nbytes, placed.dtype)
 
+    def _make_room(self, size: int) -> None:
+        """Gives up the oldest copies, until what a block saves fits; its own stay."""
+        for number, placed in list(self._here.items()):
+            if self.held + size <= self._room or self._block_of[number] == self._block:
+                return
+            self._give_up_unused(number, placed)
+
+    def _give_up_unused(self, number: int, placed: Placed) -> None:
+        if number not in self._new and number not in self._used:
+            self._give_up(placed)
+
     def _hold(self, placed: Placed, where: Where) -> Tensor:
         """Takes memory of the device for an object."""
         placed.memory = torch.empty(placed.nbytes, dtype=torch.uint8, device=self.device)
@@ -173,6 +194,7 @@ class ActivationStack:
         if placed.transfer is not None:
             placed.transfer.wait()
             placed.transfer = None
+        if placed.where is not Where.HERE:
             placed.enter(Where.HERE)
 
     def _give_up(self, placed: Placed) -> None:
