@@ -300,6 +300,21 @@ def test_host_memory_of_a_plan_needs_a_gpu_and_no_memory_limit() -> None:
         StageSwitch(stage, [("blocks", 1)], offload)
 
 
+def test_host_memory_is_one_piece_that_is_locked_once_and_given_back() -> None:
+    copier = LateCopier()
+    arena = HostArena(10 * 4096 + 1, torch.device("cpu"), copier)
+    assert not copier.locked
+    places = [arena.allocate(3 * 4096), arena.allocate(4 * 4096 + 1)]
+    assert places == [0, 3 * 4096]
+    assert list(copier.locked.values()) == [11 * 4096]
+    with pytest.raises(GulliverError, match="host memory for activations are full"):
+        arena.allocate(4 * 4096)
+    arena.free(places[0], 3 * 4096)
+    assert arena.allocate(2 * 4096) == 0
+    arena.close()
+    assert not copier.locked
+
+
 def test_blocks_that_move_lie_evenly() -> None:
     assert spread(8, 2) == [0, 4]
     assert spread(8, 2, 0.5) == [2, 6]

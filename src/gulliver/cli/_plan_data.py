@@ -40,7 +40,8 @@ def plan_data(options: PlanData) -> int:
     lines = [planner.describe(), *loaded.lines, *_whole(plans, loaded, shapes, options)]
     for shape, count in planner.skipped.items():
         lines.append(f"skipped: {count:,} samples of {shape}, which fit at no degree")
-    lines += gains(options, loaded, shapes, len(shapes) / shares_of(plans).seconds)
+    now = shares_of(plans)
+    lines += gains(options, loaded, shapes, now.samples / now.seconds)
     for plan in plans[: options.steps]:
         print("\n".join(step_lines(plan, known=known)))
     print("\n".join(lines))
