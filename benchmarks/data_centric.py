@@ -6,7 +6,8 @@ on the same table. Ours runs with as many samples a step as DCP-inter takes, and
 as bucketing. `text` packs documents of long-tailed lengths, against packing sorted ones. Nothing is
 run on devices there: all seconds are the tables'. `measured` (asked for with ``--parts measured``)
 trains small models on processors of this machine and shaped links; `convergence` trains the moving
-digits on mixed sizes in planned steps and in batches of one shape.
+digits on mixed sizes in planned steps and in batches of one shape; `offload` predicts what moving
+activations to the host gains.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 import tyro
 
 from benchmarks._data_centric_costs import Documents, text_costs, video_costs
+from benchmarks._data_centric_offload import offload
 from benchmarks._data_centric_ranks import LONGEST, run_workloads, workload
 from benchmarks._harness import Report, at_least, at_most, finish
 from gulliver.data import DataCentricPlanner, Tokens
@@ -421,7 +423,13 @@ def convergence(options: Options) -> Report:
 
 RATES = {2: "600mbit", 4: "300mbit"}
 """By ranks: two cores are shared, so that four ranks compute half as fast each."""
-PARTS = {"replay": replay, "text": text, "measured": measured, "convergence": convergence}
+PARTS = {
+    "replay": replay,
+    "text": text,
+    "measured": measured,
+    "convergence": convergence,
+    "offload": offload,
+}
 
 if __name__ == "__main__":
     main(tyro.cli(Options))
