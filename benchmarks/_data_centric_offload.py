@@ -74,7 +74,7 @@ def offload(options: Any) -> Report:
     report.bars = [at_least(f"ours over {n}, least of the rows", v, 1.0) for n, v in least.items()]
     report.notes = [
         f"{DEVICES} devices, {BUDGET:,} tokens a step, {HOST_BYTES / 1e9:.0f} GB of host memory a "
-        "rank; the links' rates are given, not measured, and nothing is run: these are predictions. "
+        "rank; the rates of links are given, not measured, and nothing is run: all is predicted. "
         "No micro-batch takes longer than where all moves; an epoch may, by the gaps of its steps "
         "over their bounds."
     ]
