@@ -221,7 +221,7 @@ def test_small_lots_wait_for_each_other_where_a_step_has_few_lots() -> None:
     counts, sizes = {"clip": 12, "still": 40}, {"clip": 1, "still": 5}
     most = {"clip": 1.5, "still": 90.0}
     assert longer_lots(counts, sizes, most, 1.0) == sizes, "20 lots in a step"
-    assert longer_lots(counts, sizes, most, 2.5) == {"clip": 1, "still": 10}, "8 lots in a step"
+    assert longer_lots(counts, sizes, most, 2.5) == {"clip": 1, "still": 12}, "8 lots in a step"
     assert longer_lots(counts, sizes, most, 20.0) == {"clip": 1, "still": 20}, "one in a step"
     assert longer_lots(counts, sizes, {"clip": 1.5, "still": 7.9}, 20.0)["still"] == 7
     assert longer_lots(counts, sizes, {"clip": 0.3, "still": 0.3}, 20.0) == sizes, "never shorter"
@@ -229,12 +229,12 @@ def test_small_lots_wait_for_each_other_where_a_step_has_few_lots() -> None:
 
 def test_stills_between_long_clips_do_not_take_a_part_of_every_step() -> None:
     """Three stills leave one of four ranks waiting, and each step had three."""
-    lengths = np.random.default_rng(0).permutation([400] * 200 + [90] * 200).tolist()
+    lengths = np.random.default_rng(0).permutation([400] * 200 + [75] * 200).tolist()
     costs = FunctionCosts(lambda n: n, lambda n: n, 100, 0.0, 0.3, (1, 4))
     plans = list(DataCentricPlanner(costs, lengths, 4, Tokens(1600)))
-    stills = [sum(lengths[n] == 90 for n in indices([plan])) for plan in plans]
+    stills = [sum(lengths[n] == 75 for n in indices([plan])) for plan in plans]
     assert np.mean(np.array(stills) % 4 == 0) > 0.6
-    assert sum(plan.seconds for plan in plans) < 1.025 * sum(plan.bound for plan in plans)
+    assert sum(plan.seconds for plan in plans) < 1.02 * sum(plan.bound for plan in plans)
 
 
 def test_epochs_follow_each_other_in_other_orders() -> None:

@@ -225,7 +225,7 @@ def _check_hashable(index: int, shape: Any) -> None:
         ) from None
 
 
-FEW_LOTS, MOST_LONGER = 16.0, 4.0
+FEW_LOTS, MOST_LONGER = 20.0, 4.0
 """Lots of a step below which they are made longer, and how much longer at most."""
 
 

@@ -78,12 +78,19 @@ class BalancedStep:
     left: dict[Hashable, int]
 
 
-class _Found(NamedTuple):
-    """Shapes of a step in order, their groups by number, and the bound."""
+@dataclass(slots=True)
+class _Found:
+    """Shapes of a step in order, their groups by number, and the bound.
+
+    Groups are kept as objects from the second time on that they are asked for: those of thousands
+    of steps that never come again would be looked through by the garbage collector.
+    """
 
     shapes: list[Hashable]
     answer: StepAnswer
     bound: float
+    asked: bool = False
+    step: BalancedStep | None = None
 
 
 class StepSolver:
@@ -251,6 +258,12 @@ class StepSolver:
         if not counts:
             return BalancedStep((), 0.0, 0.0, {})
         found = self._found(counts)
+        step = found.step or self._dealt(found, counts)
+        found.asked, found.step = True, step if found.asked else None
+        return step
+
+    def _dealt(self, found: _Found, counts: Mapping[Hashable, int]) -> BalancedStep:
+        """The groups that were found."""
         shapes, (groups, rest) = found.shapes, found.answer.packed()
         left = {shape: n for shape, n in zip(shapes, rest, strict=True) if n}
         bound = self.bound(_less(counts, shapes, rest)) if left else found.bound
