@@ -166,6 +166,7 @@ def _moved(world: World, folder: str, precision: str | None, share: float) -> di
         "read": (compared["read"].measured, moved.read),
         "written": (compared["written"].measured, moved.written),
         "total": (compared["total"].measured, plan.predicted.bytes.total),
+        "sent": (compared["sent"].measured, compared["sent"].predicted),
         "told": (compared["total"].measured, sum(optimizer.memory().values())),
     }
     booster.close()
@@ -180,6 +181,30 @@ def test_a_step_moves_and_holds_what_the_plan_says(
         for name, (measured, told) in pairs.items():
             exact = name in ("read", "written")
             assert measured == (told if exact else pytest.approx(told, rel=0.05)), (name, pairs)
+
+
+def _held(world: World, stages: list[int]) -> list[tuple[Any, Any]]:
+    """Bytes that each stage holds without a limit, as measured and predicted."""
+    found = list[tuple[Any, Any]]()
+    for stage in stages:
+        plugin = DataCentricPlugin(stage, chunk_mb=0.02, verbose=False)
+        optimizer = torch.optim.AdamW((model := _net()).parameters())
+        booster = Booster(plugin=plugin)
+        model, optimizer, *_ = booster.boost(model, optimizer)
+        for step in _loader(world, model, optimizer):
+            for batch in step:
+                step.backward(model(batch.data).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        total = booster.compare()["total"]
+        found.append((total.measured, total.predicted))
+    return found
+
+
+def test_whole_gradients_and_parameters_are_in_the_bytes_that_are_predicted(pool: Pool) -> None:
+    for found in pool.run(_held, 2, [2, 3]):
+        for measured, predicted in found:
+            assert measured == predicted
 
 
 def _on_the_host(world: World) -> tuple[float, int]:

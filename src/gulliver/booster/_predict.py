@@ -432,9 +432,12 @@ def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) ->
         return
     assert plan.zero is not None, "replicas share by DDP or ZeRO"
     sizes, zero = [c.bytes for c in plan.chunks], plan.zero
-    for (kind, size), number in Counter(zero_collectives(zero.stage, sizes)).items():
-        for message in zero_messages(zero.stage, kind, size, number, line, times):
-            yield replace(message, hidden=zero.overlap)
+    # Steps of unequal work send everything once, as stage 1 does; under a limit, beside nothing.
+    stage = min(zero.stage, 1) if zero.unequal else zero.stage
+    hidden = zero.overlap and not (zero.unequal and plan.limited)
+    for (kind, size), number in Counter(zero_collectives(stage, sizes)).items():
+        for message in zero_messages(stage, kind, size, number, line, times):
+            yield replace(message, hidden=hidden)
 
 
 def zero_messages(
