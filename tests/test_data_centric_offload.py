@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin
 from gulliver.booster._recomputed import RecomputeSwitch, StageSwitch, offload_for, spread
+from gulliver.comm import World
 from gulliver.data import DataCentricPlanner, Samples
 from gulliver.data._step_pictures import shares_of, step_lines, steps_page
 from gulliver.errors import GulliverError
@@ -37,6 +39,7 @@ from gulliver.hardware import (
 from gulliver.memory import ActivationOffload, ActivationStack, HostArena, StorageCounter
 from gulliver.solve import PassCosts
 from tests.data_centric_runs import KINDS, Uneven, loss_of, make_model
+from tests.pool import Pool
 from tests.test_memory_stores import LateCopier
 
 SMALL = st.integers(1, 4)
@@ -419,3 +422,51 @@ def test_tables_move_nothing_unless_they_are_told_where_to() -> None:
     found = replace(table, host=host).batches("a", 1)
     assert found.offloaded.any()
     assert (found.seconds <= plain.seconds + 1e-12).all()
+
+
+def _steps_as_planned(world: World) -> list[float]:
+    """Errors of the gradients of steps that a planner has chosen to move activations in."""
+    kind = BlockKind("blocks", 6, 2 * 512 * 8.0)
+    known = SampleModel("blocks", 8192, 8, (kind,), "float32")
+    fit = SampleFit(1e-3, 1e-5, 1e-9, 1e-8, 0.0, 1e6, 16384.0, 64.0, 0.1, 0.1, 1e-12, 1e-12)
+    lengths = [16, 32] * 8
+    costs = SampleCosts(known, fit, 3e6, host=fit.host_room(1 << 22))
+    shapes = [SampleShape.document(length) for length in lengths]
+    planner = DataCentricPlanner(costs, shapes, 1, Samples(8))
+    data = [torch.randn(n, 8, dtype=torch.float64) for n in lengths]
+    plain, model = Blocks(6).double(), Blocks(6).double()
+    booster = Booster(plugin=DataCentricPlugin(1, verbose=False))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader: Any = DataCentricLoader(planner, data, model, optimizer, copier=LateCopier())
+    stack, worst = loader._switch._stack, list[float]()
+    for step in loader:
+        loss = None
+        for batch in step:
+            loss = model(batch.data)
+            assert stack.held
+            break
+        assert stack.held == 0, "a step was left in the middle"
+        assert stack.store.used > 0
+        del loss
+        break
+    optimizer.zero_grad()
+    for step in loader:
+        assert any(batch.offload for _, batch in step.plan)
+        indices = [index for _, batch in step.plan for index in batch.samples]
+        for batch in step:
+            step.backward(model(batch.data))
+        plain.zero_grad()
+        for index in indices:
+            (plain(data[index]) / len(indices)).backward()
+        found = optimizer.full_gradients()
+        wanted = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        worst += [float((found[n] - g).abs().max() / g.abs().max()) for n, g in wanted.items()]
+        assert stack.held == 0
+        optimizer.zero_grad()
+    return worst
+
+
+def test_steps_move_what_their_planner_chose_also_after_one_that_was_left(pool: Pool) -> None:
+    (worst,) = pool.run(_steps_as_planned, 1)
+    assert len(worst) == 2 * 24
+    assert max(worst) < 1e-12
