@@ -60,9 +60,8 @@ def offload(options: Any) -> Report:
             for link, rate in RATES.items():
                 host = HostRoom(HOST_BYTES, TierRates("host", rate, rate))
                 ours, share = _seconds(replace(costs, host=host), shapes)
-                every = AllMoved(
-                    **{f.name: getattr(costs, f.name) for f in fields(costs)} | {"host": host}
-                )
+                given: dict[str, Any] = {f.name: getattr(costs, f.name) for f in fields(costs)}
+                every = AllMoved(**given | {"host": host})
                 moved = _seconds(every, shapes)[0]
                 place = f"{distribution}, {memory / 1e9:.0f} GB, {link}"
                 told = [kept / seconds for seconds in (plain, kept, moved, ours)]
