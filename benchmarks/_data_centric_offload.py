@@ -61,7 +61,8 @@ def offload(options: Any) -> Report:
                 host = HostRoom(HOST_BYTES, TierRates("host", rate, rate))
                 ours, share = _seconds(replace(costs, host=host), shapes)
                 given: dict[str, Any] = {f.name: getattr(costs, f.name) for f in fields(costs)}
-                every = AllMoved(**given | {"host": host})
+                given["host"] = host
+                every = AllMoved(**given)
                 moved = _seconds(every, shapes)[0]
                 place = f"{distribution}, {memory / 1e9:.0f} GB, {link}"
                 told = [kept / seconds for seconds in (plain, kept, moved, ours)]
