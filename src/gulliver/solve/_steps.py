@@ -243,6 +243,8 @@ class StepSolver:
 
     def step_times(self, counts: Mapping[Hashable, int]) -> tuple[float, float]:
         """Seconds of the longest group of `plan_step` and the bound, without the groups."""
+        if not counts:
+            return 0.0, 0.0
         found = self._found(counts)
         return found.answer.seconds, found.bound
 
