@@ -323,7 +323,7 @@ def trained(
     model = make_model("llama", wired=world.size > stages)
     case = Case("llama", 3 if disk else 2, stages=stages, disk=disk)
     booster, model, optimizer = boosted(case, model)
-    planner = planned(world.size // stages, seed=seed)
+    planner = planned(world.size // stages, seed=seed, stages=stages)
     loader = DataCentricLoader(planner, Uneven("llama"), model, optimizer)
     if folder and any(Path(folder).iterdir()):
         booster.load(folder, model, optimizer, state={"loader": loader})

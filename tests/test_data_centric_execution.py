@@ -362,8 +362,12 @@ def _staged(world: World) -> list[str]:
         told.append(str(error.value))
 
     say(lambda: DataCentricLoader(plans, Uneven("llama"), model, optimizer, refine=True))
+    say(lambda: DataCentricLoader(planned(2), Uneven("llama"), model, optimizer))
     step = next(iter(DataCentricLoader(plans, Uneven("llama"), model, optimizer)))
+    say(step.loss)
     say(lambda: list(step))
+    say(lambda: step.run(prepare=lambda batch: None))
+    optimizer.zero_grad()
     other = Uneven("llama") if world.rank != 3 else Uneven("documents")
     loader = DataCentricLoader(plans, other, model, optimizer)
 
@@ -381,7 +385,10 @@ def test_stages_refuse_a_loop_and_other_batches(pool: Pool) -> None:
     for told in pool.run(_staged, 4):
         wanted = (
             "overlap: leave one of both out",
+            "plans for 1 stages, and the model has 2",
+            "call it afterwards",
             "step.run(criterion)",
+            "prepare made a NoneType",
             "has another batch than rank",
         )
         assert [w for w, line in zip(wanted, told, strict=True) if w not in line] == []

@@ -99,19 +99,21 @@ def test_the_models_own_loss_counts_labels_that_are_not_ignored(pool: Pool, fami
 class Table(nn.Module):
     """A model that no table knows: blocks return tuples and share what a module computes."""
 
-    def __init__(self, everywhere: bool = False) -> None:
+    def __init__(self, skips: bool = False) -> None:
         super().__init__()
         self.ids, self.mix = nn.Embedding(11, 6), nn.Linear(1, 6)
         self.scale = nn.Parameter(torch.full((6,), 1.5))
         self.blocks = nn.ModuleList(TupleBlock() for _ in range(4))
         self.head = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3))
+        self.skips = skips
         self.double()
 
     def forward(self, ids: Tensor, when: Tensor) -> Tensor:
         hidden, context = self.ids(ids) * self.scale, self.mix(when[:, None])
+        first = hidden
         for block in self.blocks:
             hidden = block(hidden, context=context)[0]
-        return self.head(hidden * self.scale)
+        return self.head(hidden * self.scale + (first if self.skips else 0))
 
 
 class TupleBlock(nn.Module):
@@ -125,9 +127,12 @@ class TupleBlock(nn.Module):
         return hidden + torch.tanh(self.inner(hidden) + context[:, None]), None
 
 
-def _unknown(world: World, everywhere: tuple[str, ...]) -> list[float]:
+def _unknown(world: World, everywhere: tuple[str, ...], skips: bool = False) -> list[float]:
     torch.manual_seed(0)
-    model, data = Table(), (torch.arange(12).view(4, 3) % 11, torch.rand(4, dtype=torch.float64))
+    model, data = (
+        Table(skips),
+        (torch.arange(12).view(4, 3) % 11, torch.rand(4, dtype=torch.float64)),
+    )
     loss = lambda outputs, _: outputs.square().mean()  # noqa: E731
     whole = loss(model(*data), data)
     whole.backward()
@@ -145,6 +150,13 @@ def test_a_model_that_no_table_knows_is_cut_or_refused_by_name(pool: Pool) -> No
         assert max(errors) <= BAR
     with pytest.raises(GulliverError, match=r"argument 1.context of block 'blocks.2'"):
         pool.run(_unknown, 2, ())
+
+
+def test_what_the_head_reads_beside_the_blocks_is_kept_or_named(pool: Pool) -> None:
+    for errors in pool.run(_unknown, 2, ("mix", "ids"), True):
+        assert max(errors) <= BAR
+    with pytest.raises(GulliverError, match=r"output is NaN.*what 'ids' returned"):
+        pool.run(_unknown, 2, ("mix",), True)
 
 
 def _crossing(world: World, dtype: torch.dtype, style: str) -> list[float]:

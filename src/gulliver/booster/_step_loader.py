@@ -264,6 +264,13 @@ def _check(loader: DataCentricLoader) -> None:
             "optimizer: give it as many"
         )
     check_uneven(optimizer)
+    held = optimizer.pipeline_stage if isinstance(optimizer, HybridOptimizer) else None
+    stages = 1 if held is None else held.cut.stages
+    if getattr(planner, "stages", stages) != stages:
+        raise GulliverError(
+            f"the planner plans for {planner.stages} stages, and the model has {stages}: give it "
+            f"stages={stages}, DataCentricPlugin's pp_size"
+        )
     if loader.refines and optimizer.pipeline is not None:
         raise GulliverError(
             "refine=True needs the seconds of single micro-batches, and those of a pipeline "

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -154,7 +154,17 @@ class TrainingStep:
         Raises:
             GulliverError: the step was run before; ranks of a group have different batches.
         """
-        made = prepare or (lambda batch: batch.data)
+
+        def made(batch: LoadedBatch) -> Any:
+            given = batch.data if prepare is None else prepare(batch)
+            if not isinstance(given, Mapping | tuple | list | Tensor):
+                what = "collate" if prepare is None else "prepare"
+                raise GulliverError(
+                    f"{what} made a {type(given).__name__} of a micro-batch: the model is called "
+                    "with a mapping of keyword arguments, a tuple, a list or one tensor"
+                )
+            return given
+
         if self.loader.optimizer.pipeline is None:
             for batch in self:
                 given = made(batch)
@@ -280,7 +290,13 @@ class TrainingStep:
         return self._ended and self.loader.optimizer.taken.steps > self._steps
 
     def loss(self) -> float:
-        """The mean loss over the whole step; every rank calls it, after the loop."""
+        """The mean loss over the whole step; every rank calls it, after the loop.
+
+        Raises:
+            GulliverError: the step has not run, or not to its end.
+        """
+        if not self._ended:
+            raise GulliverError("step.loss() is that of a step which has run: call it afterwards")
         device = current_world().device
         total = torch.zeros((), dtype=torch.float64, device=device)
         total += 0.0 if self._sum is None else self._sum.to(device)

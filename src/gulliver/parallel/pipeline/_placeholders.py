@@ -81,6 +81,7 @@ class Placeholder(EmptyModule):
                 "of the pipeline and lies on another: name it in everywhere=[...] or after=[...] "
                 "(of HybridParallelPlugin, or stack_of)"
             )
+        state.elsewhere.append(self._path)
         device = device_of(args, kwargs)
         try:
             found = run_on_meta(self._original.module, args, kwargs)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class ForwardState:
         memory: output of the first list's module (an encoder), received or computed.
         live: whether this stage's own computation has begun.
         look: whether to look for what leaks past the received tensors.
+        elsewhere: modules of other stages that were asked for something before the blocks.
     """
 
     start: int
@@ -70,6 +71,7 @@ class ForwardState:
     memory: Tensor | None
     live: bool
     look: bool
+    elsewhere: list[str] = field(default_factory=list)
 
 
 class StageForward:
@@ -129,6 +131,8 @@ class StageForward:
                 f"the model's forward ended without running block {name!r} of its stage: the "
                 "blocks of a pipeline all run, in the order of their list"
             )
+        if look:
+            self._refuse_leak_behind(state, output)
         return output
 
     def _new_state(self, stage: int, carry: Carry, look: bool) -> ForwardState:
@@ -220,18 +224,38 @@ class StageForward:
             raise StageEnd((state.memory,))
         return output
 
+    def _refuse_leak_behind(self, state: ForwardState, output: Any) -> None:
+        """Refuses an output of NaN that modules of other stages have made.
+
+        They are no more than suspects: a NaN that came with the hidden state is none of theirs.
+        """
+        came = [t for t in (state.hidden, state.memory) if t is not None]
+        if not state.elsewhere or any(_has_nan(t) for t in came):
+            return
+        if any(_has_nan(tensor) for _, tensor in _tensors(output)):
+            raise GulliverError(
+                "the model's output is NaN, and the hidden state that came to its last stage is "
+                f"not: what {' or '.join(map(repr, state.elsewhere))} returned, which lies on "
+                "another stage, is used behind the blocks too: keep it on every stage "
+                "(everywhere=[...] of the plugin, or of stack_of)"
+            )
+
     def _refuse_leaks(
         self, state: ForwardState, number: int, hidden: Tensor, args: Any, kwargs: Any
     ) -> None:
         for path, tensor in _tensors((args, kwargs)):
             if tensor is hidden or tensor is state.memory or not tensor.is_floating_point():
                 continue
-            if bool(torch.isnan(tensor).any()):
+            if _has_nan(tensor):
                 raise GulliverError(
                     f"argument {path} of block {self.stack.blocks[number]!r} is computed by a "
                     "module that lies on another stage: keep that module on every stage "
                     "(everywhere=[...] of HybridParallelPlugin, or stack_of)"
                 )
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(torch.isnan(tensor).any())
 
 
 def _form(extra: int | None) -> str:
