@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,19 @@ def test_what_kept_costs_cannot_do_is_refused(
         told(capsys, kept, "--cluster", "h100x8", *options)
 
 
+def test_no_steps_of_stages_are_under_every_sample_in_its_best_micro_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = told(capsys, TABLE, "--samples", "20", "--ranks", "4", "--stages", "2", "--count", "90")
+    (over,) = re.findall(r"(-?[\d.]+) % over every sample in its best micro-batch", text)
+    assert float(over) > 0
+
+
 def test_tables_refuse_what_they_say_themselves(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(GulliverError, match="--memory 1 is for costs that a run has kept"):
         told(capsys, TABLE, "--memory", "1")
+    with pytest.raises(GulliverError, match="--cluster h100x8 is for costs that a run has kept"):
+        told(capsys, TABLE, "--cluster", "h100x8")
     with pytest.raises(GulliverError, match="does not say what blocks hold that are kept"):
         told(capsys, TABLE, "--offload", "1")
 

@@ -92,6 +92,7 @@ def _whole(
     used = len({index for plan in plans for _, batch in plan for index in batch.samples})
     fits = [shape for shape in shapes if _fits(costs, shape, options)]
     least = least_time(costs, fits, options.ranks, _settings(options, loaded)["pac"])
+    least /= options.stages
     return [
         f"{len(plans):,} steps: {told}",
         f"{used:,} of {len(shapes):,} samples once each, {len(shapes) - used:,} left out; "
