@@ -52,7 +52,6 @@ FULL += [
     for family in ("llama", "stdit3")
     for tensor in (1, 2)
 ]
-FULL += [Case("llama", 3, 0.5, seed=5, offload=True)]
 """Every one of them for 20 steps."""
 WIDTH, DEPTH, STEPS, BATCHES = 64, 6, 4, 2
 
