@@ -72,10 +72,12 @@ def check_start(config: TrainConfig) -> None:
             f"--tp-size, --sp-size and --pp-size share an STDiT3 alone, not an {kind}: leave them "
             "out, data ranks share its optimizer"
         )
-    if kind != "STDiT3" and config.data_centric:
+    mode, degree = config.sequence_parallelism_mode, config.planner.degree
+    if kind != "STDiT3" and (mode is not None or degree not in (None, 1)):
+        option = "--planner.degree" if mode is None else "--sequence-parallelism-mode"
         raise GulliverError(
-            f"--data-centric trains an STDiT3 alone, not an {kind}: leave it out, batches of one "
-            "shape at a time train it"
+            f"{option} is for ranks that share a clip, which those of an {kind} do not: leave it "
+            "out"
         )
     if model.weights is not None and model.text_encoder is not None:
         width, read = look_at_encoder(model.text_encoder).channels, text_size(outline_of(config))[0]

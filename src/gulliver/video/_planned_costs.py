@@ -38,7 +38,7 @@ from gulliver.hardware import (
     memory_bytes,
     save_samples,
 )
-from gulliver.models import Autoencoder
+from gulliver.models import Autoencoder, STDiT3
 from gulliver.options import size_text
 from gulliver.video._config import TrainConfig
 from gulliver.video._planned_clips import ClipOrder
@@ -48,7 +48,15 @@ STATE_BYTES = 20
 """Bytes of a parameter's weight, gradient, two moments and average, if nothing is sharded."""
 SHARES = {"cuda": (0.9, "its GPU's"), "cpu": (0.1, "the machine's, which ranks share")}
 """Share of a memory that is planned with."""
-KINDS = ("spatial", "temporal")
+PAIRED = {"spatial": "spatial_blocks", "temporal": "temporal_blocks"}
+"""Lists of the blocks of an STDiT3 by kind, which run in turns and share sequences."""
+JOINT = {"joint": "blocks"}
+"""The list of an STDiT2, each block of which attends in space and in time."""
+
+
+def kinds_of(model: Any) -> dict[str, str]:
+    """Names of a model's lists of blocks, by kind."""
+    return PAIRED if isinstance(model, STDiT3) else JOINT
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,9 @@ class ClipShapes:
             frames, rows, columns = (-(-n // p) for n, p in zip(sides, patch, strict=True))
             pixels = bucket.frames * bucket.height * bucket.width if encode else 0
             shape = SampleShape.clip(frames, rows, columns, text, pixels)
+            pairs = shape.pairs * len(PAIRED) / len(kinds_of(model))
             # Two buckets may have like latents, and cannot share a batch all the same.
-            found[bucket] = replace(shape, name=str(bucket))
+            found[bucket] = replace(shape, pairs=pairs, name=str(bucket))
         return cls(found, {shape: bucket for bucket, shape in found.items()})
 
 
@@ -157,24 +166,26 @@ def ready_costs(
     memory, why = _memory(config, world)
     host, moves = host_of(config.planner.offload, config.planner.pac, fit)
     cluster = current_cluster(world.size) if world.size > 1 else None
-    costs = SampleCosts(
-        known, fit, memory, cluster, encoded_alike=True, tensor=config.tp_size, host=host
-    )
+    more = {"encoded_alike": True, "tensor": config.tp_size, "host": host}
+    shares = isinstance(model, STDiT3)
+    costs = SampleCosts(known, fit, memory, cluster, None if shares else (1,), **more)
     lines = [told, f"memory of a rank: {size_text(memory)}, {why}", moves]
     return costs, [line for line in lines if line]
 
 
 def _sizes(config: TrainConfig, model: Any, kept: dict[str, float], extra: float) -> SampleModel:
+    lists = kinds_of(model)
     weights = sum(
         p.numel()
-        for blocks in (model.spatial_blocks, model.temporal_blocks)
-        for p in blocks.parameters()
+        for name in lists.values()
+        for p in getattr(model, name).parameters()
         if p.ndim >= 2
     )
     name = f"{type(model).__name__} {config.model.size if config.model.weights is None else 'own'}"
-    kinds = tuple(BlockKind(kind, model.depth, kept[kind], 0.5) for kind in KINDS)
+    kinds = tuple(BlockKind(kind, model.depth, kept[kind], 0.5) for kind in lists)
     dtype = "bfloat16" if config.mixed_precision == "bf16" else "float32"
-    return SampleModel(name, weights // (2 * model.depth), model.hidden_size, kinds, dtype)
+    each = weights // (len(lists) * model.depth)
+    return SampleModel(name, each, model.hidden_size, kinds, dtype)
 
 
 def _measured(
@@ -189,7 +200,8 @@ def _measured(
     ordered = sorted(shapes.buckets, key=lambda shape: shape.tokens)
     run = partial(_point, model, shapes, losses, extra, world)
     states = float(STATE_BYTES * sum(p.numel() for p in model.parameters()))
-    points = measure_samples(run, dict.fromkeys((ordered[0], ordered[-1])), depths=(2, 4))
+    depths = [n * len(kinds_of(model)) for n in (1, 2)]
+    points = measure_samples(run, dict.fromkeys((ordered[0], ordered[-1])), depths=depths)
     model.zero_grad(set_to_none=True)
     return with_moves(fit_samples(known, points, states), world.device)
 
@@ -206,7 +218,8 @@ def _point(
 ) -> tuple[float, int]:
     """Seconds and bytes of one forward and backward of a few blocks, all computed again."""
     barrier()
-    with _shallow(model, depth // 2), _recomputed(model, KINDS):
+    kinds = tuple(kinds_of(model))
+    with _shallow(model, depth // len(kinds)), _recomputed(model, kinds):
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         begun = time.perf_counter()
@@ -237,8 +250,9 @@ def _saved_bytes(
             losses(shapes.buckets[shape], 1)
         return found.bytes
 
-    least = saved(KINDS)
-    more = {kind: saved(tuple(k for k in KINDS if k != kind)) - least for kind in KINDS}
+    kinds = tuple(kinds_of(model))
+    least = saved(kinds)
+    more = {kind: saved(tuple(k for k in kinds if k != kind)) - least for kind in kinds}
     found = {k: max(1.0, size / shape.tokens - _input_bytes(model)) for k, size in more.items()}
     return found, max(found.values())
 
@@ -268,19 +282,21 @@ class _Saved:
 
 @contextmanager
 def _shallow(model: Any, depth: int) -> Iterator[None]:
-    """Lets only the first pairs of blocks run."""
-    whole = model.spatial_blocks, model.temporal_blocks
-    model.spatial_blocks, model.temporal_blocks = (blocks[:depth] for blocks in whole)
+    """Lets only the first blocks of each kind run."""
+    whole = {name: getattr(model, name) for name in kinds_of(model).values()}
+    for name, blocks in whole.items():
+        setattr(model, name, blocks[:depth])
     try:
         yield
     finally:
-        model.spatial_blocks, model.temporal_blocks = whole
+        for name, blocks in whole.items():
+            setattr(model, name, blocks)
 
 
 @contextmanager
 def _recomputed(model: Any, kinds: tuple[str, ...]) -> Iterator[None]:
     """Lets backward compute blocks of some kinds again."""
-    changed = [b for kind in kinds for b in getattr(model, f"{kind}_blocks")]
+    changed = [b for kind in kinds for b in getattr(model, kinds_of(model)[kind])]
     for block in changed:
         vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
     try:

@@ -9,6 +9,7 @@ at all, of (seed, step). What it does not know: how steps are planned (`gulliver
 
 from __future__ import annotations
 
+import inspect
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -322,9 +323,9 @@ def _made_up_losses(
             latents = autoencoder.encode(torch.zeros(count, 3, *sides, device=device))
     ones = torch.ones(count, device=device)
     null = model.y_embedder.y_embedding
+    takes = inspect.signature(model.forward).parameters
     inputs = {
-        **{n: ones * v for n, v in (("height", bucket.height), ("width", bucket.width))},
-        "fps": 8 * ones,
+        **{name: value for name, value in told(bucket, 8, ones).items() if name in takes},
         "y": null.expand(count, 1, *null.shape),
         "mask": torch.ones(count, len(null), dtype=torch.bool, device=device),
         "drop_caption": torch.zeros(count, dtype=torch.bool, device=device),
