@@ -12,6 +12,8 @@ import pytest
 from benchmarks._data_centric_costs import TABLE
 
 from gulliver.cli._main import run
+from gulliver.cli._plan_costs import load_costs
+from gulliver.cli._plan_data_options import PlanData
 from gulliver.data import DataCentricPlanner, Samples, shares_of
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
@@ -30,9 +32,11 @@ from gulliver.hardware import (
     load_samples,
     measure_moves,
     measure_samples,
+    planned_memory,
     read_samples,
     save_samples,
 )
+from gulliver.options import size_text
 from tests.test_sample_costs import clock
 
 KINDS = tuple(BlockKind(name, 28, 40.0 * 1152, 0.5) for name in ("spatial", "temporal"))
@@ -134,6 +138,13 @@ def test_no_steps_of_stages_are_under_every_sample_in_its_best_micro_batch(
     text = told(capsys, TABLE, "--samples", "20", "--ranks", "4", "--stages", "2", "--count", "90")
     (over,) = re.findall(r"(-?[\d.]+) % over every sample in its best micro-batch", text)
     assert float(over) > 0
+
+
+def test_memory_of_a_rank_is_what_a_run_takes(kept: Path) -> None:
+    memory, why = planned_memory("cpu")
+    found = load_costs(PlanData(kept, ranks=4, samples=12))
+    assert found.costs.memory == memory
+    assert f"memory of a rank: {size_text(memory)}, {why}" in found.lines
 
 
 def test_tables_refuse_what_they_say_themselves(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,10 @@ from gulliver.hardware import (
     holds_samples,
     host_rates,
     named_cluster,
+    planned_memory,
     read_samples,
 )
 from gulliver.options import size_text
-
-SHARES = {True: (0.9, "its GPU's"), False: (0.1, "the machine's, which ranks share")}
-"""Share of a device's memory that is planned with, as ``gulliver train --data-centric`` does."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +130,10 @@ def _table(options: PlanData) -> LoadedCosts:
 def _samples(options: PlanData) -> LoadedCosts:
     saved = read_samples(options.costs)
     cluster = named_cluster(options.cluster, options.ranks)
-    on_gpu = cluster.device.to_device_rate is not None
-    share, whose = SHARES[on_gpu]
-    memory, why = share * cluster.device.memory_bytes, f"{share:.0%} of {whose}"
+    kind = "cpu" if cluster.device.to_device_rate is None else "cuda"
+    # A cluster at hand tells what it leaves to each of its ranks, and a run asks the machine.
+    size = None if options.cluster == "here" else cluster.device.memory_bytes
+    memory, why = planned_memory(kind, size)
     if options.memory is not None:
         memory, why = options.memory * 2**30, "as --memory says"
     lines = [

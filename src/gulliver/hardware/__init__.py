@@ -70,7 +70,7 @@ from gulliver.hardware._links import (
     proposed_axes,
 )
 from gulliver.hardware._low_precision import Fp8Seconds, fp8_break_even, fp8_seconds
-from gulliver.hardware._memory import memory_bytes
+from gulliver.hardware._memory import memory_bytes, planned_memory
 from gulliver.hardware._named import named_cluster
 from gulliver.hardware._offload import (
     TieredSeconds,
@@ -223,6 +223,7 @@ __all__ = [
     "pair_rounds",
     "pipeline_seconds",
     "place_blocks",
+    "planned_memory",
     "point_to_point_seconds",
     "predict_step",
     "probe_collectives",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 _ROOT = Path("/sys/fs/cgroup")
 _LIMITS = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 """Files that hold the limit, by the hierarchy: of version 2, and of version 1."""
+PLANNED = {"cuda": (0.9, "its GPU's"), "cpu": (0.1, "the machine's, for each rank")}
+"""Share of a memory that is planned with."""
 
 
 def memory_bytes(device: str) -> int:
@@ -22,6 +25,18 @@ def memory_bytes(device: str) -> int:
     if device == "cuda":
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *group_limits()])
+
+
+def planned_memory(kind: str, size: int | None = None) -> tuple[float, str]:
+    """Bytes of a rank that data-centric steps are planned with unless told otherwise, and why.
+
+    Args:
+        kind: ``cuda`` or ``cpu``. Of a machine's memory each rank has a tenth, however many there
+            are: which samples a step has must not depend on their number.
+        size: bytes of that memory; None: of the device at hand.
+    """
+    share, whose = PLANNED[kind]
+    return float(math.floor(share * (size or memory_bytes(kind)))), f"{share:.0%} of {whose}"
 
 
 def group_limits(root: Path = _ROOT, member: Path = Path("/proc/self/cgroup")) -> list[int]:

@@ -8,7 +8,6 @@ measured anew where that has changed.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ from gulliver.hardware import (
     fit_samples,
     load_samples,
     measure_samples,
-    memory_bytes,
+    planned_memory,
     save_samples,
 )
 from gulliver.models import Autoencoder, STDiT3
@@ -46,8 +45,6 @@ from gulliver.video._planned_host import check_machine, host_of, with_moves
 
 STATE_BYTES = 20
 """Bytes of a parameter's weight, gradient, two moments and average, if nothing is sharded."""
-SHARES = {"cuda": (0.9, "its GPU's"), "cpu": (0.1, "the machine's, which ranks share")}
-"""Share of a memory that is planned with."""
 PAIRED = {"spatial": "spatial_blocks", "temporal": "temporal_blocks"}
 """Lists of the blocks of an STDiT3 by kind, which run in turns and share sequences."""
 JOINT = {"joint": "blocks"}
@@ -310,6 +307,4 @@ def _memory(config: TrainConfig, world: World) -> tuple[float, str]:
     if config.planner.memory is not None:
         return config.planner.memory * 2**30, "as --planner.memory says"
     # Nothing here may depend on the number of ranks: which samples a step has would, too.
-    kind = world.device.type
-    share, whose = SHARES[kind]
-    return float(math.floor(share * memory_bytes(kind))), f"{share:.0%} of {whose}"
+    return planned_memory(world.device.type)

@@ -41,7 +41,7 @@ class PlannerConfig:
     """File of costs that a run on such machines has kept; by default measured when the run begins,
     and kept in its folder as costs.json."""
     memory: Annotated[float | None, POSITIVE] = None
-    """GiB of a rank; by default nine tenths of a GPU, or of the machine's memory its share."""
+    """GiB of a rank; by default nine tenths of a GPU, or for each rank a tenth of the machine's."""
     offload: Annotated[float | None, POSITIVE] = None
     """GiB of a rank's host memory that activations may move to, where that saves time; on GPUs."""
     refine: bool = False
