@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmarks._data_centric_costs import TABLE
 
 from gulliver.cli._main import run
@@ -141,7 +142,7 @@ def test_no_steps_of_stages_are_under_every_sample_in_its_best_micro_batch(
 
 
 def test_memory_of_a_rank_is_what_a_run_takes(kept: Path) -> None:
-    memory, why = planned_memory("cpu")
+    memory, why = planned_memory("cuda" if torch.cuda.is_available() else "cpu")
     found = load_costs(PlanData(kept, ranks=4, samples=12))
     assert found.costs.memory == memory
     assert f"memory of a rank: {size_text(memory)}, {why}" in found.lines
