@@ -222,10 +222,10 @@ class Plan:
                 f"{count} blocks ({100 * share:.0f} % of the work)"
                 for count, share in zip(line.cut, line.shares, strict=False)
             )
-            lines.append(
-                f"  pipeline {line.schedule} of {line.micro_batches} micro-batches; "
-                f"stages: {stages}"
-            )
+            count = f"{line.micro_batches} micro-batches"
+            if self.zero is not None and self.zero.unequal:
+                count = f"as many micro-batches as a step plans, {line.micro_batches} otherwise"
+            lines.append(f"  pipeline {line.schedule} of {count}; stages: {stages}")
         if self.operators is not None:
             every = [choice for row in self.operators.blocks for choice in row.operators]
             fates = Counter(choice.saved for choice in every)

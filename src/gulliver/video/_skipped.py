@@ -69,7 +69,7 @@ def listing(
     clips: set[tuple[str, str]], problem: str = "could not be read when their turn came"
 ) -> str:
     """Lists clips with their reasons, the first of them where they are many."""
-    lines = [f"{len(clips)} clips {problem}:"]
+    lines = [f"{len(clips)} clip{'s' * (len(clips) != 1)} {problem}:"]
     lines += [f"  {name}: {reason}" for name, reason in sorted(clips)[:SHOWN]]
     if len(clips) > SHOWN:
         lines.append(f"  and {len(clips) - SHOWN} more")

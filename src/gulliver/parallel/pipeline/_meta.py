@@ -62,14 +62,14 @@ def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | Non
         except Exception as error:
             raise GulliverError(
                 f"what block {path!r} returns cannot be found without its values ({error}): pass "
-                "extra=... (of HybridParallelPlugin, or stack_of)"
+                "extra=... (of the plugin, or of stack_of)"
             ) from error
     if isinstance(found, Tensor):
         return None
     if not isinstance(found, tuple | list) or any(map(_read_later, found[1:])):
         raise GulliverError(
             f"block {path!r} returns more than its hidden state, which other stages cannot make: "
-            "if nothing reads it, pass extra=... (of HybridParallelPlugin, or stack_of)"
+            "if nothing reads it, pass extra=... (of the plugin, or of stack_of)"
         )
     return len(found) - 1
 

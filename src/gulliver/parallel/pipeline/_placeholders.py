@@ -79,7 +79,7 @@ class Placeholder(EmptyModule):
             raise GulliverError(
                 f"{self._path!r} is used by stage {self._stage_forward.bounds.index(state.start)} "
                 "of the pipeline and lies on another: name it in everywhere=[...] or after=[...] "
-                "(of HybridParallelPlugin, or stack_of)"
+                "(of the plugin, or of stack_of)"
             )
         state.elsewhere.append(self._path)
         device = device_of(args, kwargs)
@@ -89,7 +89,7 @@ class Placeholder(EmptyModule):
             raise GulliverError(
                 f"{self._path!r} lies on another stage, and what shape it returns cannot be found "
                 f"without its values ({error}): keep it on every stage (everywhere=[...] of "
-                "HybridParallelPlugin, or stack_of)"
+                "the plugin, or of stack_of)"
             ) from error
         return map_tensors(found, lambda tensor: fill(tensor, device))
 

@@ -193,7 +193,7 @@ def _longest(paths: dict[str, nn.Module]) -> str:
     if best is None:
         raise GulliverError(
             "the model has no list of equal blocks to cut between: put them into an "
-            "nn.ModuleList, or name the list (blocks=... of HybridParallelPlugin, path of stack_of)"
+            "nn.ModuleList, or name the list (blocks=... of the plugin, path of stack_of)"
         )
     return best
 

@@ -206,7 +206,7 @@ class StageForward:
         if self.extra not in (-1, found):
             raise GulliverError(
                 f"block {self.stack.blocks[number]!r} returns {_form(found)}, not "
-                f"{_form(self.extra)}: pass extra={found!r} (of HybridParallelPlugin, or stack_of)"
+                f"{_form(self.extra)}: pass extra={found!r} (of the plugin, or of stack_of)"
             )
 
     def around_memory(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -250,7 +250,7 @@ class StageForward:
                 raise GulliverError(
                     f"argument {path} of block {self.stack.blocks[number]!r} is computed by a "
                     "module that lies on another stage: keep that module on every stage "
-                    "(everywhere=[...] of HybridParallelPlugin, or stack_of)"
+                    "(everywhere=[...] of the plugin, or of stack_of)"
                 )
 
 

@@ -124,7 +124,7 @@ class _Planner:
         if unknown:
             raise GulliverError(
                 f"no rule says how {_listed(unknown)} are cut: give rules={{pattern: style}} "
-                "(tensor_rules of HybridParallelPlugin), or replicate_rest=True to keep them whole "
+                "(tensor_rules of the plugin), or replicate_rest=True to keep them whole "
                 "on all ranks"
             )
         replicated = [path for path in replicated if not self._tied(path, cut)]
