@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import Group, current_world, gather_objects, group_size
-from gulliver.parallel import persistent_buffers
+from gulliver.comm import current_world, gather_objects, group_size
+from gulliver.parallel import ZeroOptimizer, persistent_buffers
 
 NAMED = 3
+_LOOKED = WeakSet[ZeroOptimizer]()
+"""Optimizers whose model was looked at."""
 
 
 class OwnBuffers:
-    """Looks once whether saved buffers that forwards have changed differ between ranks.
+    """Looks once in a run whether saved buffers that forwards have changed differ between ranks.
 
     Nothing is compared of buffers that no rank has changed, nor of those that are not saved, such
     as caches that each rank sizes for itself.
 
+    To ask all ranks costs what is on its way between two steps its hiding place, so loaders that
+    follow, such as one for each epoch, do not ask again.
+
     Args:
         model: model with the same buffers on all ranks.
-        group: ranks that run other samples each; every one of them makes one of these.
+        optimizer: optimizer of the ranks that run other samples each; every one of them makes one
+            of these.
     """
 
-    def __init__(self, model: nn.Module, group: Group) -> None:
-        self._model, self._group = model, group
-        self._looked = group_size(group) == 1
+    def __init__(self, model: nn.Module, optimizer: ZeroOptimizer) -> None:
+        self._model, self._group, self._optimizer = model, optimizer.group, optimizer
+        self._looked = group_size(self._group) == 1 or optimizer in _LOOKED
         self._before = {name: (b, b._version) for name, b in persistent_buffers(model).items()}
 
     def look(self) -> None:
@@ -35,6 +42,7 @@ class OwnBuffers:
         if self._looked:
             return
         self._looked, now = True, persistent_buffers(self._model)
+        _LOOKED.add(self._optimizer)
         changed = [name for name, buffer in now.items() if self._is_changed(name, buffer)]
         self._before.clear()
         anywhere = {name for names in gather_objects(changed, self._group) for name in names}

@@ -107,7 +107,7 @@ class DataCentricLoader:
         self._given: tuple[TrainingStep, Any] | None = None
         self._first: tuple[int, Any] | None = None
         self.passed_over = 0
-        self._buffers = OwnBuffers(self.model, optimizer.group)
+        self._buffers = OwnBuffers(self.model, optimizer)
         if isinstance(weight, Sequence) and not any(weight):
             raise GulliverError("weight= is 0 for every sample: there is nothing to learn from")
 
