@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     Mutant(
         "pipeline: micro-batches of other sizes count alike",
-        "parallel/pipeline/_pipeline.py",
+        "parallel/pipeline/_losses.py",
         "term = loss * weight if weight else",
         "term = loss / len(self._weights) if weight else",
         ("pipeline",),

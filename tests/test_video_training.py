@@ -419,7 +419,7 @@ def test_clips_that_break_during_training_are_left_out_and_listed(
     process = cli(*options_of(config))
     _, errors = process.communicate(timeout=patient(90))
     assert process.returncode == 0, errors
-    assert "1 clips could not be read" in errors
+    assert "1 clip could not be read" in errors
     assert "b.mp4: cannot be decoded" in errors
     one = Run(config.out).read_log()
     two = pool.run(_train_in_world, 2, replace(config, out=tmp_path / "two"))[0]

@@ -15,9 +15,10 @@ What a step does is told in `_training_step.py`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
 from typing import Any
 
 import torch
@@ -104,6 +105,7 @@ class DataCentricLoader:
         kinds = getattr(planner.costs, "kinds", ())
         named = [(kind.name, kind.count) for kind in kinds]
         self._switch = _switch(self, named, copier) if named else None
+        self._reading = Lock()
         self._given: tuple[TrainingStep, Any] | None = None
         self._first: tuple[int, Any] | None = None
         self.passed_over = 0
@@ -154,11 +156,12 @@ class DataCentricLoader:
 
     def load(
         self, plan: StepPlan, batches: Sequence[tuple[MicroBatch, int]]
-    ) -> Iterator[LoadedBatch]:
+    ) -> Generator[LoadedBatch]:
         """Loads micro-batches, whose degrees are given, each while the one before it runs."""
         if not batches:
             return
-        with ThreadPoolExecutor(1, "gulliver-samples") as pool:
+        pool = ThreadPoolExecutor(1, "gulliver-samples")
+        try:
             coming: Future[Any] = pool.submit(self._samples, *batches[0])
             for number, (batch, degree) in enumerate(batches):
                 data = coming.result()
@@ -168,9 +171,14 @@ class DataCentricLoader:
                 seeds = tuple(self._seed(plan.epoch, index) for index in batch.samples)
                 data = move_tensors(data, current_world().device)
                 yield LoadedBatch(data, batch.samples, batch.shape, weight, degree, seeds)
+        finally:
+            # Nobody waits: of a step that is left the garbage collector may end this, on any
+            # thread, and on one that begins to join another would wait for itself.
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _samples(self, batch: MicroBatch, degree: int) -> Any:
-        samples = [self.dataset[index] for index in batch.samples]
+        with self._reading:  # a step that was left may still be read
+            samples = [self.dataset[index] for index in batch.samples]
         if self._shape_of is not None:
             for index, sample in zip(batch.samples, samples, strict=True):
                 self.planner.check_sample(index, batch.shape, self._shape_of(sample))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -78,7 +78,7 @@ class StepLoader(Protocol):
 
     def load(
         self, plan: StepPlan, batches: Sequence[tuple[MicroBatch, int]]
-    ) -> Iterator[LoadedBatch]:
+    ) -> Generator[LoadedBatch]:
         """Loads micro-batches, whose degrees are given."""
         ...
 
@@ -197,8 +197,8 @@ class TrainingStep:
             stack.callback(loader.settle)
             self._uneven = stack.enter_context(uneven_step(loader.optimizer))
             coming = loader.load(plan, [(m, g.degree) for g in own for m in g.micro_batches])
+            stack.callback(coming.close)
             yield coming, list(zip(rows, own, strict=True))
-            next(coming, None)  # ends the thread that loads
 
     def _close(self) -> None:
         self._ended = True

@@ -232,7 +232,9 @@ class StageForward:
         came = [t for t in (state.hidden, state.memory) if t is not None]
         if not state.elsewhere or any(_has_nan(t) for t in came):
             return
-        if any(_has_nan(tensor) for _, tensor in _tensors(output)):
+        # The loss of a micro-batch without labels is a mean over nothing, and no number.
+        found = [tensor for _, tensor in _tensors(output) if tensor.ndim]
+        if any(_has_nan(tensor) for tensor in found):
             raise GulliverError(
                 "the model's output is NaN, and the hidden state that came to its last stage is "
                 f"not: what {' or '.join(map(repr, state.elsewhere))} returned, which lies on "
