@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -195,3 +196,34 @@ def test_a_step_of_samples_that_weigh_nothing_is_passed_over(pool: Pool) -> None
     for used, passed_over in pool.run(_weighed, 2, weights):
         assert sorted(used + last) == list(range(SAMPLES))
         assert passed_over == 4
+
+
+def _left_while_it_loads(world: World) -> list[int]:
+    """Leaves a step whose next micro-batch is being read, and goes on; then lets the reader go."""
+    model, optimizer, loader = _made(world)
+    data, held, step = loader.dataset, Event(), next(iter(loader))
+
+    class Slow:
+        def __getitem__(self, index: int) -> Any:
+            if index in later:
+                held.wait(30)
+            return data[index]
+
+    _, *rest = [batch for _, batch in step.plan]
+    later, loader.dataset = {index for batch in rest for index in batch.samples}, Slow()
+    assert later, "a step of several micro-batches"
+    batches: Any = iter(step)
+    step.backward(model(next(batches).data).square().mean())
+    # As the garbage collector may, on a thread that must not wait for another one.
+    ending = Thread(target=batches.close)
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive(), "the end of a step waits for what it was reading"
+    assert not held.is_set()
+    held.set()
+    optimizer.zero_grad()
+    return _rest(model, optimizer, loader)
+
+
+def test_a_step_that_is_left_waits_for_no_reader(pool: Pool) -> None:
+    assert sorted(pool.run(_left_while_it_loads, 1)[0]) == list(range(SAMPLES))

@@ -305,7 +305,7 @@ def test_broken_and_misstated_clips_are_named_and_limited(
     told = " ".join(capsys.readouterr().err.split())
     assert "2 clips could not be read when their turn came" in told
     assert "8.mp4: has 2 of the 9 frames that it was said to have" in told
-    assert "1 clip otherwise than the table says, and used all the same:" in told
+    assert "1 clip otherwise than the table says, and used:" in told
     assert "15.mp4: 40x40, said to be 32x32" in told
     few = replace(config, out=tmp_path / "few", data=replace(config.data, unreadable_limit=0.1))
     with pytest.raises(GulliverError, match=r"2 of the \d+ clips of epoch 0 could not be read"):

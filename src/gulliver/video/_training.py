@@ -220,9 +220,7 @@ class Trainer:
         if broken and self.world.is_main:
             console().print(listing(broken))
         if misstated and self.world.is_main:
-            console().print(
-                listing(misstated, "otherwise than the table says, and used all the same")
-            )
+            console().print(listing(misstated, "otherwise than the table says, and used"))
 
     def _refuse_lost_data(self, problem: str) -> None:
         """Ends a run whose clips are gone; what it has learnt is saved. Every rank calls it."""
