@@ -64,7 +64,7 @@ class LoadedBatch:
 
 
 class StepLoader(Protocol):
-    """What a step asks of the loader that made it; see `DataCentricLoader`."""
+    """Interface of the loader that made a step; see `DataCentricLoader`."""
 
     called: nn.Module
     degree: Degree | None

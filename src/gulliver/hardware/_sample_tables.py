@@ -199,7 +199,7 @@ class TableCosts:
 
 
 def _blocks(path: Path | str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table says of its blocks and of host memory behind them."""
+    """Reads what a table says of its blocks and of host memory behind them."""
     found: dict[str, Any] = {}
     try:
         if "token_bytes" in values:
