@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+VECTORS = re.compile(r"sse4_2|avx\w*|fma|vpclmulqdq|pclmulqdq|amx\w*")
+"""Flags of /proc/cpuinfo that are kept with a result."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Report:
             {
                 "claim": self.claim,
                 "hardware": hardware(),
+                "instructions": instructions(),
                 "commit": commit(),
                 "figures": self.figures,
                 "bars": [asdict(bar) for bar in self.bars],
@@ -140,6 +143,7 @@ class Report:
                 "",
                 f"- date {date.today()}, commit {commit()}",
                 f"- {hardware()}; Python {platform.python_version()}, torch {torch.__version__}",
+                f"- instructions of the CPU: {', '.join(instructions()) or 'not known'}",
                 f"- `{command.strip()}`",
                 "",
                 markdown_table(self.columns, self.rows),
@@ -220,6 +224,13 @@ def hardware() -> str:
         model = found[1] if found else model
     model = re.sub(r"\(R\)|\(TM\)|Processor|CPU|@.*", "", model)
     return f"{len(os.sched_getaffinity(0))} cores {' '.join(model.split())}"
+
+
+def instructions() -> list[str]:
+    """Vector instructions of the CPU, on which the native kernels depend."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)$", info.read_text(), re.M) if info.exists() else None
+    return [flag for flag in (found[1].split() if found else ()) if VECTORS.fullmatch(flag)]
 
 
 def commit() -> str:

@@ -22,7 +22,8 @@ struct Product {
   float threshold;            // |x| from which on x is not quantised
 };
 
-// A set of instructions; null where this build or processor has not got it.
+// A set of instructions; its members are null where this build has not got it. Whether the
+// processor has, the caller asks.
 struct Kernels {
   const char* name;
   void (*dynamic)(const Product&);   // int8 activations, a scale for each row
@@ -30,7 +31,7 @@ struct Kernels {
   void (*nibbles)(const Product&);   // int4 weights in groups of 128, int8 activations
 };
 
-const Kernels* avx512();
-const Kernels* avx2();
+extern const Kernels avx512;
+extern const Kernels avx2;
 
 }  // namespace gulliver::int8

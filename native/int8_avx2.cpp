@@ -73,15 +73,11 @@ struct Avx2 {
   }
 };
 
-const Kernels ALL{"avx2", dynamic<Avx2>, weights<Avx2>, nibbles<Avx2>};
-
 }  // namespace
 
-const Kernels* avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &ALL : nullptr;
-}
+const Kernels avx2{"avx2", dynamic<Avx2>, weights<Avx2>, nibbles<Avx2>};
 
 }  // namespace gulliver::int8
 #else
-const gulliver::int8::Kernels* gulliver::int8::avx2() { return nullptr; }
+const gulliver::int8::Kernels gulliver::int8::avx2{};
 #endif

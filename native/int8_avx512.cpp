@@ -67,16 +67,11 @@ struct Vnni {
   }
 };
 
-const Kernels ALL{"avx512-vnni", dynamic<Vnni>, weights<Vnni>, nibbles<Vnni>};
-
 }  // namespace
 
-const Kernels* avx512() {
-  const bool has = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw");
-  return has ? &ALL : nullptr;
-}
+const Kernels avx512{"avx512-vnni", dynamic<Vnni>, weights<Vnni>, nibbles<Vnni>};
 
 }  // namespace gulliver::int8
 #else
-const gulliver::int8::Kernels* gulliver::int8::avx512() { return nullptr; }
+const gulliver::int8::Kernels gulliver::int8::avx512{};
 #endif

@@ -14,6 +14,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "int8.hpp"
+#include "processor.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -23,18 +24,23 @@ namespace {
 
 using Address = std::uint64_t;
 
+std::vector<const Kernels*> available() {
+  std::vector<const Kernels*> all;
+  if (avx512.name && has_avx512_vnni()) all.push_back(&avx512);
+  if (avx2.name && has_avx2()) all.push_back(&avx2);
+  return all;
+}
+
 const Kernels* named(const std::string& instructions) {
-  for (const Kernels* kernels : {avx512(), avx2()}) {
-    if (kernels && instructions == kernels->name) return kernels;
+  for (const Kernels* kernels : available()) {
+    if (instructions == kernels->name) return kernels;
   }
   throw std::invalid_argument("this processor has no " + instructions);
 }
 
 std::vector<std::string> instructions() {
   std::vector<std::string> names;
-  for (const Kernels* kernels : {avx512(), avx2()}) {
-    if (kernels) names.emplace_back(kernels->name);
-  }
+  for (const Kernels* kernels : available()) names.emplace_back(kernels->name);
   return names;
 }
 

@@ -8,10 +8,9 @@
 // [Note: signs] `dpbusd` multiplies unsigned by signed bytes: activations are stored plus 128, and
 // 128 times the sum of a weight's row is taken off again. Both are exact.
 
-#include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <vector>
+
+#include "scratch.hpp"
 
 namespace gulliver::int8 {
 namespace {
@@ -49,17 +48,20 @@ inline void store(const Product& p, std::int64_t index, float value) {
 
 // A row's elements that are multiplied as they are.
 struct Outliers {
-  std::vector<std::int32_t> index;
-  std::vector<float> value;
+  std::int64_t count;
+  std::int32_t* index;
+  float* value;
 };
 
 struct Rows {
   std::int64_t width;          // inputs, padded
-  std::vector<float> values;   // [rows, width]
-  std::vector<std::uint8_t> bytes;
-  std::vector<float> scale;
-  std::vector<Outliers> outliers;
-  std::vector<std::int32_t> offsets;  // int4: a vector for each group of a row
+  Scratch<float> values;       // [rows, width]
+  Scratch<std::uint8_t> bytes;
+  Scratch<float> scale;
+  Scratch<Outliers> outliers;
+  Scratch<std::int32_t> outlier_index;  // [rows, width]; touched where there are outliers
+  Scratch<float> outlier_value;
+  Scratch<std::int32_t> offsets;  // int4: a vector for each group of a row
 };
 
 void read_rows(const Product& p, Rows& r) {
@@ -75,7 +77,7 @@ void read_rows(const Product& p, Rows& r) {
     } else {
       std::memcpy(to, static_cast<const float*>(p.x) + m * p.inputs, p.inputs * 4);
     }
-    std::fill(to + p.inputs, to + r.width, 0.0f);
+    for (std::int64_t k = p.inputs; k < r.width; ++k) to[k] = 0.0f;
   }
 }
 
@@ -90,17 +92,16 @@ void quantise_row(const Product& p, Rows& r, std::int64_t m, std::int32_t zero) 
     std::int32_t magnitude;
     std::memcpy(&magnitude, x + k, 4);
     magnitude &= 0x7fffffff;
-    most = std::max(most, magnitude);
-    largest = std::max(largest, magnitude < limit ? magnitude : 0);
+    most = larger(most, magnitude);
+    largest = larger(largest, magnitude < limit ? magnitude : 0);
   }
   Outliers& out = r.outliers[m];
-  out.index.clear();
-  out.value.clear();
+  out = {0, &r.outlier_index[m * r.width], &r.outlier_value[m * r.width]};
   if (most >= limit) {
     for (std::int64_t k = 0; k < p.inputs; ++k) {
-      if (!(std::fabs(x[k]) < p.threshold)) {
-        out.index.push_back(static_cast<std::int32_t>(k));
-        out.value.push_back(x[k]);
+      if (!(__builtin_fabsf(x[k]) < p.threshold)) {
+        out.index[out.count] = static_cast<std::int32_t>(k);
+        out.value[out.count++] = x[k];
         x[k] = 0.0f;
       }
     }
@@ -121,6 +122,8 @@ void quantise(const Product& p, Rows& r, std::int32_t zero) {
   r.bytes.resize(r.width * p.rows);
   r.scale.resize(p.rows);
   r.outliers.resize(p.rows);
+  r.outlier_index.resize(r.width * p.rows);
+  r.outlier_value.resize(r.width * p.rows);
 #pragma omp parallel for schedule(static) if (p.rows * p.inputs > ALONE)
   for (std::int64_t m = 0; m < p.rows; ++m) quantise_row(p, r, m, zero);
 }
@@ -131,8 +134,8 @@ struct Four {
 };
 
 inline Four four_at(const Product& p, std::int64_t first) {
-  Four f{first, std::min(OUTPUTS, p.outputs - first), {}};
-  for (std::int64_t j = 0; j < OUTPUTS; ++j) f.row[j] = std::min(first + j, p.outputs - 1);
+  Four f{first, smaller(OUTPUTS, p.outputs - first), {}};
+  for (std::int64_t j = 0; j < OUTPUTS; ++j) f.row[j] = smaller(first + j, p.outputs - 1);
   return f;
 }
 
@@ -203,7 +206,7 @@ inline void float_tile(const Product& p, const Four& f, const float* x, std::int
 
 inline float outlier_sum(const Outliers& out, const std::int8_t* weight) {
   float sum = 0.0f;
-  for (std::size_t o = 0; o < out.index.size(); ++o) {
+  for (std::int64_t o = 0; o < out.count; ++o) {
     sum += out.value[o] * static_cast<float>(weight[out.index[o]]);
   }
   return sum;
@@ -219,7 +222,7 @@ inline void dynamic_block(const Product& p, const Four& f, const Rows& r, std::i
       const std::int64_t n = f.first + j;
       const float whole = static_cast<float>(sums[m][j] - 128 * p.sums[n]);
       float y = whole * (r.scale[first + m] * p.scale[n]);
-      if (!out.index.empty()) y += outlier_sum(out, p.weight + n * p.inputs) * p.scale[n];
+      if (out.count > 0) y += outlier_sum(out, p.weight + n * p.inputs) * p.scale[n];
       store(p, (first + m) * p.outputs + n, p.bias ? y + p.bias[n] : y);
     }
   }
@@ -286,7 +289,7 @@ inline float nibble(const std::int8_t* row, std::int64_t k) {
 inline float outlier_nibbles(const Product& p, const Outliers& out, std::int64_t n) {
   const std::int64_t groups = p.inputs / GROUP;
   float sum = 0.0f;
-  for (std::size_t o = 0; o < out.index.size(); ++o) {
+  for (std::int64_t o = 0; o < out.count; ++o) {
     const std::int64_t k = out.index[o];
     sum += out.value[o] * (nibble(p.weight + n * groups * 64, k) * p.scale[n * groups + k / GROUP]);
   }
@@ -320,7 +323,7 @@ inline void nibbles_block(const Product& p, const Four& f, const Rows& r, std::i
     for (std::int64_t j = 0; j < f.count; ++j) {
       const std::int64_t n = f.first + j;
       float y = sums[j] * r.scale[first + m];
-      if (!out.index.empty()) y += outlier_nibbles(p, out, n);
+      if (out.count > 0) y += outlier_nibbles(p, out, n);
       store(p, (first + m) * p.outputs + n, p.bias ? y + p.bias[n] : y);
     }
   }

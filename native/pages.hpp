@@ -17,6 +17,7 @@ struct Attention {
   Index head_stride, token_stride;
   Index heads, kv_heads, dim, size;
   Index sequences;
+  const Index* order;   // sequences, those that take longest first
   const Index* first;   // of each sequence: index of its first token
   const Index* count;   // ... number of its new tokens
   const Index* start;   // ... number of keys before them
@@ -32,9 +33,9 @@ struct Attention {
   const float* slopes;  // [heads] of ALiBi, or null
 };
 
-// Null where this build or processor has not got the instructions.
+// Null where this build has not got the instructions; whether the processor has, the caller asks.
 using Attend = void (*)(const Attention&);
-Attend avx512();
-Attend avx2();
+extern const Attend avx512;
+extern const Attend avx2;
 
 }  // namespace gulliver::pages

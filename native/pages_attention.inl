@@ -4,11 +4,9 @@
 // takes one sequence and one head of its keys, and goes over its blocks: scores of a block for all
 // rows (new tokens x the query heads that share the keys), then the running maximum, sum and output
 // of each row are brought up to date (online softmax). All but the block stays in the L1 cache.
-#include <algorithm>
 #include <cstring>
-#include <limits>
-#include <numeric>
-#include <vector>
+
+#include "scratch.hpp"
 
 namespace gulliver::pages {
 namespace {
@@ -18,7 +16,7 @@ typedef float Floats __attribute__((vector_size(BYTES)));
 typedef std::int32_t Ints __attribute__((vector_size(BYTES)));
 typedef std::uint16_t Halves __attribute__((vector_size(BYTES / 2)));
 typedef std::uint32_t Words __attribute__((vector_size(BYTES)));
-constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+constexpr float LOWEST = -__builtin_inff();
 
 inline Floats load(const float* at) {
   Floats made;
@@ -82,8 +80,8 @@ inline Floats exponential(Floats x) {
 }
 
 // What a thread works in: queries and outputs of its rows, and scores of a block.
-struct Scratch {
-  std::vector<float> query, out, scores, highest, sums;
+struct Work {
+  Scratch<float> query, out, scores, highest, sums;
 };
 
 // One sequence and one head of its keys.
@@ -107,7 +105,7 @@ template <class K>
 inline void gather(float* scores, const K* values, Index dim, Index count, Index padded,
                    float& highest, float& sum, float* out) {
   float top = highest;
-  for (Index j = 0; j < count; ++j) top = std::max(top, scores[j]);
+  for (Index j = 0; j < count; ++j) top = larger(top, scores[j]);
   if (top == LOWEST) return;  // nothing of the block is seen
   if (top > highest) {
     float factor = 0;
@@ -132,15 +130,15 @@ inline void gather(float* scores, const K* values, Index dim, Index count, Index
 }
 
 template <class Q, class K>
-void run(const Attention& a, Task task, Scratch& s) {
+void run(const Attention& a, Task task, Work& s) {
   const Index group = a.heads / a.kv_heads, tokens = a.count[task.sequence];
   const Index rows = group * tokens, first = a.first[task.sequence], start = a.start[task.sequence];
   const Index padded = (a.size + LANES - 1) / LANES * LANES;
   s.query.resize(rows * a.dim);
-  s.out.assign(rows * a.dim, 0);
+  s.out.assign(rows * a.dim, 0.0f);
   s.scores.resize(padded);
   s.highest.assign(rows, LOWEST);
-  s.sums.assign(rows, 0);
+  s.sums.assign(rows, 0.0f);
   const Q* query = static_cast<const Q*>(a.query);
   for (Index r = 0; r < rows; ++r) {
     const Index head = task.head * group + r % group, token = first + r / group;
@@ -153,7 +151,7 @@ void run(const Attention& a, Task task, Scratch& s) {
       a.tree[task.sequence] < 0 ? nullptr : a.trees + a.tree[task.sequence];
   Index from = 0;
   // Positions grow along a span or a path: the first token sees the furthest back.
-  if (a.window > 0) from = std::max<Index>(0, places[0] - a.window + 1);
+  if (a.window > 0) from = larger<Index>(0, places[0] - a.window + 1);
   const Index stride = a.kv_heads * a.size * a.dim, length = start + tokens;
   for (Index begin = from / a.size * a.size; begin < length; begin += a.size) {
     const Index offset = table[begin / a.size] * stride + task.head * a.size * a.dim;
@@ -163,7 +161,7 @@ void run(const Attention& a, Task task, Scratch& s) {
       const Index token = r / group, place = places[token];
       // A chain sees up to itself; a tree all that is kept, and of the new ones what its mask says.
       const Index end = tree ? length : start + token + 1;
-      const Index count = std::min(a.size, end - begin);
+      const Index count = smaller(a.size, end - begin);
       if (count <= 0) continue;
       score(&s.query[r * a.dim], keys, a.dim, count, s.scores.data());
       const float slope = a.slopes ? a.slopes[task.head * group + r % group] : 0;
@@ -190,24 +188,17 @@ void run(const Attention& a, Task task, Scratch& s) {
 }
 
 void attend(const Attention& a) {
-  std::vector<Task> tasks;
-  tasks.reserve(a.sequences * a.kv_heads);
-  std::vector<Index> order(a.sequences);
-  std::iota(order.begin(), order.end(), 0);
-  // The longest first: at the end no thread is left alone with one.
-  std::sort(order.begin(), order.end(), [&](Index x, Index y) { return a.start[x] > a.start[y]; });
-  for (Index sequence : order)
-    for (Index head = 0; head < a.kv_heads; ++head) tasks.push_back({sequence, head});
-  const Index count = static_cast<Index>(tasks.size());
+  const Index count = a.sequences * a.kv_heads;
 #pragma omp parallel for schedule(dynamic, 4) if (count > 4)
   for (Index i = 0; i < count; ++i) {
-    static thread_local Scratch scratch;
+    static thread_local Work work;
+    const Task task{a.order[i / a.kv_heads], i % a.kv_heads};
     if (a.half_kept) {
-      a.half ? run<std::uint16_t, std::uint16_t>(a, tasks[i], scratch)
-             : run<float, std::uint16_t>(a, tasks[i], scratch);
+      a.half ? run<std::uint16_t, std::uint16_t>(a, task, work)
+             : run<float, std::uint16_t>(a, task, work);
     } else {
-      a.half ? run<std::uint16_t, float>(a, tasks[i], scratch)
-             : run<float, float>(a, tasks[i], scratch);
+      a.half ? run<std::uint16_t, float>(a, task, work)
+             : run<float, float>(a, task, work);
     }
   }
 }

@@ -6,13 +6,10 @@
 #include "pages_attention.inl"
 
 namespace gulliver::pages {
-Attend avx2() {
-  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return has ? &attend : nullptr;
-}
+const Attend avx2 = &attend;
 }  // namespace gulliver::pages
 #else
 namespace gulliver::pages {
-Attend avx2() { return nullptr; }
+const Attend avx2 = nullptr;
 }  // namespace gulliver::pages
 #endif

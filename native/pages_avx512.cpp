@@ -6,14 +6,10 @@
 #include "pages_attention.inl"
 
 namespace gulliver::pages {
-Attend avx512() {
-  static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  return has ? &attend : nullptr;
-}
+const Attend avx512 = &attend;
 }  // namespace gulliver::pages
 #else
 namespace gulliver::pages {
-Attend avx512() { return nullptr; }
+const Attend avx512 = nullptr;
 }  // namespace gulliver::pages
 #endif

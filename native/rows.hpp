@@ -15,9 +15,9 @@ struct Product {
   Index rows, inputs, outputs;
 };
 
-// Null where this build or processor has not got the instructions.
+// Null where this build has not got the instructions; whether the processor has, the caller asks.
 using Multiply = void (*)(const Product&);
-Multiply avx512();
-Multiply avx2();
+extern const Multiply avx512;
+extern const Multiply avx2;
 
 }  // namespace gulliver::rows

@@ -24,14 +24,11 @@ struct Avx2 {
 
 }  // namespace
 
-Multiply avx2() {
-  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return has ? &multiply<Avx2> : nullptr;
-}
+const Multiply avx2 = &multiply<Avx2>;
 
 }  // namespace gulliver::rows
 #else
 namespace gulliver::rows {
-Multiply avx2() { return nullptr; }
+const Multiply avx2 = nullptr;
 }  // namespace gulliver::rows
 #endif

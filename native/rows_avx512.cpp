@@ -28,14 +28,11 @@ struct Avx512 {
 
 }  // namespace
 
-Multiply avx512() {
-  static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
-  return has ? &multiply<Avx512> : nullptr;
-}
+const Multiply avx512 = &multiply<Avx512>;
 
 }  // namespace gulliver::rows
 #else
 namespace gulliver::rows {
-Multiply avx512() { return nullptr; }
+const Multiply avx512 = nullptr;
 }  // namespace gulliver::rows
 #endif

@@ -9,6 +9,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "processor.hpp"
 #include "rows.hpp"
 
 namespace nb = nanobind;
@@ -18,18 +19,18 @@ namespace {
 
 using Address = std::uint64_t;
 
-Multiply named(const std::string& instructions) {
-  const Multiply found =
-      instructions == "avx512" ? avx512() : instructions == "avx2" ? avx2() : nullptr;
-  if (!found) throw std::invalid_argument("this processor has no " + instructions);
-  return found;
-}
-
 std::vector<std::string> instructions() {
   std::vector<std::string> names;
-  if (avx512()) names.emplace_back("avx512");
-  if (avx2()) names.emplace_back("avx2");
+  if (avx512 && has_avx512()) names.emplace_back("avx512");
+  if (avx2 && has_avx2()) names.emplace_back("avx2");
   return names;
+}
+
+Multiply named(const std::string& name) {
+  for (const std::string& found : instructions()) {
+    if (found == name) return name == "avx512" ? avx512 : avx2;
+  }
+  throw std::invalid_argument("this processor has no " + name);
 }
 
 class Kernel {

@@ -7,7 +7,7 @@
 // for further rows. `V::ROWS x 4` sums stay in registers. The next four are prefetched: their rows
 // are short, and the hardware's prefetcher begins anew with each.
 
-#include <algorithm>
+#include "scratch.hpp"
 
 namespace gulliver::rows {
 namespace {
@@ -21,7 +21,7 @@ template <class V, int M, bool AHEAD>
 inline void tile(const Product& p, Index row, Index first) {
   const float* x = p.x + row * p.inputs;
   const float* w[OUTPUTS];
-  for (Index j = 0; j < OUTPUTS; ++j) w[j] = p.weight + std::min(first + j, p.outputs - 1) * p.inputs;
+  for (Index j = 0; j < OUTPUTS; ++j) w[j] = p.weight + smaller(first + j, p.outputs - 1) * p.inputs;
   typename V::Float sums[M][OUTPUTS];
   for (int m = 0; m < M; ++m) {
     for (int j = 0; j < OUTPUTS; ++j) sums[m][j] = V::zero();
@@ -37,7 +37,7 @@ inline void tile(const Product& p, Index row, Index first) {
       for (int j = 0; j < OUTPUTS; ++j) sums[m][j] = V::add_product(sums[m][j], value, weights[j]);
     }
   }
-  const Index count = std::min(OUTPUTS, p.outputs - first);
+  const Index count = smaller(OUTPUTS, p.outputs - first);
   for (int m = 0; m < M; ++m) {
     float totals[OUTPUTS];
     V::totals(sums[m], totals);
@@ -63,7 +63,7 @@ void multiply(const Product& p) {
 #pragma omp parallel for schedule(static) if (p.rows * p.inputs * p.outputs > ALONE)
   for (Index group = 0; group < groups; ++group) {
     for (Index row = 0; row < p.rows; row += V::ROWS) {
-      some<V, V::ROWS>(p, std::min<Index>(V::ROWS, p.rows - row), row, group * OUTPUTS);
+      some<V, V::ROWS>(p, smaller<Index>(V::ROWS, p.rows - row), row, group * OUTPUTS);
     }
   }
 }
