@@ -9,7 +9,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # Test files side by side; what is done takes from what is not. One process of pytest more than there
 # are cores, because tests that wait for ranks and programs leave a core idle.
 SIDE_BY_SIDE := -n $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist worksteal
-BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))))
+BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_% benchmarks/gpu.py,$(wildcard benchmarks/*.py))))
 
 .PHONY: demo test test-all stress lint types contracts bench parity docs clean install
 
