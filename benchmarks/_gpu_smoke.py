@@ -168,7 +168,7 @@ def flash(run: GpuRun) -> None:
             continue
         given = [t.clone().requires_grad_() for t in (q, k, v)]
         groups = make_groups(SequencePlan())
-        out = attention(given[0], given[1], given[2], groups, mask=Mask("causal"), kernel=name)
+        out = attention(given[0], given[1], given[2], groups, mask=Mask(causal=True), kernel=name)
         found = [out, *torch.autograd.grad(out, given, grad)]
         worst = max(apart(a, b) for a, b in zip(found, wanted, strict=True))
         run.check(f"{name}: output and gradients", worst, 1e-4 if run.dry else 0.05)

@@ -212,7 +212,7 @@ def loader(run: GpuRun) -> None:
     side, count = run.sized(256, 16), run.sized(512, 16)
     work = torch.randn(run.sized(8192, 64), run.sized(8192, 64), device=run.device)
     example = torch.empty(4, 3, 16, side, side, device="meta")
-    workers = {"num_workers": run.sized(8, 1)}
+    workers: dict[str, Any] = {"num_workers": run.sized(8, 1)}
     ours: dict[str, Any] = {"pin_memory": True} if run.dry else {"device": run.device}
     found = DataLoader(Clips(count, side), 4, warm_up=[example], **ours, **workers)
     torchs = torch.utils.data.DataLoader(Clips(count, side), 4, pin_memory=not run.dry, **workers)
@@ -221,7 +221,7 @@ def loader(run: GpuRun) -> None:
         def epoch(batches: Any = batches) -> None:
             for batch in batches:
                 batch.to(run.device, non_blocking=True).mean()
-                work @ work
+                torch.mm(work, work)
 
         run.figure(f"{name}: seconds of an epoch", run.seconds(epoch))
     done = found.statistics()
