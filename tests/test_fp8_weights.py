@@ -241,7 +241,7 @@ class Writes:
             values = layer.weight.detach().flip(0).contiguous()
             layer.weight = None
             layer.weight = nn.Parameter(values)
-        self.optimizers = [made("SGD", "fused", one) for one in self.pairs]
+        self.optimizers = [made("AdamW", "fused", one) for one in self.pairs]
 
     def assigned(self) -> None:
         for layer in self.layers():
