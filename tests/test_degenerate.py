@@ -96,7 +96,7 @@ def test_traces_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "named"),
     [
         ("t.csv", f"{HEADER},batch\na,0,10,2,1,0.1,4\n", "batch"),
         ("t.csv", f'{HEADER}\n"a,0,10,2,1,0.1\n', "line"),
@@ -110,10 +110,10 @@ def test_traces_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_malformed_traces_are_refused_by_name(
-    name: str, text: str, told: str, tmp_path: Path
+    name: str, text: str, named: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
-    with pytest.raises(GulliverError, match=told):
+    with pytest.raises(GulliverError, match=named):
         read_trace(tmp_path / name)
 
 
