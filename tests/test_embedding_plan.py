@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from itertools import product
 
 import numpy as np
@@ -228,6 +229,52 @@ def test_ids_have_a_row_of_their_own_when_they_have_come_often_enough() -> None:
     assert torch.equal(again.rows_of(probe, learn=False), ids.rows_of(probe, learn=False))
     more = torch.tensor([5, 5, 5])
     assert torch.equal(again.rows_of(more), ids.rows_of(more))
+
+
+@pytest.mark.parametrize("after", [2, 5])
+@pytest.mark.parametrize("rows", [20, 1000])
+def test_ids_that_came_once_get_no_row_however_many_there_are(rows: int, after: int) -> None:
+    draw, ids = np.random.default_rng(0), DynamicIds(rows, admit_after=after)
+    for _ in range(150):
+        raw = torch.from_numpy(draw.integers(0, 2**62, 1000))
+        assert not ids.rows_of(raw).any()
+    assert (ids.admitted, ids.left_out) == (0, 0)
+    assert ids.nbytes <= 128 * max(rows, 1024)  # as much as a sketch of 4 x 8 counters a row
+    often = torch.from_numpy(draw.integers(0, 2**62, 10))
+    for _ in range(after):
+        found = ids.rows_of(often)
+        ids.rows_of(torch.from_numpy(draw.integers(0, 2**62, 500)))
+    assert sorted(found.tolist()) == list(range(1, 11))
+
+
+def test_random_streams_of_ids_are_admitted_neither_early_nor_late(full: bool) -> None:
+    """Brute force; late is an id that came with fewer others between than there are rows."""
+    for seed in range(200 if full else 12):
+        draw = np.random.default_rng(seed)
+        rows, after = int(draw.integers(1024, 2000)), int(draw.integers(1, 6))
+        ids, skew = DynamicIds(rows, admit_after=after), float(draw.uniform(1.02, 1.5))
+        total, run, seen, known = Counter[int](), Counter[int](), dict[int, int](), dict[int, int]()
+        others = 0
+        for step in range(40):
+            raw = torch.from_numpy(draw.zipf(skew, int(draw.integers(1, 400))))
+            found = dict(zip(raw.tolist(), ids.rows_of(raw).tolist(), strict=True))
+            if step == 20:
+                state, ids = ids.state_dict(), DynamicIds(rows, admit_after=after)
+                ids.load_state_dict(state)
+            total.update(raw.tolist())
+            for key in found:
+                if others - seen.get(key, others) >= rows:
+                    run[key] = 0
+            run.update(raw.tolist())
+            others += len(found)
+            for key, row in found.items():
+                assert row == known.get(key, row)
+                assert not row or total[key] >= after
+                assert row or run[key] < after or ids.left_out
+                seen[key] = others
+                if row:
+                    known[key] = row
+        assert sorted(known.values()) == list(range(1, ids.admitted + 1))
 
 
 def test_ids_beyond_the_last_row_are_counted_and_share_a_row_until_it_grows() -> None:

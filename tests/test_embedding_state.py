@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from gulliver.checkpoint import AsyncCheckpointer, load
 from gulliver.embedding import CachedEmbeddingBag, LookAhead
 from gulliver.embedding._columns import round_bf16, round_int8
 from gulliver.errors import GulliverError
-from tests.embedding_runs import OPTIMIZERS, cached, most_rows, steps, train, whole_run
+from tests.embedding_runs import OPTIMIZERS, Step, cached, most_rows, steps, train, whole_run
 from tests.patience import patient
 
 ROWS = 50
@@ -121,6 +122,36 @@ def test_a_table_that_grows_is_one_that_was_as_large_from_the_start(name: str) -
     several = CachedEmbeddingBag({"a": 5, "b": 5}, 4, cache=3)
     with pytest.raises(GulliverError, match="only the last table, 'b', can grow"):
         several.grow({"a": 9})
+
+
+def few_rows(rows: int, most: int, seed: int) -> list[Step]:
+    """Batches of at most so many different rows, which a cache of a small table takes."""
+    made = steps(rows, 4, 5, seed=seed)
+    for step in made:
+        kept = step.ids.unique()[-most:]
+        if len(kept):
+            step.ids = kept[torch.arange(len(step.ids)) % len(kept)]
+    return made
+
+
+def test_tables_of_any_size_grow_again_and_again(full: bool) -> None:
+    """Random tables of 1 to 40 rows against torch's table of the last size."""
+    for seed in range(300 if full else 24):
+        draw = random.Random(seed)
+        sizes = [1 + seed % 17 if seed % 2 else draw.randint(1, 40)]
+        for _ in range(draw.randint(1, 3)):
+            sizes.append(sizes[-1] + draw.choice((1, 3, 30, 300)))
+        parts = [few_rows(rows, sizes[0], seed + number) for number, rows in enumerate(sizes)]
+        batches, name = [step for part in parts for step in part], draw.choice(NAMES)
+        first = torch.randn(sizes[-1], 4, generator=torch.Generator().manual_seed(seed))
+        _, table_state, optimizer_state = whole_run("sum", name, batches, first, False)
+        table, optimizer = cached("sum", name, first[: sizes[0]], most_rows(batches))
+        for number, part in enumerate(parts):
+            if number:
+                table.grow(sizes[number], first[sizes[number - 1] : sizes[number]])
+            train(table, optimizer, iter(part), False)
+        assert torch.equal(table.state_dict()["weight"], table_state["weight"]), seed
+        assert _equal(_states(optimizer), optimizer_state["state"].get(0, {})), seed
 
 
 def test_rounding_has_no_direction_and_at_most_one_step() -> None:

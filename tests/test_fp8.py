@@ -23,7 +23,6 @@ from gulliver.precision.fp8 import (
     Shared,
     convert_to_fp8,
     encode,
-    forget_weights,
     fp8_events,
     linear,
     magnitude,
@@ -31,7 +30,6 @@ from gulliver.precision.fp8 import (
     revert_fp8,
     scale_of,
     select_layers,
-    state_of,
 )
 
 THEORY = {FORWARD: 0.028, GRADIENT: 0.056}
@@ -238,25 +236,6 @@ def test_mistakes_are_refused() -> None:
         convert_to_fp8(net(), emulate=True, layers=["odd"])
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "delayed"])
-def test_weights_are_quantised_once_a_step(scaling: str) -> None:
-    model = net()
-    convert_to_fp8(model, scaling, emulate=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    each = 2 if scaling == "rowwise" else 1  # of rows and of columns
-    for step in range(1, 4):
-        for number in range(3):
-            x = draw("normal", 6, 32, seed=number).requires_grad_()
-            checkpoint(model, x, use_reentrant=False).sum().backward()
-        casts = [state_of(m).weight_casts for m in (model.q, model.last)]
-        assert casts == [step * each] * 2
-        optimizer.step()
-    x, before = draw("normal", 6, 32), model.q(draw("normal", 6, 32))
-    model.q.weight.data.mul_(2)
-    forget_weights(model)
-    assert not torch.equal(model.q(x), before)
-
-
 def test_weights_that_are_not_kept_give_the_same_gradients() -> None:
     for scaling in ("tensorwise", "rowwise"):
         grads = []
@@ -309,7 +288,7 @@ def test_a_model_made_in_inference_mode_runs_in_it() -> None:
 def test_layers_of_one_input_quantise_and_save_it_once() -> None:
     model, saved = net(), []
     convert_to_fp8(model, emulate=True)
-    x = draw("normal", 6, 32).requires_grad_()
+    x = draw("normal", 6, 32).requires_grad_() * 1
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model.q(x), model.k(x)
     inputs = [t for t in saved if t.shape == x.shape]

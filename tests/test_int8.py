@@ -294,6 +294,19 @@ def test_state_dicts_go_out_and_into_a_model_of_the_same_form(tmp_path):
     assert torch.equal(run(copy.deepcopy(one), ids), run(one, ids))
 
 
+def test_replaced_scales_are_those_that_are_multiplied_by() -> None:
+    layer = nn.Sequential(nn.Linear(32, 16))
+    gulliver.replace_module(layer, mode="int8")
+    x = torch.randn(4, 32)
+    with torch.no_grad():
+        before = layer(x) - layer[0].bias
+        scales = {"0.weight_scale": 2 * layer[0].weight_scale}
+        doubled = torch.func.functional_call(layer, scales, (x,)) - layer[0].bias
+        assert torch.allclose(doubled, 2 * before, rtol=1e-3, atol=1e-3)
+        layer[0].weight_scale = scales["0.weight_scale"]
+        assert torch.equal(layer(x) - layer[0].bias, doubled)
+
+
 def test_scales_stay_float32_whatever_the_model_is_cast_to():
     layer = gulliver.replace_module(nn.Sequential(nn.Linear(64, 64)))
     before = layer[0].weight_scale.clone()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -144,6 +145,47 @@ def test_equal_links_make_one_axis(size: int, chance: random.Random) -> None:
     assert order is None
     # As fast as the slowest.
     assert axes[0].link.bandwidth == min(link.bandwidth for link in links.values())
+
+
+def random_cluster(draw: random.Random) -> tuple[int, dict[tuple[int, int], Link], set[Any]]:
+    """Links with 3 % noise, ranks numbered at random, and the nodes that they are of.
+
+    Nodes of one size, with or without faster pairs inside; of several sizes, which are no mesh; one
+    node; and one rank a node.
+    """
+    kind = draw.choice(("even", "even", "pairs", "uneven", "one", "alone"))
+    nodes, local = draw.randint(2, 6), draw.randint(2, 8)
+    if kind == "pairs":
+        local = draw.choice((4, 6, 8))
+    sizes = {"one": [local], "alone": [1] * nodes}.get(kind, [local] * nodes)
+    if kind == "uneven":
+        while len(set(sizes)) == 1:
+            sizes = [draw.randint(1, 8) for _ in range(nodes)]
+    node_of = [node for node, count in enumerate(sizes) for _ in range(count)]
+    pair_of = [rank // 2 for rank in range(len(node_of))]
+    order = draw.sample(range(len(node_of)), len(node_of))
+    inside, alpha = draw.uniform(10e9, 600e9), draw.uniform(0, 5e-6)
+    outside = inside / draw.uniform(2.5, 60)
+    links = {}
+    for a, b in itertools.combinations(range(len(node_of)), 2):
+        x, y = order[a], order[b]
+        rate = inside if node_of[x] == node_of[y] else outside
+        if kind == "pairs" and pair_of[x] == pair_of[y]:
+            rate *= draw.uniform(4, 4.2)
+        slower = 1 + draw.uniform(-0.03, 0.03)
+        extra = alpha if node_of[x] == node_of[y] else 3 * alpha
+        links[a, b] = Link(extra * slower, rate / slower)
+    of = [{a for a, x in enumerate(order) if node_of[x] == node} for node in range(len(sizes))]
+    found = of if len(set(sizes)) == 1 and sizes[0] > 1 else [set(range(len(node_of)))]
+    return len(node_of), links, {frozenset(group) for group in found}
+
+
+def test_nodes_of_random_clusters_are_those_they_were_made_of(full: bool) -> None:
+    draw = random.Random(0)
+    for number in range(2000 if full else 300):
+        size, links, nodes = random_cluster(draw)
+        found = {frozenset(group) for group in group_into_nodes(size, links)}
+        assert found == nodes, number
 
 
 def test_one_disturbed_pair_does_not_hide_a_node() -> None:

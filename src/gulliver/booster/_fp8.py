@@ -123,14 +123,14 @@ def gate_fp8(found: Selection, device: Device, tokens: int, scaling: str) -> tup
 
 
 def weight_bytes(plan: Plan, sizes: Mapping[str, int]) -> int:
-    """Bytes of FP8 copies of weights that a rank keeps from use to use.
+    """Bytes of FP8 copies of weights that a rank keeps from forward to backward.
 
     Args:
         plan: plan with its layers.
         sizes: number of elements of each parameter that the rank has.
     """
     fp8 = plan.precision.fp8
-    if fp8 is None or plan.stage == 3:
+    if fp8 is None or not _keeps_weights(plan):
         return 0
     return COPIES[fp8.scaling] * sum(sizes.get(f"{path}.weight", 0) for path in fp8.layers)
 
@@ -165,8 +165,14 @@ def use_fp8(
     if not modules or any(state_of(module) is not None for module in modules.values()):
         return
     shared = {path: _shared(module, tensor, sequence) for path, module in modules.items()}
-    # Copies of every weight on every rank are what sharded parameters are to avoid.
-    convert_to_fp8(model, _recipe(fp8), layers=modules, keep_weights=plan.stage != 3, shared=shared)
+    keep = _keeps_weights(plan)
+    convert_to_fp8(model, _recipe(fp8), layers=modules, keep_weights=keep, shared=shared)
+
+
+def _keeps_weights(plan: Plan) -> bool:
+    # Copies of every weight on every rank are what sharded parameters are to avoid, and a pipeline
+    # would have one for each micro-batch in flight.
+    return plan.stage != 3 and plan.mesh.of("pipeline") == 1
 
 
 def _recipe(fp8: Fp8Plan) -> Recipe:

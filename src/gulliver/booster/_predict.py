@@ -94,7 +94,8 @@ def predict(
                 f"gulliver probe --folder {folder} measures the one of {folder}"
             )
     memory = replace(plan.predicted.bytes, activations=activations)
-    predicted = Predicted(cluster.name, seconds, int(costs.sent), memory, moved)
+    sent, fullest = int(costs.sent), plan.predicted.fullest
+    predicted = Predicted(cluster.name, seconds, sent, memory, moved, fullest)
     return replace(plan, predicted=predicted, reasons=reasons)
 
 

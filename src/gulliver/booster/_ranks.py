@@ -132,9 +132,16 @@ def rank_states(
     stages: Stages | None,
 ) -> list[StateBytes]:
     """States of all ranks that differ; arguments as of `rank_state`."""
-    places = itertools.product(range(plan.mesh.of("pipeline")), range(plan.mesh.of("tensor")))
-    found = (rank_state(plan, model, optimizer, tensor, stages, place) for place in places)
+    found = (rank_state(plan, model, optimizer, tensor, stages, place) for place in places(plan))
     return list(dict.fromkeys(found))
+
+
+def places(plan: Plan) -> dict[tuple[int, int], int]:
+    """First rank at each place on the pipeline axis and on the tensor axis."""
+    mesh = plan.mesh
+    stride = mesh.size // mesh.of("pipeline")
+    ways = itertools.product(range(mesh.of("pipeline")), range(mesh.of("tensor")))
+    return {(stage, part): stage * stride + part for stage, part in ways}
 
 
 def largest_residency(

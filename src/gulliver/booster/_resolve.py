@@ -20,11 +20,13 @@ from gulliver.booster._model import modules_kept, no_optimizer, unwrapped
 from gulliver.booster._ranks import (
     Stages,
     largest_residency,
-    rank_states,
+    places,
+    rank_state,
     rank_work,
     state_bytes,
     tensor_sizes,
 )
+from gulliver.booster._residency import least_bytes
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster
 from gulliver.parallel import is_boosted, named_trainables
@@ -38,7 +40,7 @@ from gulliver.parallel.zero import (
     ordered_layouts,
     ordinary_step,
 )
-from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, join
+from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, Predicted, join
 
 
 def resolve(
@@ -85,16 +87,35 @@ def resolve(
             reasons["zero.chunks"] = (
                 f"{plan.model.optimizer} looks at whole parameters: none is cut"
             )
-    memory, moved = predict_memory(plan, model, sizes), None
-    if plan.zero is not None and plan.zero.tiers is not None:
-        states = rank_states(plan, model, optimizer, tensor, stages)
-        work = rank_work(plan, model, tensor, stages)
-        found = largest_residency(states, plan.zero.tiers, work)
-        memory, moved = MemoryPlan(**found.bytes), found.moved
-    copies = weight_bytes(plan, {t.name: t.numel for t in sizes})
-    memory = replace(memory, parameters=memory.parameters + copies)
-    predicted = replace(plan.predicted, bytes=memory, moved=moved)
+    predicted = _of_fullest(plan, model, optimizer, tensor, stages)
     return replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
+
+
+def _of_fullest(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tensor: TensorPlan | None,
+    stages: Stages | None,
+) -> Predicted:
+    """Bytes of the rank that holds most; cuts of blocks and tensors make ranks differ."""
+    given, held = (plan, model, optimizer, tensor, stages), dict[int, MemoryPlan]()
+    for place, rank in places(plan).items():
+        sizes = tensor_sizes(*given, place)
+        memory = predict_memory(plan, model, sizes)
+        copies = weight_bytes(plan, {t.name: t.numel for t in sizes})
+        held[rank] = replace(memory, parameters=memory.parameters + copies)
+    fullest = max(held, key=lambda rank: held[rank].total)
+    memory, moved = held[fullest], None
+    if plan.zero is not None and plan.zero.tiers is not None:
+        tiers = plan.zero.tiers
+        states = {rank: rank_state(*given, place) for place, rank in places(plan).items()}
+        found = largest_residency(
+            list(dict.fromkeys(states.values())), tiers, rank_work(plan, model, tensor, stages)
+        )
+        fullest = max(states, key=lambda rank: least_bytes(states[rank], tiers))
+        memory, moved = MemoryPlan(**found.bytes), found.moved
+    return replace(plan.predicted, bytes=memory, moved=moved, fullest=fullest)
 
 
 def _check_kept(plan: Plan, model: nn.Module) -> None:
@@ -315,7 +336,13 @@ def _lined(plan: Plan, name: str) -> str:
 
 
 def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> MemoryPlan:
-    """Bytes of model state that the first rank holds at the peak."""
+    """Bytes of model state that a rank holds at the peak.
+
+    Args:
+        plan: plan with its chunks.
+        model: whole model.
+        sizes: parameters that the rank has.
+    """
     trained = [t for t in sizes if t.trained]
     zero = plan.zero
     if zero is None:

@@ -22,7 +22,7 @@ from gulliver.booster._predict import (
     model_messages,
     shared_messages,
 )
-from gulliver.booster._ranks import tensor_sizes
+from gulliver.booster._ranks import places, tensor_sizes
 from gulliver.booster._resolve import plan_stages, plan_tensors, predict_memory
 from gulliver.comm import (
     all_reduce,
@@ -178,7 +178,8 @@ def _with_memory(
     if plan.wire.gather == asked.wire.gather or plan.stage == 3:
         return plan
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
+    place = next(p for p, rank in places(plan).items() if rank == plan.predicted.fullest)
+    sizes = tensor_sizes(plan, model, optimizer, tensor, stages, place)
     before, after = (predict_memory(p, model, sizes).parameters for p in (asked, plan))
     predicted, held = plan.predicted, plan.predicted.bytes
     held = replace(held, parameters=held.parameters - before + after)

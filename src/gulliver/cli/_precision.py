@@ -59,7 +59,7 @@ class Report:
         plain_s: seconds of all linear layers in 16 bits, forward and backward.
         fp8_s: the same with FP8 where it pays.
         break_even: least side of a square layer that pays; None where none does.
-        copies: size of the FP8 weights that are kept between uses.
+        copies: size of the FP8 weights that are kept from forward to backward.
         saved_plain: size of the inputs of FP8 layers that backward needs, in 16 bits.
         saved_fp8: the same as FP8 layers save them.
     """
@@ -145,8 +145,8 @@ def _show(report: Report, reason: str) -> None:
         f"{report.cluster} ({how})"
     )
     console.print(
-        f"memory: {size_text(report.copies)} of FP8 weights are kept where parameters are whole "
-        f"(none under ZeRO 3, none by compiled graphs); inputs saved for backward "
+        f"memory: {size_text(report.copies)} of FP8 weights are kept from forward to backward "
+        f"(none under ZeRO 3 and in pipelines); inputs saved for backward "
         f"{size_text(report.saved_fp8)} instead of "
         f"{size_text(report.saved_plain)}, at most: layers with one input share it"
     )

@@ -1,13 +1,19 @@
 """Rows for ids that nobody has counted: any 64-bit integers, admitted when they have come often.
 
-An id that is new shares row 0 with all others that are; a sketch counts it, and when it has come
+An id that is new shares row 0 with all others that are; its uses are counted, and when it has come
 `admit_after` times it is given a row of its own. So a table holds what recurs, and what occurs once
 costs no row and no collision with an id that has one.
+
+[Note: exact counts that forget] Ids without a row are counted one by one, in two generations of as
+many ids as the table has rows. When the young generation is full it becomes the old one, and the
+old one is dropped; an id that comes again moves to the young one with its count. No id is ever
+counted for another, so none is admitted too early, however many there are (a count-min sketch of
+the same memory admits ids that came once as soon as there are more of them than counters). An id is
+forgotten, and so admitted later, only if at least `rows` others came between two of its uses.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -16,10 +22,12 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.options import whole_number
-from gulliver.solve import DecayedCounts, HashIndex
+from gulliver.solve import HashIndex
 
 SHARED = 0
 """Row of ids that have none of their own."""
+LEAST = 1024
+"""Ids that a generation of counts takes at least."""
 
 
 class DynamicIds:
@@ -27,8 +35,8 @@ class DynamicIds:
 
     Args:
         rows: number of rows of the table, the shared one among them.
-        admit_after: uses after which an id has a row of its own; counted by a sketch, which may
-            count others with it and so admit one too early, never too late.
+        admit_after: uses after which an id has a row of its own. They are counted exactly; an id is
+            forgotten if at least `rows` (or 1,024) other ids without a row came since its last use.
 
     Attributes:
         admitted: ids that have a row.
@@ -52,7 +60,7 @@ class DynamicIds:
         if self.admit_after < 1:
             raise GulliverError(f"admit_after={admit_after}: give at least 1")
         self._index = HashIndex(1024, wide_keys=True)
-        self._counts = DecayedCounts(4 * self.rows, math.inf)
+        self._counts = RecentCounts(max(self.rows, LEAST))
         self.admitted = self.left_out = 0
 
     @property
@@ -92,7 +100,7 @@ class DynamicIds:
         """
         if rows <= self.rows:
             raise GulliverError(f"rows={rows}: there are {self.rows} already")
-        self.rows = rows
+        self.rows, self._counts.most = rows, max(rows, LEAST)
 
     def _admit(self, keys: Any, rows: Any, counts: Any) -> None:
         new = np.flatnonzero(rows < 0)
@@ -111,7 +119,7 @@ class DynamicIds:
         return {
             "keys": torch.from_numpy(keys),
             "rows": torch.from_numpy(rows),
-            "counts": torch.from_numpy(self._counts.tables.copy()),
+            "counts": [torch.from_numpy(part) for part in self._counts.parts()],
             "left_out": self.left_out,
         }
 
@@ -119,17 +127,57 @@ class DynamicIds:
         """Takes over what `state_dict` has returned.
 
         Raises:
-            GulliverError: it is of a map of another size.
+            GulliverError: it has more ids than there are rows.
         """
-        if (
-            tuple(state["counts"].shape) != self._counts.tables.shape
-            or len(state["keys"]) >= self.rows
-        ):
+        if len(state["keys"]) >= self.rows:
             raise GulliverError(
-                f"the state is of a map with other rows than {self.rows}: make it with those it "
-                "had, and grow() it then"
+                f"the state has {len(state['keys'])} ids, and rows={self.rows} has place for "
+                f"{self.rows - 1}: make the map with at least {len(state['keys']) + 1} rows"
             )
-        self._index = HashIndex(max(len(state["keys"]), 1024), wide_keys=True)
+        self._index = HashIndex(max(len(state["keys"]), LEAST), wide_keys=True)
         self._index.insert(state["keys"].numpy(), state["rows"].numpy())
-        self._counts.tables[:] = state["counts"].numpy()
+        self._counts = RecentCounts(max(self.rows, LEAST))
+        # Earlier versions saved a sketch, which has no ids: those start again.
+        if isinstance(state["counts"], list):
+            self._counts.restore([part.numpy() for part in state["counts"]])
         self.admitted, self.left_out = len(state["keys"]), state["left_out"]
+
+
+class RecentCounts:
+    """Exact counts of the keys that came of late.
+
+    Args:
+        most: keys of a generation; those of the last `most` distinct keys are always known.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._young, self._old = self._empty(), self._empty()
+
+    @staticmethod
+    def _empty() -> HashIndex:
+        return HashIndex(LEAST, wide_keys=True, wide_values=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both generations."""
+        return self._young.nbytes + self._old.nbytes
+
+    def add(self, keys: Any, counts: Any) -> Any:
+        """Counts uses of distinct keys; returns all that are known of them."""
+        young = self._young.lookup(keys)
+        found = counts + np.where(young >= 0, young, self._old.lookup(keys).clip(0))
+        self._young.remove(keys[young >= 0])
+        self._young.insert(keys, found)
+        if len(self._young) >= self.most:
+            self._young, self._old = self._empty(), self._young
+        return found
+
+    def parts(self) -> list[Any]:
+        """Returns keys and counts of both generations."""
+        return [*self._young.items(), *self._old.items()]
+
+    def restore(self, parts: list[Any]) -> None:
+        """Takes over what `parts` returned."""
+        self._young.insert(*parts[:2])
+        self._old.insert(*parts[2:])

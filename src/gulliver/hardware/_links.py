@@ -43,7 +43,7 @@ EXCHANGES, EXCHANGES_S = 7, 0.05
 """Most exchanges of a size in a sweep, and seconds that they may take; there is one at least."""
 FASTEST = LINK[0][1]
 NEAR = 2.0
-"""Nodes are seen where messages between them take at least so many times as long as within."""
+"""Least seconds of the fastest link between nodes, for one of the slowest needed inside them."""
 BUSY_SIDE, BUSY_PRODUCTS = 512, 4
 """Side and number of the matrices that a rank multiplies before a collective between computing."""
 SEEN_BY = 1 << 20
@@ -166,25 +166,25 @@ def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
 def group_into_nodes(size: int, links: Mapping[Pair, Link]) -> list[list[int]]:
     """Ranks that are near each other, as nodes of one size; all in one where none differ.
 
-    Pairs are joined from the fastest on (single linkage). Of all the moments when the groups had
-    one size, the one counts at which messages between groups took longest in proportion to those
-    within, if that was at least `NEAR` times. A near pair that was measured as slow does no harm:
-    others join the two.
+    Pairs are joined from the fastest on (single linkage). Groups of one size are nodes if the next
+    join, which is the fastest link between them, takes at least `NEAR` times as long as the one
+    before, the slowest that was needed inside; of several such moments the last counts, which has
+    the fewest groups. So noise makes no nodes, and pairs that are joined faster inside a node do
+    not hide it. A near pair that was measured as slow does no harm: others join the two.
     """
     seconds = {pair: _seen_seconds(link) for pair, link in links.items()}
     group_of = [[rank] for rank in range(size)]
-    best, best_ratio = [list(range(size))], NEAR
+    best, before = [list(range(size))], float("inf")
     for low, high in sorted(seconds, key=lambda pair: seconds[pair]):
         if group_of[low] is group_of[high]:
             continue
+        groups = list({id(group): group for group in group_of}.values())
+        if seconds[low, high] >= NEAR * before and len({len(group) for group in groups}) == 1:
+            best = groups
+        before = seconds[low, high]
         joined = sorted(group_of[low] + group_of[high])
         for rank in joined:
             group_of[rank] = joined
-        groups = list({id(group): group for group in group_of}.values())
-        if len({len(group) for group in groups}) == 1 and len(groups) > 1:
-            ratio = _between_to_within(groups, seconds)
-            if ratio >= best_ratio:
-                best, best_ratio = groups, ratio
     return [list(group) for group in best]
 
 
@@ -268,12 +268,6 @@ def _warmed_up(
         if max(took) > LONG_S:
             too_long.add(name)
     return found
-
-
-def _between_to_within(groups: Sequence[Sequence[int]], seconds: Mapping[Pair, float]) -> float:
-    inside = {pair for group in groups for pair in itertools.combinations(group, 2)}
-    within = statistics.median(seconds[pair] for pair in inside)
-    return statistics.median(s for pair, s in seconds.items() if pair not in inside) / within
 
 
 def _slowest(links: Mapping[Pair, Link], pairs: set[Pair]) -> Link:

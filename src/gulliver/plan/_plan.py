@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def memory(self) -> MemoryPlan:
-        """Bytes that each rank holds, as predicted."""
+        """Bytes that the fullest rank holds, as predicted."""
         return self.predicted.bytes
 
     @property
@@ -197,9 +197,10 @@ class Plan:
                 f"  {len(self.chunks)} chunks, {_mib(whole)} with "
                 f"{100 * padding / whole:.2f} % padding"
             )
-        memory = self.memory
+        memory, uneven = self.memory, self.mesh.of("pipeline") > 1 or self.mesh.of("tensor") > 1
+        of = f"for rank {self.predicted.fullest}, the fullest" if uneven else "per rank"
         lines.append(
-            f"  predicted per rank: {_mib(memory.total)} = parameters {_mib(memory.parameters)} + "
+            f"  predicted {of}: {_mib(memory.total)} = parameters {_mib(memory.parameters)} + "
             f"gradients {_mib(memory.gradients)} + optimizer {_mib(memory.optimizer_state)}"
         )
         lines += [*self._tiers_lines(), *self._seconds_lines()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that each rank holds at the peak; of the first rank where ranks differ.
+    """Bytes that a rank holds at the peak; of the fullest rank where ranks differ.
 
     Attributes:
         parameters: size of the parameters, of those gathered at once where they are sharded.
@@ -102,8 +102,9 @@ class Predicted:
         seconds: seconds of a step, by kind.
         sent: bytes that the first rank sends in a step; without a sample those that do not depend
             on the batch.
-        bytes: bytes of a rank, by kind.
+        bytes: bytes of the fullest rank, by kind.
         moved: bytes between memories; None where all lies in one.
+        fullest: number of that rank; the first of several that hold as much.
     """
 
     cluster: str = ""
@@ -111,3 +112,4 @@ class Predicted:
     sent: int = 0
     bytes: MemoryPlan = field(default_factory=MemoryPlan)
     moved: Moved | None = None
+    fullest: int = 0

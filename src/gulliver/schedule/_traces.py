@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -40,15 +42,18 @@ def read_trace(path: str | Path) -> tuple[Job, ...]:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise GulliverError(f"trace {path} cannot be read: {error}") from None
     if path.suffix == ".json":
         rows = _json_rows(path, text)
     elif path.suffix == ".csv":
         reader = csv.DictReader(StringIO(text), restkey="", strict=True)
-        rows = [{k: v for k, v in row.items() if v not in ("", None)} for row in reader]
-        _known(path, reader.fieldnames or ())
+        try:
+            _known(path, reader.fieldnames or ())
+            rows = [{k: v for k, v in row.items() if v not in ("", None)} for row in reader]
+        except csv.Error as error:
+            raise GulliverError(f"trace {path}, line {reader.line_num}: {error}") from None
     else:
         raise GulliverError(f"trace {path}: its name must end in .csv or .json")
     if not rows:
@@ -78,7 +83,7 @@ def write_trace(path: str | Path, jobs: Sequence[Job]) -> None:
 
 def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=partial(_once, path))
     except json.JSONDecodeError as error:
         raise GulliverError(f"trace {path} is no JSON: {error}") from None
     rows = found.get("jobs") if isinstance(found, dict) else found
@@ -87,7 +92,15 @@ def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     return rows
 
 
+def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise GulliverError(f"trace {path}: {name!r} is given {count} times: give it once")
+    return dict(pairs)
+
+
 def _known(path: Path, names: Any) -> None:
+    _once(path, [(name, None) for name in names])
     for name in names:
         if name not in COLUMNS and name != MEASURED:
             shown = f"unknown column {name!r}" if name else "a row has more cells than the header"
@@ -111,7 +124,7 @@ def _job(path: Path, number: int, row: Mapping[str, Any]) -> Job:
             raise GulliverError(f"{told}: give measured points or {next(iter(costs))}, not both")
         points = row[MEASURED]
         if not isinstance(points, list) or not all(
-            isinstance(p, list) and len(p) == 3 and all(isinstance(n, int | float) for n in p)
+            isinstance(p, list) and len(p) == 3 and all(type(n) in (int, float) for n in p)
             for p in points
         ):
             raise GulliverError(
@@ -141,8 +154,8 @@ def _value(told: str, name: str, value: Any) -> Any:
             raise GulliverError(f"{told}: announced is {value!r}: give true or false")
         return known[str(value).lower()]
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = float(str(value))  # as text, true of JSON is no number
+    except ValueError:
         raise GulliverError(f"{told}: {name} is {value!r}: give a number") from None
     if name in WHOLE:
         if not number.is_integer():

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gulliver.errors import GulliverError
+
 
 def balanced_parts(costs: Sequence[int], parts: int) -> list[int]:
     """Returns the part that each cost goes to; the same for the same costs in the same order.
@@ -16,7 +18,12 @@ def balanced_parts(costs: Sequence[int], parts: int) -> list[int]:
     Args:
         costs: costs, none negative.
         parts: number of parts, at least 1.
+
+    Raises:
+        GulliverError: there are no parts.
     """
+    if parts < 1:
+        raise GulliverError(f"parts={parts}: deal costs to at least 1 part")
     loads, found = [0] * parts, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda n: -costs[n]):
         part = loads.index(min(loads))

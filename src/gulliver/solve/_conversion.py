@@ -33,6 +33,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from gulliver.errors import GulliverError
+
 Kind = Literal["slice", "gather", "exchange", "reduce", "scatter", "swap", "split"]
 
 
@@ -148,7 +150,16 @@ def convert_least(
 
     Returns:
         The way, or None where none fits the room.
+
+    Raises:
+        GulliverError: a layout has other dims than the tensor, or an axis twice or not of the mesh.
     """
+    for layout in (before, after):
+        axes = [*itertools.chain(*layout.cuts), *layout.terms]
+        if len(layout.cuts) != len(shape) or not set(axes) <= set(range(len(mesh))):
+            raise GulliverError(f"{layout} does not fit {len(shape)} dims and {len(mesh)} axes")
+        if len(set(axes)) < len(axes):
+            raise GulliverError(f"{layout} uses an axis twice: give each axis one dim, or terms")
     best: dict[Sharding, float] = {before: 0.0}
     came: dict[Sharding, ConversionStep] = {}
     heap: list[tuple[float, int, Sharding]] = [(0.0, 0, before)]

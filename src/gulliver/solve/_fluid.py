@@ -102,6 +102,15 @@ def fluid_bound_by_lp(
         GulliverError: scipy is missing.
     """
     quick = fluid_bound(work, rates, releases, slots)
+    amount, rates = np.asarray(work, float), np.asarray(rates, float)
+    if not amount.all():
+        # A job without work ends when it is released, and takes no slot from others.
+        some = np.flatnonzero(amount)
+        at_once = float(np.sum(np.asarray(releases, float)[amount == 0]))
+        rest = [float(releases[job]) for job in some]
+        return max(
+            quick, at_once + fluid_bound_by_lp(amount[some], rates[some], rest, slots, intervals)
+        )
     if not len(work):
         return 0.0
     try:
@@ -111,7 +120,6 @@ def fluid_bound_by_lp(
         raise GulliverError(
             "the bound by a linear programme needs scipy: pip install 'gulliver[milp]'"
         ) from None
-    amount, rates = np.asarray(work, float), np.asarray(rates, float)
     edges = _edges(amount, rates, releases, slots, intervals)
     columns: list[tuple[int, int, float, float, float]] = []
     for job, row in enumerate(rates):

@@ -62,8 +62,10 @@ def rematerialize(
         looks: number of states that a free schedule is looked for among.
 
     Raises:
-        GulliverError: the budget is too small; names the least that would do.
+        GulliverError: the budget is too small, and the least that would do; no stages or slots.
     """
+    if slots < 1:
+        raise GulliverError(f"slots={slots}: measure the budget in at least 1 part")
     if not stages:
         raise GulliverError("a chain has at least one stage")
     if free and link is not None:
@@ -133,6 +135,8 @@ def least_budget(stages: Sequence[Stage], source: int = 0, link: OffloadLink | N
         source: bytes of the chain's input, which stays.
         link: link to the slower tier; None: nothing is offloaded.
     """
+    if not stages:
+        return source
     chain, count = _Chain(stages, source, link), len(stages)
     known: dict[tuple[int, int], int] = {}
     for first in range(count - 1, -1, -1):

@@ -274,6 +274,8 @@ class RowReplacement:
         if self._frequencies is not None:
             more = np.zeros(rows - len(self._frequencies), self._frequencies.dtype)
             self._frequencies = np.concatenate([self._frequencies, more])
+        for cache in self._duel.caches if self._duel else ():
+            cache.grow(rows)
 
     def forget(self) -> None:
         """Empties the cache; what is known of the future and of the past stays."""

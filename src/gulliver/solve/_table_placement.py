@@ -57,8 +57,10 @@ def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TablesPl
         room: bytes of each rank's memory.
 
     Raises:
-        GulliverError: no choice that was found fits the memory.
+        GulliverError: no choice that was found fits the memory; no tables, or one without options.
     """
+    if not tables or not all(tables):
+        raise GulliverError("give at least one table, and at least one option of each")
     starts = [
         _improved(tables, _longest_first(tables, room, least), room) for least in (True, False)
     ]

@@ -59,8 +59,8 @@ def convert_to_fp8(
         emulate: compute the same numerics without FP8 units, at the price of speed.
         exclude: patterns of paths of layers that are kept; see `select_layers`.
         layers: paths of the layers to take, of those that can be; None for all of them.
-        keep_weights: keep FP8 copies of the weights until the optimizer steps: one or two bytes for
-            each, and they are quantised once for all micro-batches of a step.
+        keep_weights: keep the FP8 copies of the weights from forward to backward (tensorwise and
+            delayed): a byte for each weight and graph; otherwise backward casts them again.
         shared: dims of layers that ranks share, by path.
 
     Returns:
@@ -149,14 +149,6 @@ def restore_histories(
         state, weight = state_of(module), getattr(module, "weight", None)
         if state is not None and isinstance(weight, Tensor):
             state.restore(histories.get(path, {}), weight.device)
-
-
-def forget_weights(model: nn.Module) -> None:
-    """Drops FP8 copies of weights that were written past autograd, through ``p.data``."""
-    for module in model.modules():
-        state = state_of(module)
-        if state is not None:
-            state.forget()
 
 
 def check_hardware(model: nn.Module, recipe: Recipe) -> None:

@@ -16,7 +16,9 @@ without it. `emulated` is the same arithmetic in float32, or in float64 for floa
 numbers are exact in both.
 
 [Note: one input, several layers] Queries, keys and values are products of one tensor. Its FP8 copy
-is noted on that very tensor, so that it is made, and saved, once for all of them.
+is noted on that very tensor, so that it is made, and saved, once for all of them. Only results of
+operations that autograd records are noted: leaves, such as batches and parameters, stay alive from
+step to step and may be written without a new version (NumPy, ``.data``, fused optimizers).
 
 Read `linear`, then `_Linear`. It knows nothing of modules.
 """
@@ -72,7 +74,10 @@ def _product(
         weights = plain_cast("weight", matrix.detach(), dim)
     else:
         state.begin(weight)
-        inputs, weights = _input(given, rows, state, dim), state.weights(matrix, dim)
+        inputs, weights = (
+            _input(given, rows, state, dim),
+            state.cast("weight", matrix.detach(), dim),
+        )
     same = not state.rowwise and (traced or state.keep_weights)
     how = state.recipe.emulate, state.rowwise, same
     y = _Linear.apply(rows, matrix, *inputs, *weights, None if traced else state, *how)
@@ -84,8 +89,7 @@ _uncompiled: Any = torch.compiler.disable(_product)
 
 def _input(given: Tensor, rows: Tensor, state: LayerState, dim: int | None) -> Scaled:
     """Returns the input in FP8, as another layer may have left it on the tensor."""
-    # What inference mode makes counts no versions, and cannot be saved for a backward later on.
-    if state.eager_only or torch.is_inference_mode_enabled() or given.is_inference():
+    if state.eager_only or given.grad_fn is None or not torch.is_grad_enabled():
         return state.cast("input", rows.detach(), dim)
     known, key = vars(given).get("_fp8"), (given._version, rows.dtype, dim)
     if known is None or known[0] != key:
@@ -135,10 +139,8 @@ class _Linear(Function):
             once = cast("gradient", grad, 1 if rowwise else None)
             if same_weights:
                 factor = Scaled(weight, weight_inverse)
-            elif state is None:
-                factor = plain_cast("weight", weight.detach(), 0 if rowwise else None)
             else:
-                factor = state.weights(weight, 0 if rowwise else None)
+                factor = cast("weight", weight.detach(), 0 if rowwise else None)
             of_x = matmul(once, factor, grad.dtype, emulate)
         if needs_weight:
             if rowwise:

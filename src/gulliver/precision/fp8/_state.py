@@ -1,18 +1,17 @@
-"""The state of one FP8 layer: copies of its weights, histories of magnitudes, what overflowed.
+"""State of one FP8 layer: scaling recipe, histories of magnitudes, what overflowed.
 
-[Note: weights once a step] A weight changes when the optimizer steps, and is multiplied in every
-micro-batch, and again where a block is recomputed. Its FP8 copies are kept until its version
-changes (torch counts writes in place; ZeRO counts those of its buffers alike). They are not kept
-where parameters are sharded or leave memory: copies of a byte for each parameter on every rank are
-what stage 3 is there to avoid. What is written past autograd (``p.data``) is not seen:
-`LayerState.forget` then.
+[Note: weights are cast in every forward] No FP8 copy of a weight outlives the graph that it was
+made for. Nothing tells reliably that a weight has not changed since: fused optimizers, ``p.data``
+and native kernels write without raising its version, and addresses are used again.
 
 [Note: delayed scaling] The scale of inputs and of gradients comes from the largest magnitudes of
 the last steps, so that a cast need not wait for a reduction over its own tensor. All micro-batches
 of a step have one scale, and a recomputed block the same as its first forward: the history moves
-only when the weight has changed. Before there is any, a tensor's own magnitude counts. What is
-larger than all that was seen saturates, and is counted. Checkpoints have the histories, so that a
-run that is taken up goes on as it would have. Source: Transformer Engine's ``DelayedScaling``.
+only when the weight has been stepped, which its version says, or, for fused optimizers, the hook
+that `_watch_steps` registers. A step that neither shows leaves the history where it is. Before
+there is any, a tensor's own magnitude counts. What is larger than all that was seen saturates, and
+is counted. Checkpoints have the histories, so that a resumed run continues as it would have.
+Source: Transformer Engine's ``DelayedScaling``.
 
 [Note: dims that ranks share] Where a dim is sharded over ranks, a magnitude over that dim is the
 largest of all ranks, so that each quantises its shard as one process would. `Shared` says how, for
@@ -21,12 +20,15 @@ the dims of a layer: a sum over ranks of products of such shards has the terms o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.precision.fp8._cast import FORWARD, GRADIENT, Scaled, encode, magnitude, scale_of
@@ -34,8 +36,8 @@ from gulliver.precision.fp8._cast import FORWARD, GRADIENT, Scaled, encode, magn
 Scaling = Literal["tensorwise", "rowwise", "delayed"]
 SCALINGS: tuple[str, ...] = get_args(Scaling)
 Role = Literal["input", "weight", "gradient"]
-COPIES = {"tensorwise": 1, "rowwise": 2, "delayed": 1}
-"""FP8 copies of the weights that are kept: row-wise scales are of rows, and of columns."""
+COPIES = {"tensorwise": 1, "rowwise": 0, "delayed": 1}
+"""FP8 copies of the weights that backward reads again; row-wise it needs other scales."""
 HISTORY = 16
 """Steps that delayed scaling looks back."""
 Agree = Callable[[Tensor], Any]
@@ -142,25 +144,23 @@ class LayerState:
 
     Args:
         recipe: recipe of the layer.
-        keep_weights: whether FP8 copies of the weights stay until the next step.
+        keep_weights: whether backward reads the FP8 weights that forward made, where the scales
+            allow it, in place of casting them again.
         shared: dims that ranks share.
-
-    Attributes:
-        weight_casts: number of times that the weights were quantised.
     """
 
     def __init__(
         self, recipe: Recipe, keep_weights: bool = True, shared: Shared = NOT_SHARED
     ) -> None:
         self.recipe, self.keep_weights, self.shared = recipe, keep_weights, shared
-        self.weight_casts = 0
-        self._weights: dict[int | None, Scaled] = {}
-        self._key: tuple[int, int] | None = None
-        self._version: int | None = None
+        self._step: tuple[weakref.ref[Tensor], int] | None = None
         self._events: dict[str, Tensor] = {}
         self._histories = {
             role: History(recipe.history) for role in ("input", "gradient") if self.delayed
         }
+        if self.delayed:
+            _watch_steps()
+            _DELAYED.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
         # Process groups cannot be copied, and a copy of the model has weights of its own.
@@ -190,47 +190,28 @@ class LayerState:
         return {role: leaves for role, leaves in found.items() if leaves}
 
     def restore(self, leaves: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
-        """Takes up histories that `leaves` returned; those that are not there begin anew.
+        """Takes up histories that `leaves` returned; those that are not there start empty.
 
         The next forward begins a step, as that after an optimizer's step does.
         """
-        self._version = None
+        self._step = None
         for role, history in self._histories.items():
             history.restore(leaves.get(role, {}), device)
 
-    def forget(self) -> None:
-        """Drops the copies of the weights, which were written past autograd."""
-        self._key, self._weights = None, {}
-
-    def weights(self, weight: Tensor, dim: int | None) -> Scaled:
-        """Returns the weights in FP8, quantised once for each version of them.
-
-        Args:
-            weight: matrix ``[outputs, inputs]``.
-            dim: dim whose magnitudes are reduced; None for all of it.
-        """
-        if weight.is_inference():  # it may be written unnoticed
-            return self.cast("weight", weight.detach(), dim)
-        key = weight.data_ptr(), weight._version
-        if key != self._key:
-            self._weights, self._key = {}, key
-        found = self._weights.get(dim)
-        if found is None:
-            # A copy that an evaluation in inference mode made serves training, too.
-            with torch.inference_mode(False), torch.no_grad():
-                found = self.cast("weight", weight.detach(), dim)
-            self.weight_casts += 1
-            if self.keep_weights:
-                self._weights[dim] = found
-        return found
-
     def begin(self, weight: Tensor) -> None:
-        """Notes a forward: with a new version of the weights a step has begun."""
-        version = None if weight.is_inference() else weight._version
-        if self._version != version:
-            self._version = version
+        """Notes a forward: with another weight, or a stepped one, a step has begun."""
+        if not self.delayed or weight.is_inference():
+            return
+        before = self._step
+        if before is None or before[0]() is not weight or before[1] != weight._version:
+            self._step = weakref.ref(weight), weight._version
             for history in self._histories.values():
                 history.step()
+
+    def stepped(self, weights: set[int]) -> None:
+        """Ends the step if the layer's weight is one of those with these ids."""
+        if self._step is not None and id(self._step[0]()) in weights:
+            self._step = None
 
     def cast(self, role: Role, x: Tensor, dim: int | None) -> Scaled:
         """Returns a matrix in FP8, with scales that all ranks agree on."""
@@ -258,6 +239,20 @@ class LayerState:
     def events(self) -> dict[str, int]:
         """Returns how many casts had elements that FP8 cannot take, by what they were."""
         return {what: int(count) for what, count in self._events.items() if int(count)}
+
+
+_DELAYED = weakref.WeakSet[LayerState]()
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    weights = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for state in tuple(_DELAYED):
+        state.stepped(weights)
 
 
 def plain_cast(role: Role, x: Tensor, dim: int | None) -> Scaled:

@@ -57,7 +57,7 @@ class QuantizedLayer(nn.Module, ABC):
         self.register_buffer("weight", values)
         self.register_buffer("weight_scale", scales)
         self.register_parameter("bias", bias)
-        self._stored: tuple[Any, Stored] | None = None
+        self._stored: tuple[int, Stored] | None = None
 
     @property
     def outputs(self) -> int:
@@ -72,23 +72,27 @@ class QuantizedLayer(nn.Module, ABC):
     @property
     def stored(self) -> Stored:
         """The weight as kernels take it."""
-        # Sums are made anew when others have been written into the weight.
-        weight: Any = self._buffers["weight"]
-        state = id(weight), -1 if weight.is_inference() else weight._version
-        if self._stored is None or self._stored[0] != state:
+        weight, scales, version = self._state()
+        known = self._stored
+        # Sums are computed again when the weight was replaced or written.
+        if known is None or known[0] != version or known[1].values is not weight:
             sums = None if self.mode == "int4" else _row_sums(weight)
-            scales, inputs = self.weight_scale, self.inputs
-            found = Stored(self.mode, weight, scales, sums, inputs, self.threshold)
-            self._stored = state, found
-        return self._stored[1]
+            known = version, Stored(self.mode, weight, scales, sums, self.inputs, self.threshold)
+        elif known[1].scales is not scales:
+            known = version, replace(known[1], scales=scales)
+        self._stored = known
+        return known[1]
 
     def moved(self) -> None:
         """Notes that buffers of the same values lie elsewhere now; what was summed up stays."""
         if self._stored is not None:
-            weight: Any = self._buffers["weight"]
-            state = id(weight), -1 if weight.is_inference() else weight._version
-            scales = self.weight_scale
-            self._stored = state, replace(self._stored[1], values=weight, scales=scales)
+            weight, scales, version = self._state()
+            self._stored = version, replace(self._stored[1], values=weight, scales=scales)
+
+    def _state(self) -> tuple[Any, Any, int]:
+        weight, scales = self._buffers["weight"], self._buffers["weight_scale"]
+        assert weight is not None
+        return weight, scales, -1 if weight.is_inference() else weight._version
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = self.weight_scale
