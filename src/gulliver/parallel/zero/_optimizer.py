@@ -268,15 +268,11 @@ class ZeroOptimizer(BoostedOptimizer):
     def _step(self) -> None:
         self._begun.check_whole()
         if self._begun.begun:
-            self._begun.finish(self._settle())
-            self._finish_step()
+            self._begun.finish(self._settle(), self._finish_step)
             return
         for sharded in self.everything:
             sharded.chunk.check_parameters()
         self.gatherer.release_all()
-        for sharded in self.chunks:
-            if sharded.chunk.buffer is not None:
-                sharded.chunk.take_writes()
         used = self._settle()
         self.shards.watched.check_members()  # clipping may have settled before
         if math.isfinite(self.max_norm):
@@ -288,10 +284,12 @@ class ZeroOptimizer(BoostedOptimizer):
         self._updates.allowed = True
         try:
             with step_hooks(self.inner):
+                self.shards.take_writes()  # of hooks before the step, too
                 self._pipeline(used)
+                self._updates.end()
+                self._finish_step()  # hooks after it read and write what was stepped
         finally:
             self._updates.end()
-        self._finish_step()
 
     def _pipeline(self, used: set[str]) -> None:
         """Waits for each chunk's gradients, steps it, and starts its gather."""

@@ -322,14 +322,24 @@ class ShardedState:
         for sharded in self.chunks:
             here = {piece.name: owned for piece, owned in sharded.pieces}
             self._by_chunk.append([[here[n] for n in m if n in here] for m in self.members])
-        self.show_pieces()
+        self.show_parameters()
         self.watched.remember()
 
     def show_pieces(self, number: int | None = None) -> None:
         """Puts this rank's pieces of one chunk, or of all, into the optimizer's groups."""
-        found = self._every if number is None else self._by_chunk[number]
-        for group, pieces in zip(self.inner.param_groups, found, strict=True):
-            group["params"] = list(pieces)
+        self._show(self._every if number is None else self._by_chunk[number])
+
+    def show_parameters(self) -> None:
+        """Puts the model's parameters into the optimizer's groups.
+
+        They are there whenever the user's code may look: a write to a piece would be known on one
+        rank only, and race with the gather of its chunk.
+        """
+        self._show(self._given)
+
+    def _show(self, members: Sequence[Sequence[nn.Parameter]]) -> None:
+        for group, found in zip(self.inner.param_groups, members, strict=True):
+            group["params"] = list(found)
 
     def turns(self) -> list[list[int]]:
         """Numbers of the chunks that are stepped together.
@@ -439,8 +449,8 @@ class ShardedState:
         """Pieces whose counters kernels read: torch wants them beside the parameter."""
         return {
             owned
-            for group in self.inner.param_groups
-            for owned in group["params"]
+            for group, pieces in zip(self.inner.param_groups, self._every, strict=True)
+            for owned in pieces
             if group.get("capturable") or group.get("fused")
         }
 
