@@ -195,13 +195,6 @@ def plugin_of(draw: random.Random, where: str, name: str, in_backward: bool) -> 
     return LowLevelZeroPlugin(stage=stage, step_in_backward=in_backward, **options), False
 
 
-class Twin:
-    """A plain run; with `half` of a float32 copy whose rounded values the model computes with."""
-
-    def __init__(self, model: nn.Module, name: str, options: dict[str, Any]) -> None:
-        self.model, self.optimizer = model, optimizer_of(name, options, model)
-
-
 def data(step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(97 * step + rank)
     return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
@@ -220,11 +213,12 @@ def run_program(world: World, seed: int) -> str:
     plugin, again = plugin_of(draw, where, name, in_backward)
     label = f"{seed}: {where} {name} {options} {in_backward=} {recomputed=} {reads=} {again=}"
 
-    def made() -> Net:
+    def made(recomputed: Iterable[int]) -> Net:
         torch.manual_seed(seed)
-        return Net([] if again else recomputed, reads).double()
+        return Net(recomputed, reads).double()
 
-    twin, model = made(), made()
+    twin = made(range(DEPTH) if again else recomputed)
+    model = made([] if again else recomputed)
     theirs, ours = optimizer_of(name, options, twin), optimizer_of(name, options, model)
     program = events_of(draw, in_backward)
     label += f" {program}"

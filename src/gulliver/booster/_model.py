@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gulliver.comm import broadcast
 from gulliver.errors import GulliverError
+from gulliver.parallel import has_stepped
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RUNNING = (
@@ -34,9 +35,9 @@ def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer with state, which would be of another dtype than the parameters.
 
     Raises:
-        GulliverError: the optimizer has state: it has stepped.
+        GulliverError: the optimizer has stepped.
     """
-    if optimizer.state:
+    if has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost: precision converts the model, so boost first"
         )

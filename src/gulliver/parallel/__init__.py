@@ -12,9 +12,11 @@ from gulliver.parallel._dropout import Along, attention_with_dropout, drop, mix,
 from gulliver.parallel._optimizer import (
     BoostedOptimizer,
     Counter,
+    has_stepped,
     named_groups,
     named_trainables,
     persistent_buffers,
+    take_new_state,
 )
 from gulliver.parallel.zero import (
     OPTIMIZERS,
@@ -49,6 +51,7 @@ __all__ = [
     "check_unshared",
     "drop",
     "has_known_forward",
+    "has_stepped",
     "hugging_face_of",
     "is_boosted",
     "mix",
@@ -59,5 +62,6 @@ __all__ = [
     "own_loss",
     "persistent_buffers",
     "state_sizes",
+    "take_new_state",
     "word_of",
 ]

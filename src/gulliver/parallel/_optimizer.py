@@ -35,6 +35,29 @@ def is_counter(key: str, value: Any, parameter: Tensor) -> bool:
     return value.ndim == 0 and (parameter.ndim > 0 or key in COUNTERS)
 
 
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has state of steps; some, such as Adagrad, make theirs before."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
+
+
+def take_new_state(
+    optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter, nn.Parameter | None]
+) -> None:
+    """Gives new parameters the state, from before the first step, of those that they replace.
+
+    It is one value for each parameter, so a share has it in its own shape.
+    """
+    for old, new in exchanged.items():
+        state = optimizer.state.pop(old, None)
+        if state and new is not None:
+            optimizer.state[new] = {
+                key: torch.full_like(new.detach(), value.flatten()[0].item())
+                if isinstance(value, Tensor) and value.ndim > 0
+                else value
+                for key, value in state.items()
+            }
+
+
 @dataclass(frozen=True)
 class Counter:
     """One value of an optimizer's state that belongs to a parameter as a whole.

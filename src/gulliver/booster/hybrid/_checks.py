@@ -26,7 +26,7 @@ from gulliver.booster.hybrid._transformers import check_sequence
 from gulliver.comm import current_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.families import SHARED_BY_TENSOR, asks_routers, hugging_face_of, is_hugging_face
-from gulliver.parallel import named_trainables
+from gulliver.parallel import has_stepped, named_trainables
 from gulliver.parallel.pipeline import check_counts, check_stages, idle_places
 from gulliver.parallel.tensor import TensorPlan, check_mode
 from gulliver.plan import Plan
@@ -77,7 +77,7 @@ def check_cut(
     check(Wanted(family, *sizes, mode, dtypes, anonymous=not dtypes))
     check_batch_norms(model, plan.mesh.of("pipeline"), mode)
     check_embeddings(model, plan.sequence.degree, plan.mesh.of("pipeline"))
-    if optimizer is not None and optimizer.state:
+    if optimizer is not None and has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost: boost cuts the model, so boost first"
         )

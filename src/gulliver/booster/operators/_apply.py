@@ -23,8 +23,10 @@ from gulliver.memory import wrap_call
 from gulliver.parallel import (
     BoostedOptimizer,
     check_optimizer,
+    has_stepped,
     named_groups,
     named_trainables,
+    take_new_state,
 )
 from gulliver.plan import Plan
 
@@ -40,7 +42,7 @@ def check_operators(
     if optimizer is not None:
         check_optimizer(optimizer, 1)
         named_trainables(model, optimizer)
-        if optimizer.state:
+        if has_stepped(optimizer):
             raise GulliverError(
                 "the optimizer has stepped before boost, on whole parameters: boost first"
             )
@@ -67,6 +69,7 @@ def share_operators(
     swapped = _distribute(model, program, mesh)
     for group in inner.param_groups:
         group["params"] = [swapped.get(p, p) for p in group["params"]]
+    take_new_state(inner, swapped)
     names = named_trainables(model, inner) if optimizer is not None else {}
     engine = _Engine(plan, program, mesh, world.device)
     wrap_call(model, engine.call)
