@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from gulliver.comm import broadcast
 from gulliver.errors import GulliverError
@@ -29,6 +30,25 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def no_optimizer() -> torch.optim.Optimizer:
     """An optimizer of nothing, for models that are not trained."""
     return torch.optim.SGD([{"params": []}], lr=0.0)
+
+
+def check_modules(model: nn.Module, sharded: bool) -> None:
+    """Refuses modules whose parameters are not there yet, or are read where nobody sees it.
+
+    Raises:
+        GulliverError: a lazy module has not run; with `sharded`, a module is TorchScript.
+    """
+    for name, module in model.named_modules():
+        if any(is_lazy(p) for p in module.parameters(recurse=False)):
+            raise GulliverError(
+                f"{name or 'the model'} ({type(module).__name__}) has parameters without shapes: "
+                "run the model on a batch before boost"
+            )
+        if sharded and isinstance(module, torch.jit.ScriptModule):
+            raise GulliverError(
+                f"{name or 'the model'} is TorchScript, which reads parameters before they have been "
+                "gathered: boost the module that it was made from, or use TorchDDPPlugin"
+            )
 
 
 def check_unstepped(optimizer: torch.optim.Optimizer) -> None:

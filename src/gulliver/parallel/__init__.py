@@ -9,14 +9,14 @@ from gulliver.families import (
 )
 from gulliver.parallel._aliases import check_unshared
 from gulliver.parallel._dropout import Along, attention_with_dropout, drop, mix, word_of
+from gulliver.parallel._new_state import has_stepped, take_new_state
 from gulliver.parallel._optimizer import (
     BoostedOptimizer,
     Counter,
-    has_stepped,
     named_groups,
     named_trainables,
     persistent_buffers,
-    take_new_state,
+    refuse_extra_state,
 )
 from gulliver.parallel.zero import (
     OPTIMIZERS,
@@ -61,6 +61,7 @@ __all__ = [
     "optimizer_table",
     "own_loss",
     "persistent_buffers",
+    "refuse_extra_state",
     "state_sizes",
     "take_new_state",
     "word_of",

@@ -35,29 +35,6 @@ def is_counter(key: str, value: Any, parameter: Tensor) -> bool:
     return value.ndim == 0 and (parameter.ndim > 0 or key in COUNTERS)
 
 
-def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has state of steps; some, such as Adagrad, make theirs before."""
-    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
-
-
-def take_new_state(
-    optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter, nn.Parameter | None]
-) -> None:
-    """Gives new parameters the state, from before the first step, of those that they replace.
-
-    It is one value for each parameter, so a share has it in its own shape.
-    """
-    for old, new in exchanged.items():
-        state = optimizer.state.pop(old, None)
-        if state and new is not None:
-            optimizer.state[new] = {
-                key: torch.full_like(new.detach(), value.flatten()[0].item())
-                if isinstance(value, Tensor) and value.ndim > 0
-                else value
-                for key, value in state.items()
-            }
-
-
 @dataclass(frozen=True)
 class Counter:
     """One value of an optimizer's state that belongs to a parameter as a whole.
@@ -292,17 +269,22 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Forgets the gradients."""
         self.inner.zero_grad(set_to_none)
 
-    def clip_grad_by_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`.
+
+        Args:
+            max_norm: largest norm; infinite to measure only.
+            norm_type: 2, or infinite for the largest element.
 
         Returns:
             The norm before, float64, so that whatever holds the gradients scales them by the same
             number: an optimizer of chunks adds up in another order. nan or inf show as they are.
         """
-        self.check_norm(max_norm)
+        self.check_norm(max_norm, norm_type)
         gradients = [p.grad for p in self.names if p.grad is not None]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-        norm = torch.stack(norms or [torch.zeros((), dtype=torch.float64)]).square().sum().sqrt()
+        norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in gradients]
+        norms = torch.stack(norms or [torch.zeros((), dtype=torch.float64)])
+        norm = torch.linalg.vector_norm(norms, norm_type)
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for gradient in gradients:
@@ -310,8 +292,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return norm
 
     @staticmethod
-    def check_norm(max_norm: float) -> None:
-        """Refuses limits that would clip nothing, or everything, unnoticed."""
+    def check_norm(max_norm: float, norm_type: float = 2.0) -> None:
+        """Refuses limits that would clip nothing, or everything, unnoticed, and other norms."""
+        if norm_type not in (2, math.inf):
+            raise GulliverError(f"norm_type={norm_type} is not supported: use 2 or math.inf")
         if math.isnan(max_norm) or max_norm <= 0:
             raise GulliverError(
                 f"max_norm must be positive, not {max_norm}: math.inf only measures"

@@ -190,9 +190,11 @@ class OperatorOptimizer(BoostedOptimizer):
         found = {n: p.grad for p, n in self.names.items() if p.grad is not None}
         return {name: whole_of(grad, self.engine.mesh) for name, grad in found.items()}
 
-    def clip_grad_by_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`."""
-        self.check_norm(max_norm)
+        self.check_norm(max_norm, norm_type)
+        if norm_type != 2:
+            raise GulliverError(f"norm_type={norm_type} is not supported by a plan of operators: 2")
         squares = torch.zeros((), dtype=torch.float64)
         grads = [_spread(p.grad) for p in self.names if p.grad is not None]
         for grad in grads:

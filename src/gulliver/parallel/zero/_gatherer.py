@@ -5,9 +5,8 @@ come and go in passes, see `gulliver.memory._prefetch`: touching a chunk issues 
 and a few ahead, in one order on all ranks. In a backward gradients are reduced between them: ranks
 that differ in whole chunks would reduce at another time (see `comm/_flight_recorder.py`).
 
-[Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules:
-whoever reads a parameter waits for it, in a forward or not. Outside of passes and of autograd, such
-as for a state dict, it is a copy that is read, and written (`_copies.py`).
+[Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules.
+Outside of passes and autograd, as for a state dict, a copy is read and written (`_copies.py`).
 
 [Note: writes through .data] A write through ``parameter.data`` does not move the version counter of
 the parameter, and no hook sees it. Below stage 3, without float32 copies, it needs no notice: the
@@ -22,8 +21,8 @@ on all ranks alike.
 and its shard keeps what they lose. With stages 1 and 2 the buffers stay between gathers, so changes
 are sent: what this rank's part lacks to be its shard, with what earlier packing has lost. So
 parameters stay as near to the shards as one change is lossy. With stage 3 values are sent, which
-are as far off as the format is. Then nothing is gathered before the forward that uses it, for
-between passes copies are read, which are exact. What is saved is what the shards hold.
+are as far off as the format is; nothing is gathered before the forward that uses it, for between
+passes exact copies are read. What is saved is what the shards hold.
 
 It does not know of gradients.
 """
@@ -45,6 +44,7 @@ from gulliver._compat import (
     Recomputed,
     at_end_of_backward,
     backward_number,
+    outside_transforms,
     saving_is_hooked,
     storage_users,
 )
@@ -386,8 +386,7 @@ class Gatherer:
     def touched(
         self, parameters: list[nn.Parameter], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
-        """Runs an operation on pending parameters, with their values."""
-        # Others may be of another optimizer: the operation comes back for them.
+        """Runs an operation on pending parameters; it comes back for another optimizer's."""
         mine = [p for p in parameters if id(p) in self._home]
         chunks = {id(c): c for c in (self._home[id(p)] for p in mine)}
         check_not_ahead(chunks.values())
@@ -400,7 +399,7 @@ class Gatherer:
         outside = self.idle and self in _alone and not reading
         if outside and len(mine) == len(parameters) and not saving_is_hooked():
             return self._recorded(chunks.values(), func, args, kwargs)
-        with self._using(chunks.values()):
+        with self._using(chunks.values()), outside_transforms():
             for sharded in chunks.values():
                 self.use(sharded)
         return func(*args, **kwargs)

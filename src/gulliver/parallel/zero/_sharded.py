@@ -231,9 +231,9 @@ def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
         if sharded.is_ahead:
             raise GulliverError(
                 f"parameter {next(iter(sharded.chunk.parameters))!r}, or one next to it, was read "
-                "after step_in_backward had updated it and before step: read it after step, accumulate "
-                "inside no_sync, and leave step_in_backward out where backward computes again what "
-                "reads later layers"
+                "after step_in_backward had updated it and before step: read it after step, "
+                "accumulate inside no_sync, and leave step_in_backward out where backward computes "
+                "again what reads later layers"
             )
 
 

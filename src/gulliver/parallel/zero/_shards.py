@@ -112,7 +112,8 @@ class ShardedState:
         self.chunks: list[ShardedChunk] = []
         self._engines: tuple[GradientReducer, Gatherer] | None = None
         if manager is not None:
-            manager.relieve = _weakly(self._relieve)
+            relieve = WeakMethod(self._relieve)
+            manager.relieve = lambda: (found := relieve()) and found()
         self.adopt([self._placed(*found) for found in self.ordered(order, chunk_bytes)])
 
     @property
@@ -330,11 +331,8 @@ class ShardedState:
         self._show(self._every if number is None else self._by_chunk[number])
 
     def show_parameters(self) -> None:
-        """Puts the model's parameters into the optimizer's groups.
-
-        They are there whenever the user's code may look: a write to a piece would be known on one
-        rank only, and race with the gather of its chunk.
-        """
+        """Puts the model's parameters into the optimizer's groups, where users look and write."""
+        # A write to a piece would be known on one rank only, and race with its gather.
         self._show(self._given)
 
     def _show(self, members: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -496,15 +494,3 @@ class ShardedState:
 def _kept_by(group: Mapping[str, Any]) -> tuple[bool, ...]:
     """Settings of a group that decide which state its parameters have."""
     return tuple(bool(group.get(option)) for option in ("amsgrad", "centered", "momentum"))
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls a method of an object as long as that lives."""
-    known = WeakMethod(method)
-
-    def call() -> None:
-        found = known()
-        if found is not None:
-            found()
-
-    return call
