@@ -7,6 +7,7 @@ The twin is a plain model in the same process that sees the data of all ranks.
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -273,3 +274,66 @@ def run_programs(world: World, seeds: range) -> list[str]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_writes_at_any_point_are_those_of_plain_torch(pool: Pool, size: int, full: bool) -> None:
     assert pool.run(run_programs, size, range(600 if full else 40)) == [[]] * size
+
+
+def _recomputed_reads(world: World, stage: int) -> str:
+    booster = Booster(
+        LowLevelZeroPlugin(stage=stage, step_in_backward=True, chunk_mb=CHUNK_MB, verbose=False)
+    )
+    torch.manual_seed(0)
+    net = Net(range(DEPTH), {0: DEPTH - 1}).double()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(GulliverError) as caught:
+        booster.backward(model(data(0, world.rank)), optimizer)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_recomputed_blocks_read_no_updated_weights(pool: Pool, stage: int) -> None:
+    assert all("step_in_backward" in said for said in pool.run(_recomputed_reads, 1, stage))
+
+
+def _small(stage: int) -> tuple[Any, nn.Module, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    plugin = LowLevelZeroPlugin(stage=stage, chunk_mb=CHUNK_MB, verbose=False)
+    booster = Booster(plugin)
+    net, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return booster, net, optimizer
+
+
+def _what_models_do(world: World) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    for stage in range(4):
+        booster, model, optimizer = _small(stage)
+        copies = {name: p.detach().clone() for name, p in model.named_parameters()}
+        plain.load_state_dict(copies)
+        found = torch.func.grad(lambda y, net=model: net(y).sum())(x)
+        torch.testing.assert_close(found, torch.func.grad(lambda y: plain(y).sum())(x))
+        ones = torch.ones_like(x)
+        found, expected = (torch.func.jvp(net, (x,), (ones,))[1] for net in (model, plain))
+        torch.testing.assert_close(found, expected)
+        booster.backward(model(x).sum(), optimizer)
+        plain.zero_grad()
+        plain(x).sum().backward()
+        largest = max(p.grad.abs().max() for p in plain.parameters())  # type: ignore[union-attr]
+        found = optimizer.clip_grad_by_norm(0.1, norm_type=float("inf"))
+        torch.testing.assert_close(found, largest.double())
+        optimizer.step()
+        optimizer.zero_grad()
+        if stage < 3:
+            again = pickle.loads(pickle.dumps(model))
+            assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+def test_transforms_norms_and_pickles_are_those_of_plain_torch(pool: Pool) -> None:
+    pool.run(_what_models_do, 2)
+
+
+@pytest.mark.parametrize("made", [nn.LazyLinear(8), torch.jit.script(nn.Linear(6, 8))])
+def test_modules_that_cannot_be_sharded_are_refused_at_boost(made: nn.Module) -> None:
+    model = nn.Sequential(made, nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(GulliverError, match="batch|TorchScript"):
+        Booster(LowLevelZeroPlugin(stage=1, verbose=False)).boost(model, optimizer)

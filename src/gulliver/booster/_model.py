@@ -46,7 +46,7 @@ def check_modules(model: nn.Module, sharded: bool) -> None:
             )
         if sharded and isinstance(module, torch.jit.ScriptModule):
             raise GulliverError(
-                f"{name or 'the model'} is TorchScript, which reads parameters before they have been "
+                f"{name or 'the model'} is TorchScript, which reads parameters before they are "
                 "gathered: boost the module that it was made from, or use TorchDDPPlugin"
             )
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gulliver._compat import step_hooks
-from gulliver.comm import Group, all_gather, all_reduce
+from gulliver.comm import Group, all_gather, all_reduce, current_world
 from gulliver.errors import GulliverError
 from gulliver.memory import ByteCounter, Manager, before_write
 from gulliver.parallel._optimizer import BoostedOptimizer, Leaf, Saved, State
@@ -365,7 +365,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def _norm(self, kind: float) -> Tensor:
         """The norm of the mean gradient: a float64 scalar, the same on all ranks."""
-        total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
+        total = torch.zeros((), dtype=torch.float64, device=current_world().device)
         for sharded in self._landed():
             if kind == 2:
                 total += sharded.squared_norm(self._squared)
