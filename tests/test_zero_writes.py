@@ -254,7 +254,9 @@ def run_program(world: World, seed: int) -> str:
             optimizer.zero_grad()
             happen("after zero_grad", net, optimizer, plain)
     pairs = [*zip(copies[False], copies[True], strict=True)]
-    pairs += [(p.detach().clone(), q) for p, q in zip(model.parameters(), twin.parameters())]
+    pairs += [
+        (p.detach().clone(), q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    ]
     for found, expected in pairs:
         if not torch.allclose(found, expected, rtol=1e-8, atol=1e-10):
             return f"{label}: off by {(found - expected).abs().max():.1e}"
@@ -335,5 +337,5 @@ def test_transforms_norms_and_pickles_are_those_of_plain_torch(pool: Pool) -> No
 def test_modules_that_cannot_be_sharded_are_refused_at_boost(made: nn.Module) -> None:
     model = nn.Sequential(made, nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(GulliverError, match="batch|TorchScript"):
+    with pytest.raises(GulliverError, match=r"batch|TorchScript"):
         Booster(LowLevelZeroPlugin(stage=1, verbose=False)).boost(model, optimizer)
