@@ -286,6 +286,35 @@ def saving_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return autograd._top_saved_tensors_default_hooks(False)
 
 
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def untransformed(tensor: Tensor) -> Tensor:
+    """The tensor that transforms of `torch.func` have wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Runs a block outside of the transforms of `torch.func` that are under way, if any."""
+    if not is_transformed():
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def can_hook_saving() -> bool:
+    """Whether hooks on what autograd saves may be set: transforms of `torch.func` forbid them."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
 def saving_is_hooked() -> bool:
     """Whether `torch.autograd.graph.saved_tensors_hooks` of somebody are in force."""
     return saving_hooks() is not None

@@ -20,6 +20,7 @@ from gulliver.booster._meta import check_meta, fill_boosted, lend_shapes
 from gulliver.booster._model import (
     HALVES,
     broadcast_all,
+    check_modules,
     check_range,
     check_unstepped,
     convert,
@@ -154,6 +155,7 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
     Raises:
         GulliverError: the plan cannot be run; it names what is wrong.
     """
+    check_modules(model, sharded=plan.zero is not None)
     if plan.operators is not None:
         check_operators(plan, model, optimizer)
         return

@@ -6,6 +6,7 @@ Read `Booster.boost`; how a plan is run is told by `_apply.py`, what it does wit
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, overload
@@ -27,7 +28,7 @@ from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.booster._running import Running
 from gulliver.comm import World, broadcast_object, guard, init_world, release_groups
 from gulliver.errors import GulliverError
-from gulliver.parallel import BoostedOptimizer
+from gulliver.parallel import BoostedOptimizer, refuse_extra_state
 from gulliver.plan import Comparison, Plan
 from gulliver.precision.fp8 import revert_fp8
 from gulliver.precision.int8 import QuantizedLayer
@@ -163,6 +164,10 @@ class Booster(FileKeeper):
                 raise GulliverError("gradient_noise is measured of models with one optimizer")
         elif plan.precision.autocast != "none":
             autocast_calls(model, world.device.type, plan.precision.autocast)
+        try:
+            refuse_extra_state(unwrapped(model))
+        except GulliverError as error:  # it can be trained; the first save would come late
+            warnings.warn(str(error), stacklevel=2)
         self._optimizers[boosted] = wrapped
         if self.gradient_noise and optimizer is not None:
             self._noise = NoiseMeter(wrapped, world)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from gulliver.comm import broadcast
 from gulliver.errors import GulliverError
+from gulliver.parallel import has_stepped
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RUNNING = (
@@ -30,13 +32,32 @@ def no_optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": []}], lr=0.0)
 
 
+def check_modules(model: nn.Module, sharded: bool) -> None:
+    """Refuses modules whose parameters are not there yet, or are read where nobody sees it.
+
+    Raises:
+        GulliverError: a lazy module has not run; with `sharded`, a module is TorchScript.
+    """
+    for name, module in model.named_modules():
+        if any(is_lazy(p) for p in module.parameters(recurse=False)):
+            raise GulliverError(
+                f"{name or 'the model'} ({type(module).__name__}) has parameters without shapes: "
+                "run the model on a batch before boost"
+            )
+        if sharded and isinstance(module, torch.jit.ScriptModule):
+            raise GulliverError(
+                f"{name or 'the model'} is TorchScript, which reads parameters before they are "
+                "gathered: boost the module that it was made from, or use TorchDDPPlugin"
+            )
+
+
 def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer with state, which would be of another dtype than the parameters.
 
     Raises:
-        GulliverError: the optimizer has state: it has stepped.
+        GulliverError: the optimizer has stepped.
     """
-    if optimizer.state:
+    if has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost: precision converts the model, so boost first"
         )

@@ -321,7 +321,7 @@ class Accelerator(accelerate.Accelerator):
         Args:
             parameters: all parameters of a prepared model, or those of them that are trained.
             max_norm: largest norm; infinite to measure only.
-            norm_type: 2.
+            norm_type: 2, or infinite for the largest element.
 
         Returns:
             The norm before.
@@ -334,9 +334,7 @@ class Accelerator(accelerate.Accelerator):
         holder = self._holder_of(parameters, "clip_grad_norm_")
         if holder is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        if norm_type != 2:
-            raise GulliverError(f"clip_grad_norm_ with norm_type={norm_type}: only 2 is supported")
-        return holder.clip_grad_by_norm(max_norm).to(torch.float32)
+        return holder.clip_grad_by_norm(max_norm, float(norm_type)).to(torch.float32)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Cuts every element of a model's gradients to ``[-clip_value, clip_value]``.

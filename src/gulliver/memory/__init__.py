@@ -47,7 +47,12 @@ from gulliver.memory._parts import (
     state_shape,
     whole_shape,
 )
-from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_ready
+from gulliver.memory._pending import (
+    PendingParameter,
+    hide_from_compilers,
+    mark_pending,
+    mark_ready,
+)
 from gulliver.memory._placed import HELD, Placed, Where
 from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
@@ -125,6 +130,7 @@ __all__ = [
     "Mover",
     "Part",
     "Pass",
+    "PendingParameter",
     "Piece",
     "Placed",
     "PlacedChunk",

@@ -390,6 +390,7 @@ def _too_small(rule: BudgetRule, predicted: ActivationPeak | None, decides: str)
         needs.append(f"{_mib(with_unseen(other))} for activations in {predicted.where}")
     return (
         f"a memory limit of {_mib(rule.limit)} is too small: a step needs {' and '.join(needs)}; "
+        f"with {_mib(MARGIN_BYTES)} and 1/{MARGIN_SHARE} of it, which stay free, "
         f"the smallest limit that works is {math.ceil(least / 2**20)}MiB"
     )
 

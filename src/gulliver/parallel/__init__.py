@@ -9,12 +9,14 @@ from gulliver.families import (
 )
 from gulliver.parallel._aliases import check_unshared
 from gulliver.parallel._dropout import Along, attention_with_dropout, drop, mix, word_of
+from gulliver.parallel._new_state import has_stepped, take_new_state
 from gulliver.parallel._optimizer import (
     BoostedOptimizer,
     Counter,
     named_groups,
     named_trainables,
     persistent_buffers,
+    refuse_extra_state,
 )
 from gulliver.parallel.zero import (
     OPTIMIZERS,
@@ -49,6 +51,7 @@ __all__ = [
     "check_unshared",
     "drop",
     "has_known_forward",
+    "has_stepped",
     "hugging_face_of",
     "is_boosted",
     "mix",
@@ -58,6 +61,8 @@ __all__ = [
     "optimizer_table",
     "own_loss",
     "persistent_buffers",
+    "refuse_extra_state",
     "state_sizes",
+    "take_new_state",
     "word_of",
 ]

@@ -269,17 +269,22 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Forgets the gradients."""
         self.inner.zero_grad(set_to_none)
 
-    def clip_grad_by_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`.
+
+        Args:
+            max_norm: largest norm; infinite to measure only.
+            norm_type: 2, or infinite for the largest element.
 
         Returns:
             The norm before, float64, so that whatever holds the gradients scales them by the same
             number: an optimizer of chunks adds up in another order. nan or inf show as they are.
         """
-        self.check_norm(max_norm)
+        self.check_norm(max_norm, norm_type)
         gradients = [p.grad for p in self.names if p.grad is not None]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-        norm = torch.stack(norms or [torch.zeros((), dtype=torch.float64)]).square().sum().sqrt()
+        norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in gradients]
+        norms = torch.stack(norms or [torch.zeros((), dtype=torch.float64)])
+        norm = torch.linalg.vector_norm(norms, norm_type)
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for gradient in gradients:
@@ -287,8 +292,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return norm
 
     @staticmethod
-    def check_norm(max_norm: float) -> None:
-        """Refuses limits that would clip nothing, or everything, unnoticed."""
+    def check_norm(max_norm: float, norm_type: float = 2.0) -> None:
+        """Refuses limits that would clip nothing, or everything, unnoticed, and other norms."""
+        if norm_type not in (2, math.inf):
+            raise GulliverError(f"norm_type={norm_type} is not supported: use 2 or math.inf")
         if math.isnan(max_norm) or max_norm <= 0:
             raise GulliverError(
                 f"max_norm must be positive, not {max_norm}: math.inf only measures"

@@ -21,13 +21,12 @@ from gulliver.booster.hybrid._inside import (
     check_virtual_tokens,
 )
 from gulliver.booster.hybrid._lazy import check_lazy
-from gulliver.booster.hybrid._steps import aliases_of
 from gulliver.booster.hybrid._transformers import check_sequence
 from gulliver.comm import current_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.families import SHARED_BY_TENSOR, asks_routers, hugging_face_of, is_hugging_face
-from gulliver.parallel import named_trainables
-from gulliver.parallel.pipeline import check_counts, check_stages, idle_places
+from gulliver.parallel import has_stepped, named_trainables
+from gulliver.parallel.pipeline import check_counts, check_stages
 from gulliver.parallel.tensor import TensorPlan, check_mode
 from gulliver.plan import Plan
 
@@ -77,7 +76,7 @@ def check_cut(
     check(Wanted(family, *sizes, mode, dtypes, anonymous=not dtypes))
     check_batch_norms(model, plan.mesh.of("pipeline"), mode)
     check_embeddings(model, plan.sequence.degree, plan.mesh.of("pipeline"))
-    if optimizer is not None and optimizer.state:
+    if optimizer is not None and has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost: boost cuts the model, so boost first"
         )
@@ -98,7 +97,7 @@ def check_cut(
         _check_share(plan, model, tensor)
         check_mode(model, tensor, mode if mode in SHARED_BY_TENSOR else None)
     if stages is not None:
-        _check_stages(plan, model, optimizer, stages)
+        _check_stages(plan, model, stages)
     if family != "STDiT3" and is_hugging_face(model) and plan.sequence.degree > 1:
         check_sequence(hugging_face_of(model))
 
@@ -153,22 +152,9 @@ def _check_outputs(plan: Plan, model: nn.Module) -> None:
         )
 
 
-def _check_stages(
-    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, stages: Stages
-) -> None:
-    """Refuses blocks that cannot be run in stages, and stages with nothing to train."""
+def _check_stages(plan: Plan, model: nn.Module, stages: Stages) -> None:
+    """Refuses blocks that cannot be run in stages."""
     stack, found, numbers = stages
     check_stages(model, stack)
     line = plan.pipeline
     check_counts(line.schedule, found.stages, len(numbers), line.micro_batches)
-    if optimizer is None:
-        return
-    trained, first = set(named_trainables(model, optimizer).values()), aliases_of(model)
-    names = [name for name in first if first[name] in trained]
-    idle = idle_places(model, stack, found, numbers, names)
-    if idle:
-        places = " and ".join(str(place) for place in idle)
-        raise GulliverError(
-            f"place {places} of the pipeline (counted from 0) has no trainable parameter: cut it "
-            "otherwise, or use fewer stages"
-        )

@@ -197,11 +197,10 @@ class HybridOptimizer(ZeroOptimizer):
         trained = [name for name in self._counted if name in self._copies]
         self.pipeline_stage.sum_tied(_Opened(trained, self._reducer.open_gradient))
 
-    def _squared_norm(self) -> Tensor:
-        """The squared norm of the whole model's mean gradient: float64, the same on all ranks."""
-        total = super()._squared_norm()
+    def _over_ranks(self, total: Tensor, operation: str) -> Tensor:
+        total = super()._over_ranks(total, operation)
         if self.mesh.shards.size > 1:
-            all_reduce(total, "sum", self.mesh.shards.process_group)
+            all_reduce(total, operation, self.mesh.shards.process_group)
         return total
 
     def full_gradients(self) -> dict[str, Tensor]:

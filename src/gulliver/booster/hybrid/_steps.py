@@ -30,7 +30,7 @@ from gulliver.booster.hybrid._transformers import wire_sequence
 from gulliver.comm import RankGroup, broadcast, current_world
 from gulliver.errors import GulliverError
 from gulliver.families import SHARED_BY_TENSOR, hugging_face_of, is_hugging_face
-from gulliver.parallel import ZeroOptimizer, named_groups
+from gulliver.parallel import ZeroOptimizer, named_groups, take_new_state
 from gulliver.parallel.pipeline import Pipeline, Stage, checkpoint_blocks, make_stage
 from gulliver.parallel.sequence import SequencePlan
 from gulliver.parallel.tensor import TensorPlan, apply_tensor
@@ -183,6 +183,7 @@ def rewrite_groups(
         present.setdefault(whole.aliases[name], parameter)
     for group, members in zip(optimizer.param_groups, whole.groups, strict=True):
         group["params"] = [present[name] for name in members if name in present]
+    take_new_state(optimizer, {p: present.get(name) for p, name in whole.trained.items()})
     trained = {name for group in whole.groups for name in group}
     return {p: name for name, p in present.items() if name in trained}
 

@@ -23,8 +23,10 @@ from gulliver.memory import wrap_call
 from gulliver.parallel import (
     BoostedOptimizer,
     check_optimizer,
+    has_stepped,
     named_groups,
     named_trainables,
+    take_new_state,
 )
 from gulliver.plan import Plan
 
@@ -40,7 +42,7 @@ def check_operators(
     if optimizer is not None:
         check_optimizer(optimizer, 1)
         named_trainables(model, optimizer)
-        if optimizer.state:
+        if has_stepped(optimizer):
             raise GulliverError(
                 "the optimizer has stepped before boost, on whole parameters: boost first"
             )
@@ -67,6 +69,7 @@ def share_operators(
     swapped = _distribute(model, program, mesh)
     for group in inner.param_groups:
         group["params"] = [swapped.get(p, p) for p in group["params"]]
+    take_new_state(inner, swapped)
     names = named_trainables(model, inner) if optimizer is not None else {}
     engine = _Engine(plan, program, mesh, world.device)
     wrap_call(model, engine.call)
@@ -187,9 +190,11 @@ class OperatorOptimizer(BoostedOptimizer):
         found = {n: p.grad for p, n in self.names.items() if p.grad is not None}
         return {name: whole_of(grad, self.engine.mesh) for name, grad in found.items()}
 
-    def clip_grad_by_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`."""
-        self.check_norm(max_norm)
+        self.check_norm(max_norm, norm_type)
+        if norm_type != 2:
+            raise GulliverError(f"norm_type={norm_type} is not supported by a plan of operators: 2")
         squares = torch.zeros((), dtype=torch.float64)
         grads = [_spread(p.grad) for p in self.names if p.grad is not None]
         for grad in grads:

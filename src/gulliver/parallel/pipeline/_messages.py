@@ -37,6 +37,8 @@ _DTYPES = (
     torch.int8,
     torch.uint8,
     torch.bool,
+    torch.complex64,
+    torch.complex128,
 )
 
 

@@ -184,24 +184,6 @@ def _kept(model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[int]) -> f
     return frozenset(kept)
 
 
-def idle_places(
-    model: nn.Module,
-    stack: Stack,
-    cut: Cut,
-    numbers: Sequence[Sequence[int]],
-    trained: Collection[str],
-) -> list[int]:
-    """Returns the ranks of a pipeline that would hold none of the parameters of these names."""
-    kept = [_kept(model, stack, cut, held) for held in numbers]
-    roots = set(around(model, stack))
-    everywhere = any(name.rpartition(".")[0] in roots for name in trained)
-    return [
-        place
-        for place, paths in enumerate(kept)
-        if not everywhere and not any(_holds(paths, name) for name in trained)
-    ]
-
-
 def names_held(
     model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
 ) -> dict[str, nn.Parameter]:

@@ -2,13 +2,11 @@
 
 With stages 0 to 2 a step gathers every chunk once, in the order of use. With stage 3 parameters
 come and go in passes, see `gulliver.memory._prefetch`: touching a chunk issues the gathers up to it
-and a few ahead, in one order on all ranks. In a backward, though, gradients are reduced between the
-gathers, when a chunk is complete: ranks that differ in whole chunks would reduce at another time,
-and are told (see `comm/_flight_recorder.py`).
+and a few ahead, in one order on all ranks. In a backward gradients are reduced between them: ranks
+that differ in whole chunks would reduce at another time (see `comm/_flight_recorder.py`).
 
-[Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules:
-whoever reads a parameter waits for it, in a forward or not. Outside of passes and of autograd, such
-as for a state dict, it is a copy that is read, and written (`_copies.py`).
+[Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules.
+Outside of passes and autograd, as for a state dict, a copy is read and written (`_copies.py`).
 
 [Note: writes through .data] A write through ``parameter.data`` does not move the version counter of
 the parameter, and no hook sees it. Below stage 3, without float32 copies, it needs no notice: the
@@ -23,9 +21,8 @@ on all ranks alike.
 and its shard keeps what they lose. With stages 1 and 2 the buffers stay between gathers, so changes
 are sent: what this rank's part lacks to be its shard, with what earlier packing has lost. So
 parameters stay as near to the shards as one change is lossy. With stage 3 values are sent, which
-are as far off as the format is. Then nothing is gathered before the forward that uses it, for
-between passes copies are read, which are exact (`_copies.py`). What is saved is
-what the shards hold.
+are as far off as the format is; nothing is gathered before the forward that uses it, for between
+passes exact copies are read. What is saved is what the shards hold.
 
 It does not know of gradients.
 """
@@ -47,6 +44,7 @@ from gulliver._compat import (
     Recomputed,
     at_end_of_backward,
     backward_number,
+    outside_transforms,
     saving_is_hooked,
     storage_users,
 )
@@ -62,7 +60,7 @@ from gulliver.memory import (
 )
 from gulliver.parallel.zero._copies import READS, Copies
 from gulliver.parallel.zero._saved_parameter import SavedParameter
-from gulliver.parallel.zero._sharded import ShardedChunk
+from gulliver.parallel.zero._sharded import ShardedChunk, check_not_ahead
 from gulliver.parallel.zero._step_copies import comes_alone, step_copies, whole_copy
 
 _alone: WeakSet[Gatherer] = WeakSet()
@@ -118,7 +116,7 @@ class Gatherer:
         for released in chunks:
             if released.chunk.buffer is None:
                 released.presence = Presence.ABSENT
-                mark_pending(released.chunk.members, self._touched)
+                mark_pending(released.chunk.members, self.touched)
 
     def note(self, what: str, sharded: ShardedChunk) -> None:
         """Notes what happens to a chunk of stage 3, in the first step."""
@@ -145,10 +143,9 @@ class Gatherer:
             before_write([chunk.data])
             if exact or chunk.shown_part is None:
                 chunk.publish()
-        alone = comes_alone(chunk)
-        if alone and sharded.presence is Presence.WHOLE:
-            return  # the parameters are what was stepped
-        if alone:
+        if alone := comes_alone(chunk):
+            if sharded.presence is Presence.WHOLE:
+                return  # the parameters are what was stepped
             sharded.gathering = Handle()
         else:
             changes = chunk.shown_part is not None and not exact
@@ -165,7 +162,7 @@ class Gatherer:
         if not self.overlap or alone:
             self.finish(sharded)
         else:
-            mark_pending(chunk.members, self._touched)
+            mark_pending(chunk.members, self.touched)
 
     def show(self, sharded: ShardedChunk, part: Tensor) -> None:
         """Gives all ranks their parts of a chunk that stays, whatever the shards hold."""
@@ -194,7 +191,8 @@ class Gatherer:
         sharded.gathering = None
         sharded.chunk.note_gathered()
         sharded.enter(Presence.WHOLE)
-        mark_ready(sharded.chunk.members)
+        if not sharded.is_ahead:
+            mark_ready(sharded.chunk.members)
 
     def release(self, sharded: ShardedChunk) -> None:
         """Gives a chunk's parameters back to their owners."""
@@ -209,7 +207,7 @@ class Gatherer:
             self.copies.leave(sharded, viewed)
         sharded.enter(Presence.ABSENT)
         sharded.asked = False
-        mark_pending(sharded.chunk.members, self._touched)
+        mark_pending(sharded.chunk.members, self.touched)
 
     def _remember(self, sharded: ShardedChunk) -> None:
         """Notes where a chunk lies whose parameters autograd may save."""
@@ -366,6 +364,7 @@ class Gatherer:
 
     def use_together(self, chunks: Sequence[ShardedChunk]) -> None:
         """Makes chunks whole that a compiled region reads all at once."""
+        check_not_ahead(chunks)
         for sharded in chunks:
             if self.sharded:
                 self._hold(sharded)
@@ -384,12 +383,13 @@ class Gatherer:
 
     # Reading.
 
-    def _touched(
+    def touched(
         self, parameters: list[nn.Parameter], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
-        # Others may be of another optimizer: the operation comes back for them.
+        """Runs an operation on pending parameters; it comes back for another optimizer's."""
         mine = [p for p in parameters if id(p) in self._home]
         chunks = {id(c): c for c in (self._home[id(p)] for p in mine)}
+        check_not_ahead(chunks.values())
         reading = func in READS or not torch.is_grad_enabled() or _initialises(func)
         if not reading and self._depth == 0 and backward_number() >= 0:
             self._follow_backward()  # what is computed again there begins with its parameters
@@ -399,7 +399,7 @@ class Gatherer:
         outside = self.idle and self in _alone and not reading
         if outside and len(mine) == len(parameters) and not saving_is_hooked():
             return self._recorded(chunks.values(), func, args, kwargs)
-        with self._using(chunks.values()):
+        with self._using(chunks.values()), outside_transforms():
             for sharded in chunks.values():
                 self.use(sharded)
         return func(*args, **kwargs)
@@ -421,7 +421,7 @@ class Gatherer:
             sharded.held = sharded.held or storage_users(sharded.chunk.data) > sharded.users
             if not sharded.held:
                 sharded.asked = True
-                mark_pending(sharded.chunk.members, self._touched)
+                mark_pending(sharded.chunk.members, self.touched)
         return result
 
     @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -20,13 +21,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from gulliver._compat import (
+    can_hook_saving,
     compiled_call,
     is_compiled,
+    is_transformed,
+    outside_transforms,
     replace_compiled_call,
     replace_recomputed,
+    untransformed,
 )
 from gulliver.errors import GulliverError
-from gulliver.memory import hide_from_compilers
+from gulliver.memory import PendingParameter, hide_from_compilers
 from gulliver.parallel.zero._gatherer import Gatherer, refer
 from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._unfreezing import wake
@@ -44,6 +49,8 @@ class _Calls:
         return _Calls(None)  # a copy of the model has its parameters whole
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._shards is None or self._shards.stage < 3:
+            return _Calls, (None,)
         raise GulliverError(
             "a model of stage 3 cannot be pickled, its parameters are shards: save it with "
             "booster.save_model(model, path)"
@@ -64,6 +71,20 @@ class _Calls:
             self._begin(gatherer)
         if whole:
             gatherer.use_together(gatherer.chunks)
+        elif is_transformed():
+            self._check_wrapped(gatherer)
+
+    def _check_wrapped(self, gatherer: Gatherer) -> None:
+        """Refuses pending parameters that `torch.func` has wrapped: reads of them are not seen."""
+        if not gatherer.sharded:
+            gatherer.finish_all()
+        for parameter in self._modules[0].parameters():
+            inner = untransformed(parameter)
+            if inner is not parameter and type(inner) is PendingParameter:
+                raise GulliverError(
+                    "torch.func was given parameters that stage 3 has sharded: give it copies, "
+                    "such as {name: p.detach().clone() for name, p in model.named_parameters()}"
+                )
 
     def _begin(self, gatherer: Gatherer) -> None:
         assert self._shards is not None
@@ -71,8 +92,11 @@ class _Calls:
             wake(self._shards)
         for module in self._modules[1:]:
             _wait_before(module, self._shards)
-        gatherer.enter_forward()
-        context = saved_tensors_hooks(gatherer.pack, gatherer.unpack)
+        with outside_transforms():
+            gatherer.enter_forward()
+        # Without hooks what is used stays until the step.
+        hooks = saved_tensors_hooks(gatherer.pack, gatherer.unpack)
+        context = hooks if can_hook_saving() else nullcontext()
         context.__enter__()
         self._open.append((gatherer, context))
 
@@ -83,7 +107,8 @@ class _Calls:
         context.__exit__(None, None, None)
         failed = sys.exc_info()[1]
         try:
-            gatherer.leave_forward()
+            with outside_transforms():
+                gatherer.leave_forward()
         except GulliverError as error:
             # What ended the forward ends this too; torch would warn of it.
             if str(error) != str(failed):

@@ -25,9 +25,8 @@ It does not know how gradients are reduced, nor how a chunk is stepped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ from torch.autograd.graph import increment_version
 from gulliver._compat import step_hooks
 from gulliver.comm import Handle, all_gather
 from gulliver.errors import GulliverError
-from gulliver.memory import mark_pending, mark_ready
+from gulliver.memory import Presence, mark_pending, mark_ready
 from gulliver.parallel.zero._groups import first_change
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
@@ -120,7 +119,8 @@ class InBackward:
         self._updates.step([number], used, gather=not later)
         if later:
             self._stepped[number] = sharded
-            mark_pending(sharded.chunk.members, _refuse_to_read)
+        sharded.is_ahead = True  # whoever reads it now is refused, at every stage
+        mark_pending(sharded.chunk.members, self._shards.gatherer.touched)
         self._shards.reducer.use_up(sharded)
         # Its buffer was written behind autograd's back: what still refers to it must not be used.
         increment_version(sharded.chunk.members)
@@ -151,11 +151,12 @@ class InBackward:
 
     # The step after it.
 
-    def finish(self, used: set[str]) -> None:
+    def finish(self, used: set[str], end: Callable[[], None]) -> None:
         """Gathers what backward has stepped, steps what it has not; every rank calls it.
 
         Args:
             used: names of parameters that have a gradient on any rank.
+            end: ends the step, before the hooks that follow it.
 
         Raises:
             GulliverError: an option of a group was changed since.
@@ -176,10 +177,12 @@ class InBackward:
                 self._updates.step([self._shards.chunks.index(sharded)], used)
                 if sharded.gradient_shard is not None:
                     self._shards.reducer.use_up(sharded)
-            self._hooks.close()
         finally:
             self._updates.end()
+        hooks = self._hooks.pop_all()
         self._forget()
+        end()
+        hooks.close()
 
     def _check_options(self) -> None:
         """Refuses options that were changed after chunks had been stepped with others."""
@@ -225,15 +228,11 @@ class InBackward:
     def _forget(self) -> None:
         self.begun = False
         self._numbers, self._options = {}, {}
-        for sharded in self._stepped.values():
-            mark_ready(sharded.chunk.members)
+        for sharded in self._shards.chunks:
+            if sharded.is_ahead:
+                sharded.is_ahead = False
+                if sharded.presence is Presence.WHOLE:
+                    mark_ready(sharded.chunk.members)
         self._stepped.clear()
         self._sent.clear()
         self._hooks.pop_all()
-
-
-def _refuse_to_read(*_: Any) -> Any:
-    raise GulliverError(
-        "parameters were read between backward and step: step_in_backward has begun the step, and "
-        "they are neither old nor new: read them after step"
-    )

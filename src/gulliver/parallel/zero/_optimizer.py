@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gulliver._compat import step_hooks
-from gulliver.comm import Group, all_gather, all_reduce
+from gulliver.comm import Group, all_gather, all_reduce, current_world
 from gulliver.errors import GulliverError
 from gulliver.memory import ByteCounter, Manager, before_write
 from gulliver.parallel._optimizer import BoostedOptimizer, Leaf, Saved, State
@@ -159,11 +159,6 @@ class ZeroOptimizer(BoostedOptimizer):
         return self.stage == 3
 
     @property
-    def parts(self) -> int:
-        """Shards of a chunk."""
-        return self.shards.parts
-
-    @property
     def chunk_bytes(self) -> int:
         """Size of a chunk, in bytes."""
         return self.shards.chunk_bytes
@@ -177,11 +172,6 @@ class ZeroOptimizer(BoostedOptimizer):
     def chunks(self) -> list[ShardedChunk]:
         """Chunks of trained parameters, in the order of use."""
         return self.shards.chunks
-
-    @property
-    def frozen_names(self) -> dict[nn.Parameter, str]:
-        """Parameters that are sharded and not trained, with their names."""
-        return self.shards.frozen_names
 
     @property
     def gatherer(self) -> Gatherer:
@@ -268,15 +258,11 @@ class ZeroOptimizer(BoostedOptimizer):
     def _step(self) -> None:
         self._begun.check_whole()
         if self._begun.begun:
-            self._begun.finish(self._settle())
-            self._finish_step()
+            self._begun.finish(self._settle(), self._finish_step)
             return
         for sharded in self.everything:
             sharded.chunk.check_parameters()
         self.gatherer.release_all()
-        for sharded in self.chunks:
-            if sharded.chunk.buffer is not None:
-                sharded.chunk.take_writes()
         used = self._settle()
         self.shards.watched.check_members()  # clipping may have settled before
         if math.isfinite(self.max_norm):
@@ -288,10 +274,12 @@ class ZeroOptimizer(BoostedOptimizer):
         self._updates.allowed = True
         try:
             with step_hooks(self.inner):
+                self.shards.take_writes()  # of hooks before the step, too
                 self._pipeline(used)
+                self._updates.end()
+                self._finish_step()  # hooks after it read and write what was stepped
         finally:
             self._updates.end()
-        self._finish_step()
 
     def _pipeline(self, used: set[str]) -> None:
         """Waits for each chunk's gradients, steps it, and starts its gather."""
@@ -357,33 +345,43 @@ class ZeroOptimizer(BoostedOptimizer):
         self._reducer.land_all()
         return self.chunks
 
-    def clip_grad_by_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`.
 
         The norm is that of the mean gradient over all ranks and parameters, tied ones counted once;
-        one number is exchanged for it. `max_norm` may be infinite, to measure only.
+        one number is exchanged for it. `max_norm` may be infinite, to measure only; `norm_type` is
+        2, or infinite for the largest element.
 
         Returns:
             The norm before, float64; nan or inf show as they are.
         """
-        self.check_norm(max_norm)
-        self.grad_norm = norm = self._squared_norm().sqrt()
+        self.check_norm(max_norm, norm_type)
+        self.grad_norm = norm = self._norm(norm_type)
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for sharded in self.chunks:
                 sharded.clip(scale, later=self.shards.tiers is not None)
         return norm
 
-    def _squared_norm(self) -> Tensor:
-        """The squared norm of the mean gradient: a float64 scalar, the same on all ranks."""
-        total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
+    def _norm(self, kind: float) -> Tensor:
+        """The norm of the mean gradient: a float64 scalar, the same on all ranks."""
+        total = torch.zeros((), dtype=torch.float64, device=current_world().device)
         for sharded in self._landed():
-            total += sharded.squared_norm(self._squared)
-        if self.shards.tiers is not None:
+            if kind == 2:
+                total += sharded.squared_norm(self._squared)
+                continue
+            for gradient in sharded.gradients():
+                total = torch.maximum(total, torch.linalg.vector_norm(gradient, kind).double())
+        if self.shards.tiers is not None and kind == 2:
             # From now on it is taken while gradients are here: to bring them again takes time.
             self._reducer.squared = self._squared
-        if self.parts > 1:
-            all_reduce(total, "sum", self.group)
+        total = self._over_ranks(total, "sum" if kind == 2 else "max")
+        return total.sqrt() if kind == 2 else total
+
+    def _over_ranks(self, total: Tensor, operation: str) -> Tensor:
+        """Reduces a number over the ranks that have shards of the gradient."""
+        if self.shards.parts > 1:
+            all_reduce(total, operation, self.group)
         return total
 
     def clip_grad_by_value(self, limit: float) -> None:
@@ -402,7 +400,7 @@ class ZeroOptimizer(BoostedOptimizer):
         for sharded in self.chunks:
             for shard in sharded.gradients():
                 whole = shard if self.shards.tiers is None else shard.clone()
-                if self.parts > 1:
+                if self.shards.parts > 1:
                     whole = shard.new_empty(sharded.chunk.layout.size)
                     all_gather(whole, shard, self.group)
                 views = sharded.chunk.named_views(whole)
@@ -448,7 +446,7 @@ class ZeroOptimizer(BoostedOptimizer):
     @property
     def has_whole_state(self) -> bool:
         """Whether a rank has all state of a parameter or none, of whatever shape that is."""
-        return self.shards.whole or (self.parts == 1 and self.has_whole_model)
+        return self.shards.whole or (self.shards.parts == 1 and self.has_whole_model)
 
     def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
         """Gives the optimizer state of the kinds that a checkpoint has, to be filled."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.comm import Handle, Purpose
+from gulliver.errors import GulliverError
 from gulliver.memory import Chunk, Piece, Resident, reduced_gradient
 
 
@@ -69,6 +70,7 @@ class ShardedChunk(Resident):
         placed: names of parameters whose optimizer state lies in the chunk's buffers.
         updates: number of updates inside of backward.
         used_up: whether such an update has taken the gradient, and no zero_grad has followed.
+        is_ahead: whether it was updated inside of backward, and the step has not followed.
         asked: whether operations on its parameters are seen although it is here.
         users: number of tensors that look at the parameters' buffer where nobody computes with it.
     """
@@ -88,6 +90,7 @@ class ShardedChunk(Resident):
     placed: set[str] = field(default_factory=set)
     updates: int = 0
     used_up: bool = False
+    is_ahead: bool = False
     asked: bool = False
     users: int = 0
 
@@ -101,6 +104,15 @@ class ShardedChunk(Resident):
         self.owned = [owned for _, owned in self.pieces]
         self.stand_ins = [reduced_gradient(owned) for owned in self.owned]
         self.hide_gradients()
+
+    def take_assigned(self) -> None:
+        """Copies to `home` what an optimizer assigned (``p.data = ...``) instead of writing it."""
+        for piece, owned in self.pieces:
+            run = self.chunk.home[piece.start : piece.end]
+            if owned.data_ptr() != run.data_ptr():
+                run = run.view(owned.shape)
+                run.copy_(owned.detach())
+                owned.data = run
 
     def move(self, phase: Phase) -> None:
         """Enters another phase."""
@@ -207,6 +219,22 @@ class ShardedChunk(Resident):
             found = Purpose(f"{verb} the chunk of {first!r} {why}", code)
             self._purposes[verb, why] = found
         return found
+
+
+def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
+    """Refuses to read parameters that are neither old nor new.
+
+    Raises:
+        GulliverError: one was updated inside of backward, and no step has followed.
+    """
+    for sharded in chunks:
+        if sharded.is_ahead:
+            raise GulliverError(
+                f"parameter {next(iter(sharded.chunk.parameters))!r}, or one next to it, was read "
+                "after step_in_backward had updated it and before step: read it after step, "
+                "accumulate inside no_sync, and leave step_in_backward out where backward computes "
+                "again what reads later layers"
+            )
 
 
 NORM_BLOCK = 1 << 16

@@ -112,7 +112,8 @@ class ShardedState:
         self.chunks: list[ShardedChunk] = []
         self._engines: tuple[GradientReducer, Gatherer] | None = None
         if manager is not None:
-            manager.relieve = _weakly(self._relieve)
+            relieve = WeakMethod(self._relieve)
+            manager.relieve = lambda: (found := relieve()) and found()
         self.adopt([self._placed(*found) for found in self.ordered(order, chunk_bytes)])
 
     @property
@@ -322,14 +323,21 @@ class ShardedState:
         for sharded in self.chunks:
             here = {piece.name: owned for piece, owned in sharded.pieces}
             self._by_chunk.append([[here[n] for n in m if n in here] for m in self.members])
-        self.show_pieces()
+        self.show_parameters()
         self.watched.remember()
 
     def show_pieces(self, number: int | None = None) -> None:
         """Puts this rank's pieces of one chunk, or of all, into the optimizer's groups."""
-        found = self._every if number is None else self._by_chunk[number]
-        for group, pieces in zip(self.inner.param_groups, found, strict=True):
-            group["params"] = list(pieces)
+        self._show(self._every if number is None else self._by_chunk[number])
+
+    def show_parameters(self) -> None:
+        """Puts the model's parameters into the optimizer's groups, where users look and write."""
+        # A write to a piece would be known on one rank only, and race with its gather.
+        self._show(self._given)
+
+    def _show(self, members: Sequence[Sequence[nn.Parameter]]) -> None:
+        for group, found in zip(self.inner.param_groups, members, strict=True):
+            group["params"] = list(found)
 
     def turns(self) -> list[list[int]]:
         """Numbers of the chunks that are stepped together.
@@ -439,8 +447,8 @@ class ShardedState:
         """Pieces whose counters kernels read: torch wants them beside the parameter."""
         return {
             owned
-            for group in self.inner.param_groups
-            for owned in group["params"]
+            for group, pieces in zip(self.inner.param_groups, self._every, strict=True)
+            for owned in pieces
             if group.get("capturable") or group.get("fused")
         }
 
@@ -486,15 +494,3 @@ class ShardedState:
 def _kept_by(group: Mapping[str, Any]) -> tuple[bool, ...]:
     """Settings of a group that decide which state its parameters have."""
     return tuple(bool(group.get(option)) for option in ("amsgrad", "centered", "momentum"))
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls a method of an object as long as that lives."""
-    known = WeakMethod(method)
-
-    def call() -> None:
-        found = known()
-        if found is not None:
-            found()
-
-    return call

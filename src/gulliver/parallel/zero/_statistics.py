@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.comm import Group, broadcast
+from gulliver.memory import before_write
 
 SAME, CHANGED, RESIZED = range(3)
 
@@ -70,6 +71,7 @@ class BufferSync:
             if buffer is not None and buffer.numel():
                 by_device.setdefault(buffer.device, []).append(buffer.detach())
         for buffers in by_device.values():
+            before_write(buffers)
             # As bytes: backends do not know every dtype.
             runs = [b.contiguous().view(-1).view(torch.uint8) for b in buffers]
             flat = torch.cat(runs)

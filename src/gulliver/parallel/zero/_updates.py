@@ -89,11 +89,15 @@ class Updates:
             step_without_hooks(shards.inner)
             self.seconds += time.perf_counter() - begun
             for sharded in chunks:
+                if not shards.by_chunk:  # those that may be stepped by chunks write in place
+                    sharded.take_assigned()
                 shards.place_new_state(sharded, used)
 
     def end(self) -> None:
-        """Shows all pieces again, and no gradients."""
+        """Shows the model's parameters again, and no gradients."""
+        if not self.allowed:
+            return
         self.allowed = False
-        self._shards.show_pieces()
+        self._shards.show_parameters()
         for sharded in self._shards.chunks:
             sharded.hide_gradients()
