@@ -18,8 +18,9 @@ from tests.pool import Pool
 MODES = None, "split_gather", "ring"
 
 
-def _model(draw: random.Random) -> nn.Module:
-    heads, vocabulary = draw.choice([2, 3, 4, 6]), draw.choice([31, 64])
+def _model(draw: random.Random, ranks: int) -> nn.Module:
+    heads = draw.choice([n for n in (2, 3, 4, 6) if n >= ranks])
+    vocabulary = draw.choice([31, 64])
     torch.manual_seed(draw.randrange(10**6))
     if draw.random() < 0.4:
         zero = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -40,7 +41,9 @@ def _model(draw: random.Random) -> nn.Module:
         intermediate_size=draw.choice([20, 25, 36]),
         num_hidden_layers=draw.choice([1, 2]),
         num_attention_heads=heads,
-        num_key_value_heads=draw.choice([heads, heads // 2 if heads % 2 == 0 else heads]),
+        num_key_value_heads=draw.choice(
+            [heads, heads // 2 if heads % 2 == 0 and heads >= 2 * ranks else heads]
+        ),
         attention_bias=draw.random() < 0.5,
         tie_word_embeddings=draw.random() < 0.5,
         attn_implementation=draw.choice(["eager", "sdpa"]),
@@ -68,7 +71,7 @@ def _worst(world: World, seeds: range) -> list[float]:
     for seed in seeds:
         draw = random.Random(seed)
         reference, rows, tokens = (
-            _model(random.Random(seed)),
+            _model(random.Random(seed), world.size),
             draw.choice([1, 2]),
             draw.choice([7, 8]),
         )
@@ -85,7 +88,7 @@ def _worst(world: World, seeds: range) -> list[float]:
             if mode is not None:
                 options["sequence_parallelism_mode"] = mode
             plugin = HybridParallelPlugin(tp_size=world.size, verbose=False, **options)
-            model, booster = _model(random.Random(seed)), Booster(plugin=plugin)
+            model, booster = _model(random.Random(seed), world.size), Booster(plugin=plugin)
             model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
             model.train()
             booster.backward(_total(model, embeds, ids, *how), optimizer)

@@ -133,7 +133,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     """Why it cannot step now; empty where it can."""
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-        # Deliberately without super().__init__: groups and state are the inner optimizer's.
+        # Without super().__init__: groups and state are the inner optimizer's.
         self.inner, self.names = inner, dict(names)
         stepped = (p for group in inner.param_groups for p in group["params"])
         self._frozen = [p for p in stepped if p not in self.names]
@@ -201,24 +201,20 @@ class BoostedOptimizer(torch.optim.Optimizer):
             for key, parameter in module.named_parameters(recurse=False)
             if parameter in self.names
         ]
-        self._note_modules(model)
-
-    def _note_modules(self, model: nn.Module) -> None:
-        """Remembers all modules, to notice those that are put in later."""
         self._known = set(model.parameters())
         self._tree = [(m, dict(m._modules), len(m._parameters)) for m in model.modules()]
 
     def _check_added(self) -> None:
-        """Refuses parameters that were put into the model after boost: nothing trains them."""
+        """Refuses parameters that were put into the model after boost."""
         if all(m._modules == found and len(m._parameters) == n for m, found, n in self._tree):
             return
         for name, parameter in self._tree[0][0].named_parameters():
-            if parameter.requires_grad and parameter not in self._known | self.names.keys():
+            trained = parameter in self._known or vars(parameter).get("_boosted")
+            if parameter.requires_grad and not trained:
                 raise GulliverError(
-                    f"parameter {name!r} was put into the model after boost, and nothing trains it: "
+                    f"parameter {name!r} was put into the model after boost, and is not trained: "
                     "change the model before boost, or freeze it (requires_grad_(False))"
                 )
-        self._note_modules(self._tree[0][0])
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Takes one step of the inner optimizer.
