@@ -448,3 +448,12 @@ def test_folders_load_as_files_do_or_are_told(stage: int, tmp_path: Path) -> Non
         assert torch.equal(other.weight, expected)
     with pytest.raises(GulliverError, match="is an optimizer's state: use load_optimizer"):
         booster.load_model(other, tmp_path / "optimizer")
+
+
+@pytest.mark.parametrize("plugin", [LowLevelZeroPlugin(stage=3, verbose=False), TorchDDPPlugin()])
+def test_a_module_put_in_after_boost_is_named_at_the_step(plugin: Any) -> None:
+    booster, model, optimizer = boost(plugin, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    model[1] = nn.Linear(3, 2)
+    booster.backward(model(torch.ones(1, 3)).sum(), optimizer)
+    with pytest.raises(GulliverError, match=r"1\.weight"):
+        optimizer.step()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any
 
 SHOWN = 32
 """Most choices that an error lists."""
@@ -49,3 +51,28 @@ def first_difference(
             if first.get(name) != other.get(name):
                 return rank, name, first.get(name), other.get(name)
     return None
+
+
+def once_differentiable(what: str, linear: bool = False) -> Callable[[Any], Any]:
+    """Refuses to record a backward that cannot be differentiated; torch's lets saved tensors pass.
+
+    Args:
+        what: what it is the backward of, in terms of the user's options.
+        linear: whether the backward reads nothing but the incoming gradient.
+    """
+
+    def decorate(backward: Any) -> Any:
+        import torch  # late: errors are imported where torch is not
+
+        @wraps(backward)
+        def checked(ctx: Any, *grads: Any) -> Any:
+            if torch.is_grad_enabled() and (not linear or any(g.requires_grad for g in grads)):
+                raise GulliverError(
+                    f"create_graph=True asks for a second derivative, which {what} does not have: "
+                    "leave create_graph out, or turn that option off"
+                )
+            return backward(ctx, *grads)
+
+        return checked
+
+    return decorate

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gulliver.booster._limited import LimitedManager, keep_to_limit
 from gulliver.booster._model import RUNNING, broadcast_all, no_optimizer, unwrapped
 from gulliver.booster._wires import BucketHook, zero_wires
 from gulliver.booster.hybrid import HybridMesh, HybridOptimizer, WholeModel, say
-from gulliver.comm import Torus, World
+from gulliver.comm import Torus, World, all_reduce
+from gulliver.errors import GulliverError
 from gulliver.parallel import (
     BoostedOptimizer,
     BucketTuner,
@@ -53,7 +55,7 @@ def share_ddp(
         )
         if plan.wire.reduce != "identity":
             hook = BucketHook(plan.wire, names)
-            model.register_comm_hook(None, hook.reduce)
+        model.watch_gradients(allreduce_hook if hook is None else hook.reduce)
     boosted = _DDPOptimizer(optimizer, names, model)
     boosted.feedback = hook
     boosted.given_groups = given
@@ -128,9 +130,36 @@ class _DDP(DistributedDataParallel):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
+    def watch_gradients(self, reduce: Callable[..., Any]) -> None:
+        """Notes which gradients this rank has added to since they were reduced last.
+
+        DDP reduces in the backward of its own forward alone, not of a submodule's that is called
+        directly, nor inside `no_sync`; a bucket that it reduces has all gradients up to then.
+
+        Args:
+            reduce: hook that reduces a bucket.
+        """
+        self.unreduced = unreduced = set[int]()  # by id: the hooks must not keep the parameters
+
+        def reduced(state, bucket):  # torch compares annotations
+            unreduced.difference_update(map(id, bucket.parameters()))
+            return reduce(state, bucket)
+
+        def added(parameter: Tensor) -> None:
+            unreduced.add(id(parameter))
+
+        self.register_comm_hook(None, reduced)
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        self.watching = [p.register_post_accumulate_grad_hook(added) for p in trained]
+
 
 class _DDPOptimizer(BoostedOptimizer):
-    """The user's optimizer beside a DDP model."""
+    """The user's optimizer of a DDP model.
+
+    [Note: what DDP does not reduce] It is reduced after the backward, inside `no_sync` before the
+    step: the mean over the ranks is linear, and leaves what is the same on all ranks as it is. So
+    a gradient may have been reduced in part. As with DDP, all ranks make the same kinds of calls.
+    """
 
     def __init__(self, inner: torch.optim.Optimizer, names: Any, model: nn.Module) -> None:
         super().__init__(inner, names)
@@ -138,3 +167,65 @@ class _DDPOptimizer(BoostedOptimizer):
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self._model.no_sync() if isinstance(self._model, _DDP) else super().no_sync()
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[float]:
+        yield 1.0
+        if isinstance(self._model, _DDP) and self._model.require_backward_grad_sync:
+            self._reduce_rest()
+
+    def _reduce_rest(self) -> None:
+        """Reduces the gradients that DDP has not."""
+        model, mine = self._model, list(self.names)
+        if not isinstance(model, _DDP) or model.unreduced.isdisjoint(map(id, mine)):
+            return
+        self._forget_added()
+        sparse = [n for p, n in self.names.items() if p.grad is not None and p.grad.is_sparse]
+        if sparse:
+            raise GulliverError(
+                f"the sparse gradient of {sparse[0]!r} was made outside of the model's forward, or "
+                "inside no_sync only: call the boosted model, or use an embedding of sparse=False"
+            )
+        used = torch.tensor([float(p.grad is not None) for p in mine], device=mine[0].device)
+        all_reduce(used, "max")
+        for parameter, anywhere in zip(mine, used.tolist(), strict=True):
+            if not anywhere:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            own = parameter.grad.detach()
+            mean = own.contiguous()
+            all_reduce(mean, "mean")
+            own.copy_(mean)
+        if model.will_sync_module_buffers():
+            model._sync_buffers()
+
+    def _step(self) -> None:
+        self._reduce_rest()
+        super()._step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._forget_added()
+        super().zero_grad(set_to_none)
+
+    def _forget_added(self) -> None:
+        if isinstance(self._model, _DDP):
+            self._model.unreduced.difference_update(map(id, self.names))
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        self._reduce_rest()
+        return super().clip_grad_by_norm(max_norm, norm_type)
+
+    def clip_grad_by_value(self, limit: float) -> None:
+        self._reduce_rest()
+        super().clip_grad_by_value(limit)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        self._reduce_rest()
+        return super().full_gradients()
+
+    def release(self, model: nn.Module) -> None:
+        if isinstance(self._model, _DDP):
+            for hook in self._model.watching:
+                hook.remove()
+        super().release(model)

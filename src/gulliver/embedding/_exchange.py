@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gulliver.comm import RankGroup, exchange
 from gulliver.embedding._lookup import Lookup
+from gulliver.errors import once_differentiable
 
 
 class Exchange(torch.autograd.Function):
@@ -32,7 +32,7 @@ class Exchange(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a sharded embedding table")
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
         flat = [gradient.contiguous() for gradient in gradients]
         arrived = exchange(ctx.group, flat, ctx.counts)
@@ -51,7 +51,7 @@ class Pool(torch.autograd.Function):
         return ctx.output.detach()
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a sharded embedding table")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (found,) = torch.autograd.grad(ctx.output, ctx.rows, gradient, retain_graph=True)
         return found.to_dense() if found.is_sparse else found, None

@@ -15,10 +15,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gulliver.embedding._records import RecordStore
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, once_differentiable
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class _Bags(torch.autograd.Function):
         return output.detach()
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a cached embedding table")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
         inputs = [tensor for tensor in ctx.inputs if tensor.requires_grad]
         found, *rest = torch.autograd.grad(ctx.output, inputs, gradient, retain_graph=True)

@@ -203,16 +203,20 @@ class Chunk:
         if not self.home_is_view:
             self.shard.copy_(self.home)
 
-    def release(self) -> None:
-        """Gives the parameter buffer back; `home` and the gradients stay."""
+    def release(self, viewed: bool = False) -> None:
+        """Gives the parameter buffer back; `home` and the gradients stay.
+
+        Args:
+            viewed: whether others, such as a graph, have views of it.
+        """
         with without_torch_functions():
             for parameter, nan in zip(self.members, self._absent, strict=True):
                 parameter.data = nan
         buffer, self.buffer, self._addresses = self.buffer, None, self._nowhere
         if buffer is not None:
-            self._give_buffer(buffer)
+            self._give_buffer(buffer, viewed)
 
-    def _give_buffer(self, buffer: Tensor) -> None:
+    def _give_buffer(self, buffer: Tensor, viewed: bool = False) -> None:
         self.pool.give(buffer, PARAMETERS)
 
     def _take_buffer(self) -> Tensor:

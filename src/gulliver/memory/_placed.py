@@ -62,6 +62,7 @@ class Placed:
         transfer: transfer under way.
         reads: whether there is something to read when it comes.
         zero: whether its memory is filled with zeros when it comes.
+        viewed: whether others may still read its memory, which serves nobody else until they end.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Placed:
     transfer: Transfer | None = field(default=None, repr=False)
     reads: bool = field(default=False, repr=False)
     zero: bool = field(default=False, repr=False)
+    viewed: bool = field(default=False, repr=False)
 
     @property
     def nbytes(self) -> int:

@@ -138,15 +138,14 @@ class PlacedChunk(Chunk):
         before_write([self.home])  # parameters may be written without asking
         return self.home
 
-    def _give_buffer(self, buffer: Tensor) -> None:
-        if self.has_copy:
-            self._manager.done(self._copy)
-            return
-        if not self._in_place:
+    def _give_buffer(self, buffer: Tensor, viewed: bool = False) -> None:
+        if not self.has_copy and not self._in_place:
             super()._give_buffer(buffer)
             return
-        self.home = self._elsewhere
-        self._manager.done(self._shard)
+        placed = self._copy if self.has_copy else self._shard
+        self.home = self.home if self.has_copy else self._elsewhere
+        placed.viewed = placed.viewed or viewed
+        self._manager.done(placed)
 
     def publish(self) -> None:
         """Writes `home` to this rank's part of the buffer."""

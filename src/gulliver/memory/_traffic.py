@@ -441,7 +441,8 @@ class Traffic:
         assert memory is not None
         placed.enter(Where.AWAY)
         self.counter.add(placed.kind, -placed.nbytes)
-        self.give(memory, trusted=True)
+        self.give(memory, trusted=not placed.viewed)
+        placed.viewed = False
 
     # The thread that waits where nobody else does
 

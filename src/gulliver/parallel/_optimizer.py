@@ -133,11 +133,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
     """Why it cannot step now; empty where it can."""
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-        # Deliberately without super().__init__: groups and state are the inner optimizer's.
+        # Without super().__init__: groups and state are the inner optimizer's.
         self.inner, self.names = inner, dict(names)
         stepped = (p for group in inner.param_groups for p in group["params"])
         self._frozen = [p for p in stepped if p not in self.names]
         self._homes: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._tree: list[tuple[nn.Module, dict[str, Any], int]] = []
         self.taken = StepsTaken()
 
     def __getattr__(self, name: str) -> Any:
@@ -200,6 +201,20 @@ class BoostedOptimizer(torch.optim.Optimizer):
             for key, parameter in module.named_parameters(recurse=False)
             if parameter in self.names
         ]
+        self._known = set(model.parameters())
+        self._tree = [(m, dict(m._modules), len(m._parameters)) for m in model.modules()]
+
+    def _check_added(self) -> None:
+        """Refuses parameters that were put into the model after boost."""
+        if all(m._modules == found and len(m._parameters) == n for m, found, n in self._tree):
+            return
+        for name, parameter in self._tree[0][0].named_parameters():
+            trained = parameter in self._known or vars(parameter).get("_boosted")
+            if parameter.requires_grad and not trained:
+                raise GulliverError(
+                    f"parameter {name!r} was put into the model after boost, and is not trained: "
+                    "change the model before boost, or freeze it (requires_grad_(False))"
+                )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Takes one step of the inner optimizer.
@@ -229,6 +244,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.inner.step()
 
     def _check_model(self) -> None:
+        self._check_added()
         for module, key, parameter in self._homes:
             held = module._parameters
             if key not in held or held[key] is not parameter:

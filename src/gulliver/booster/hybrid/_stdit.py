@@ -38,7 +38,7 @@ from gulliver.booster.hybrid._stdit_choice import (
     choose_scheme,
 )
 from gulliver.comm import ALONE, RankGroup, all_reduce, broadcast
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, once_differentiable
 from gulliver.hardware import Cluster, current_cluster
 from gulliver.models import CaptionEmbedder, Mix, STDiT3
 from gulliver.models.stdit import Block, FinalLayer, Given, Grid
@@ -290,6 +290,7 @@ class _MeanGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable("sequence parallelism of an STDiT", linear=True)
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         whole = grad.contiguous().clone()
         all_reduce(whole.view(-1), "mean", ctx.rank_group.process_group)

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, once_differentiable
 from gulliver.options import byte_size
 from gulliver.parallel.convolution._plan import (
     INDEX_LIMIT,
@@ -207,7 +206,7 @@ class _InPieces(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a convolution in pieces (apply_chunked)")
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         x, weight = ctx.saved_tensors
         plan, mode, biased = ctx.how

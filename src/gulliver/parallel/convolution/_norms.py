@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gulliver.errors import once_differentiable
 from gulliver.parallel.convolution._shapes import given_of
 from gulliver.parallel.convolution._sharded import (
     Key,
@@ -97,7 +97,7 @@ class _GroupNorm(torch.autograd.Function):
         return torch.addcmul(shift, local.to(wide), scale).to(local.dtype)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a group norm that is shared by ranks")
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         local, weight, mean, deviation = ctx.saved_tensors
         count, groups, holder = ctx.how

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gulliver.comm import RankGroup, exchange
+from gulliver.errors import once_differentiable
 from gulliver.parallel.convolution._norms import merged
 from gulliver.parallel.convolution._sharded import (
     Cut,
@@ -242,7 +242,7 @@ class _Fetch(torch.autograd.Function):
         return torch.cat(ranks.parts(local, dim, have, wants), dim)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a convolution that is shared by ranks")
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         dim, have, wants, ranks = ctx.how
         return ranks.give_back(grad, dim, have, wants), None, None, None, None
@@ -256,7 +256,7 @@ class _Reduce(torch.autograd.Function):
         return ranks.give_back(partial, dim, have, wants)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a convolution that is shared by ranks")
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         dim, have, wants, ranks = ctx.how
         return torch.cat(ranks.parts(grad, dim, have, wants), dim), None, None, None

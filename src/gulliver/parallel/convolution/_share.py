@@ -30,11 +30,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from gulliver.comm import ALONE, RankGroup, all_reduce, broadcast_object
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, nearest, once_differentiable
 from gulliver.hardware import Cluster, current_cluster
 from gulliver.parallel.convolution._maskless import without_masks
 from gulliver.parallel.convolution._networks import networks_of
@@ -223,7 +222,7 @@ class _Given(torch.autograd.Function):
         return own_of(whole, cut, ranks)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a convolution that is shared by ranks")
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         cut, ranks = ctx.how
         return ranks.whole(Sharded(grad, cut, ranks), ("given", 0)), None, None
@@ -242,7 +241,7 @@ class _Gathered(torch.autograd.Function):
             return x.holder.whole(Sharded(local, x.cut, x.holder), ("gather", 0))
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a convolution that is shared by ranks")
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         cut, holder = ctx.how
         return own_of(grad, cut, holder), None

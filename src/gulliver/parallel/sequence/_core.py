@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gulliver.comm import IDENTITY, WireFormat
+from gulliver.errors import once_differentiable
 from gulliver.parallel.sequence._kernels import precise
 from gulliver.parallel.sequence._layout import Interval, Layout, part_of, size_of
 from gulliver.parallel.sequence._partial import (
@@ -124,7 +124,7 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("sequence_parallelism_mode='ring_attn'")
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         """Returns the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors

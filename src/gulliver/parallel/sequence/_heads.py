@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gulliver.comm import RankGroup, exchange
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, once_differentiable
 from gulliver.parallel.sequence._layout import Interval, split_sizes
 
 Run = tuple[slice, slice]
@@ -164,7 +163,7 @@ class ToHeads(torch.autograd.Function):
         return tuple(swap.to_heads(tensors))
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("sequence_parallelism_mode='all_to_all'", linear=True)
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore
         """Returns their gradients by tokens."""
         return None, *ctx.swap.to_sequence(grads)
@@ -180,7 +179,7 @@ class ToSequence(torch.autograd.Function):
         return swap.to_sequence([tensor])[0]
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("sequence_parallelism_mode='all_to_all'", linear=True)
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         """Returns its gradient by heads."""
         return None, ctx.swap.to_heads([grad])[0]

@@ -26,10 +26,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gulliver.comm import all_reduce, exchange, gather_integers
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, nearest, once_differentiable
 from gulliver.parallel.sequence._layout import Layout, Tail
 from gulliver.parallel.sequence._plan import SequenceGroups
 
@@ -218,7 +217,7 @@ class _Shard(torch.autograd.Function):
         return take(x, layout, groups.rank, dim)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("sequence_parallelism_mode='all_to_all' or 'ring_attn'", linear=True)
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         groups, layout, dim, gradient = ctx.given
         if gradient != "own":
@@ -239,7 +238,7 @@ class _Unshard(torch.autograd.Function):
         return _gathered(x, groups, layout, dim)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("sequence_parallelism_mode='all_to_all' or 'ring_attn'", linear=True)
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         groups, layout, dim, gradient = ctx.given
         if gradient != "sum":
@@ -265,7 +264,7 @@ class _Show(torch.autograd.Function):
         return whole.clone()
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("sequence_parallelism_mode='all_to_all' or 'ring_attn'", linear=True)
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         return sum_of_equal(grad, ctx.alike), None, None
 

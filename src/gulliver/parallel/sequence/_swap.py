@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gulliver.comm import exchange
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, once_differentiable
 from gulliver.parallel.sequence._layout import Layout
 from gulliver.parallel.sequence._plan import SequenceGroups
 from gulliver.parallel.sequence._shard import checked_layout, natural, take
@@ -61,7 +60,7 @@ class _SwapDim(torch.autograd.Function):
         return _swapped(x, before, after, groups)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("swap_dim of sequence parallelism (sp_size)", linear=True)
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         # An all-to-all only moves elements: its adjoint moves them back.
         before, after, groups = ctx.given

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gulliver.comm import all_reduce
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, once_differentiable
 from gulliver.parallel.sequence._mask import Mask
 from gulliver.parallel.sequence._plan import SequenceGroups
 from gulliver.parallel.sequence._ring import turn
@@ -87,7 +86,7 @@ class _TwoRings(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("sequence_parallelism_mode='ring_attn'")
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         q, k, v, weights = ctx.saved_tensors
         groups, scale, sizes = ctx.given

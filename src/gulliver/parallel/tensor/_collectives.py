@@ -17,6 +17,8 @@ this rank's piece and sends nothing: summing would count one loss once for each 
 gradient of a replicated sum (`reduce`) is replicated already. `gather_partial` is for ranks that
 each do something else with the whole: their gradients are partial, and have to be summed.
 
+Each backward is itself one of them, so all can be differentiated twice.
+
 In a group of one rank all of them return their input. Compilers leave them as they are: what is
 sent cannot be traced. Source: f and g of Megatron-LM (Shoeybi et
 al., 2019, arXiv 1909.08053); g-bar of Korthikanti et al., 2022 (arXiv 2205.05198).
@@ -124,7 +126,7 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return summed(grads[0], ctx.rank_group, ctx.rank_group.wire), None
+        return reduce(grads[0], ctx.rank_group), None
 
 
 class _CopyRegion(Function):
@@ -140,21 +142,20 @@ class _CopyRegion(Function):
         # All regions at once: it is small, and needs no groups of the ranks that share one.
         whole = grads[0].new_zeros(region.shape)
         whole.narrow(region.dim, start, stop - start).copy_(grads[0])
-        return (
-            summed(whole, rank_group).narrow(region.dim, start, stop - start).contiguous(),
-            None,
-            None,
-        )
+        total = reduce(whole, rank_group.packed(IDENTITY))
+        return total.narrow(region.dim, start, stop - start).contiguous(), None, None
 
 
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank_group: RankGroup) -> Tensor:
+        ctx.rank_group = rank_group
         return summed(x, rank_group, rank_group.wire)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+        # Each rank uses it in its own way: what is differentiated again is summed over them.
+        return copy(grads[0], ctx.rank_group), None
 
 
 class _Gather(Function):
@@ -167,7 +168,7 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _own(grads[0], *ctx.cut), None, None, None
+        return split(grads[0], *ctx.cut), None, None, None
 
 
 class _Split(Function):
@@ -180,7 +181,7 @@ class _Split(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return start_gather(grads[0], *ctx.cut)(), None, None, None
+        return gather(grads[0], *ctx.cut), None, None, None
 
 
 class _GatherPartial(Function):
@@ -193,7 +194,7 @@ class _GatherPartial(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return start_reduce(grads[0], *ctx.cut)(), None, None, None
+        return reduce_split(grads[0], *ctx.cut), None, None, None
 
 
 class _ReduceSplit(Function):
@@ -206,7 +207,7 @@ class _ReduceSplit(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return start_gather(grads[0], *ctx.cut)(), None, None, None
+        return gather_partial(grads[0], *ctx.cut), None, None, None
 
 
 def _own(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:

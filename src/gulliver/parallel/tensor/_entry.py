@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gulliver.comm import RankGroup, all_reduce
+from gulliver.parallel.tensor._collectives import reduce, reduce_split, split
 from gulliver.parallel.tensor._pieces import (
     Reduction,
     Wait,
@@ -340,8 +341,15 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        assert grads[0] is None, "columns hand their gradients to the entry"
-        return ctx.entry.end(), None
+        found = ctx.entry.end()
+        if grads[0] is not None:  # of a backward that is recorded: see the note at `_Column`
+            cut, rank_group = ctx.entry.cut, ctx.entry.rank_group
+            if cut is None:
+                more = reduce(grads[0], rank_group)
+            else:
+                more = reduce_split(grads[0], cut.dim, cut.lengths, rank_group)
+            found = more if found is None else found + more
+        return found, None
 
 
 class _Look(Function):
@@ -356,7 +364,7 @@ class _Look(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         cut, rank_group = ctx.entry.cut, ctx.entry.rank_group
-        return cut.pieces(grads[0])[rank_group.rank].contiguous(), None
+        return split(grads[0], cut.dim, cut.lengths, rank_group), None
 
 
 SHAPES = (
@@ -391,6 +399,11 @@ class Arriving(Tensor):
 def token_of(x: Tensor) -> Tensor:
     """Returns an entered tensor as autograd knows it."""
     return vars(x).get("_token", x)
+
+
+def source_of(x: Tensor) -> Tensor:
+    """Returns what was entered as autograd knows it: this rank's piece, or the whole."""
+    return vars(x).get("_piece", x)
 
 
 def _looked_at(x: Tensor) -> Tensor:

@@ -25,7 +25,14 @@ from torch.autograd import Function
 
 from gulliver.comm import ALONE, RankGroup, all_reduce
 from gulliver.parallel.tensor._base import OnLine
-from gulliver.parallel.tensor._collectives import copy, gather, reduce, split, uncompiled
+from gulliver.parallel.tensor._collectives import (
+    copy,
+    gather,
+    gather_partial,
+    reduce,
+    split,
+    uncompiled,
+)
 from gulliver.parallel.tensor._deal import Interval, deal
 from gulliver.parallel.tensor._entry import (
     Arrival,
@@ -35,9 +42,10 @@ from gulliver.parallel.tensor._entry import (
     autocast,
     enter,
     enter_whole,
+    source_of,
     token_of,
 )
-from gulliver.parallel.tensor._pieces import Reduction, ring_gather, start_gather, start_reduce
+from gulliver.parallel.tensor._pieces import Reduction, ring_gather, start_reduce
 from gulliver.parallel.tensor._products import (
     Sum,
     bias_gradient,
@@ -149,7 +157,8 @@ class ColumnLinear(_Sharded):
             else:
                 x = enter(x, self.rank_group, self.shared.cut_of(x))
             arrival = arrival_of(x)
-        y = _Column.apply(token_of(x), weight, bias, arrival, self.transposed)
+        found = token_of(x), weight, bias, source_of(x)
+        y = _Column.apply(*found, arrival, self.transposed)
         return self._gathered(y)
 
     def _gathered(self, y: Tensor) -> Tensor:
@@ -234,6 +243,10 @@ class _Column(Function):
     """The product of a column layer, whose input gradient goes to the `Entry`.
 
     [Note: what is kept] This rank's piece and the weight are saved, never the gathered input.
+
+    [Note: a backward that is recorded] With ``create_graph`` gradients are differentiated again. So
+    there they go to autograd, and are made of the input as autograd knows it, by collectives that
+    are differentiable; nothing is overlapped.
     """
 
     @staticmethod
@@ -242,6 +255,7 @@ class _Column(Function):
         token: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        source: Tensor,
         arrival: Arrival,
         transposed: bool,
     ) -> Tensor:
@@ -249,7 +263,7 @@ class _Column(Function):
         if any(ctx.needs_input_grad[:3]):
             ctx.entry.join()
         # A frozen weight needs no input for its gradient, and a bias needs neither.
-        kept = arrival.own if ctx.needs_input_grad[1] else None
+        kept = source if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, weight if ctx.needs_input_grad[0] else None)
         return arrival.multiply(weight, bias, transposed)
 
@@ -258,17 +272,30 @@ class _Column(Function):
         own, weight = ctx.saved_tensors
         entry: Entry = ctx.entry
         grad, of_weight = grads[0].contiguous(), None
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        of_bias = bias_gradient(grad) if needs_bias else None
+        if torch.is_grad_enabled():
+            entry.leave()
+            of_x = input_gradient(grad, weight, ctx.transposed) if needs_x else None
+            if needs_weight:
+                of_weight = weight_gradient(grad, _gathered(own, entry), ctx.transposed)
+            return of_x, of_weight, of_bias, None, None, None
         # In this order: the gather overlaps the input gradient, whose sum over the ranks overlaps
         # the weight gradient.
-        if ctx.needs_input_grad[1]:
+        if needs_weight:
             entry.begin(own)
-        if ctx.needs_input_grad[0]:
+        if needs_x:
             entry.add(grad, weight, ctx.transposed)
-        if ctx.needs_input_grad[1]:
+        if needs_weight:
             of_weight = entry.weight_gradient(grad, own, ctx.transposed)
         entry.leave()
-        of_bias = bias_gradient(grad) if ctx.needs_input_grad[2] else None
-        return None, of_weight, of_bias, None, None
+        return None, of_weight, of_bias, None, None, None
+
+
+def _gathered(source: Tensor, entry: Entry) -> Tensor:
+    """Returns the whole input, for gradients that are differentiated again."""
+    cut = entry.cut
+    return source if cut is None else gather_partial(source, cut.dim, cut.lengths, entry.rank_group)
 
 
 class _Row(Function):
@@ -303,11 +330,14 @@ class _Row(Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad = grads[0].contiguous()
         of_bias = bias_gradient(grad) if needs_bias else None
-        if cut is not None and cut.ring and (needs_x or needs_weight):
+        again = torch.is_grad_enabled()  # see the note at `_Column`
+        if not again and cut is not None and cut.ring and (needs_x or needs_weight):
             found = _gradients_in_pieces(grad, x, weight, rank_group, cut, transposed)
             return *found, of_bias, None, None, None
         if cut is not None and (needs_x or needs_weight):
-            grad = start_gather(grad, cut.dim, cut.lengths, rank_group)()
+            grad = gather_partial(grad, cut.dim, cut.lengths, rank_group)
+        elif again:
+            grad = copy(grad, rank_group)
         of_x = input_gradient(grad, weight, transposed) if needs_x else None
         of_weight = weight_gradient(grad, x, transposed) if needs_weight else None
         return of_x, of_weight, of_bias, None, None, None

@@ -20,6 +20,7 @@ from torch.autograd import Function
 
 from gulliver.comm import RankGroup, all_reduce
 from gulliver.errors import GulliverError
+from gulliver.parallel.tensor._collectives import copy, reduce
 
 
 def cross_entropy(
@@ -89,19 +90,26 @@ class _CrossEntropy(Function):
             )
         loss = (log_total - target).masked_fill(found == 0, torch.nan).masked_fill(ignored, 0)
         ctx.save_for_backward(logits, labels, log_total)
-        ctx.start, ctx.ignored = start, ignore_index
+        ctx.start, ctx.ignored, ctx.rank_group = start, ignore_index, rank_group
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, labels, log_total = ctx.saved_tensors
-        precise = logits.to(log_total.dtype)
+        precise, again = logits.to(log_total.dtype), torch.is_grad_enabled()
         grad = grads[0].masked_fill(labels == ctx.ignored, 0).unsqueeze(-1)
+        if again:  # it is differentiated: so is the sum over all columns, which each rank uses
+            grad = copy(grad, ctx.rank_group)
+            share = (precise - log_total.unsqueeze(-1)).exp().sum(-1)
+            total = copy(reduce(share, ctx.rank_group), ctx.rank_group)
+            log_total = log_total + total.log()
         found = (precise - log_total.unsqueeze(-1)).exp_()
         here, column = _own(labels, ctx.start, logits.shape[-1])
         if logits.shape[-1]:
-            found.scatter_add_(-1, column.unsqueeze(-1), -here.to(found.dtype).unsqueeze(-1))
-        return found.mul_(grad).to(logits.dtype), None, None, None, None
+            term = -here.to(found.dtype).unsqueeze(-1)
+            add = found.scatter_add if again else found.scatter_add_
+            found = add(-1, column.unsqueeze(-1), term)
+        return (found * grad if again else found.mul_(grad)).to(logits.dtype), *[None] * 4
 
 
 def _own(labels: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,12 @@ from gulliver.memory import PlacedChunk, Presence
 from gulliver.parallel.zero._sharded import ShardedChunk
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-READS = frozenset({Tensor.detach, _DATA, Tensor.numpy, Tensor.tolist, Tensor.item})  # type: ignore[attr-defined]
-"""Operations that record nothing for autograd, whatever its mode."""
+_READS = frozenset({Tensor.detach, _DATA, Tensor.numpy, Tensor.tolist, Tensor.item})  # type: ignore[attr-defined]
+
+
+def is_unrecorded(func: Callable[..., Any]) -> bool:
+    """Whether an operation, or function of `torch.nn.init`, is never recorded by autograd."""
+    return func in _READS or getattr(func, "__module__", None) == nn.init.__name__
 
 
 class Copies:

@@ -23,8 +23,6 @@ are sent: what this rank's part lacks to be its shard, with what earlier packing
 parameters stay as near to the shards as one change is lossy. With stage 3 values are sent, which
 are as far off as the format is; nothing is gathered before the forward that uses it, for between
 passes exact copies are read. What is saved is what the shards hold.
-
-It does not know of gradients.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ from gulliver.memory import (
     mark_pending,
     mark_ready,
 )
-from gulliver.parallel.zero._copies import READS, Copies
+from gulliver.parallel.zero._copies import Copies, is_unrecorded
 from gulliver.parallel.zero._saved_parameter import SavedParameter
 from gulliver.parallel.zero._sharded import ShardedChunk, check_not_ahead
 from gulliver.parallel.zero._step_copies import comes_alone, step_copies, whole_copy
@@ -202,7 +200,7 @@ class Gatherer:
         sharded.chunk.take_writes()
         self._forget(sharded)
         viewed = storage_users(sharded.chunk.data) > sharded.users
-        sharded.chunk.release()
+        sharded.chunk.release(viewed)
         if viewed or self.copies.left:
             self.copies.leave(sharded, viewed)
         sharded.enter(Presence.ABSENT)
@@ -255,6 +253,7 @@ class Gatherer:
             training = torch.is_grad_enabled()
             self.record.note("forward ended" if training else "evaluation ended")
             self._engine.end_forward(keep_last=training)
+            self._see_operations(self.chunks)
 
     def enter_backward(self) -> None:
         """A backward begins."""
@@ -348,12 +347,12 @@ class Gatherer:
 
     def use(self, sharded: ShardedChunk) -> None:
         """Makes a chunk whole, gathers ahead and gives back what has been used."""
-        if not self.sharded:
+        if self.sharded:
+            self._hold(sharded)
+            self.note("used", sharded)
+            self._engine.use(sharded)
+        else:
             self.finish(sharded)
-            return
-        self._hold(sharded)
-        self.note("used", sharded)
-        self._engine.use(sharded)
 
     def relieve(self) -> None:
         """Gives back what nobody looks at now; on one rank it may come again at any time."""
@@ -390,28 +389,30 @@ class Gatherer:
         mine = [p for p in parameters if id(p) in self._home]
         chunks = {id(c): c for c in (self._home[id(p)] for p in mine)}
         check_not_ahead(chunks.values())
-        reading = func in READS or not torch.is_grad_enabled() or _initialises(func)
+        reading = not torch.is_grad_enabled() or is_unrecorded(func)
         if not reading and self._depth == 0 and backward_number() >= 0:
             self._follow_backward()  # what is computed again there begins with its parameters
         absent = self.idle and any(c.presence is Presence.ABSENT for c in chunks.values())
-        if absent and reading:
-            return self.copies.run(func, args, kwargs, self.step)
         outside = self.idle and self in _alone and not reading
-        if outside and len(mine) == len(parameters) and not saving_is_hooked():
-            return self._recorded(chunks.values(), func, args, kwargs)
-        with self._using(chunks.values()), outside_transforms():
-            for sharded in chunks.values():
-                self.use(sharded)
-        return func(*args, **kwargs)
+        if absent and reading:
+            result = self.copies.run(func, args, kwargs, self.step)
+        elif outside and len(mine) == len(parameters) and not saving_is_hooked():
+            result = self._recorded(chunks.values(), func, args, kwargs)
+        else:
+            with self._using(chunks.values()), outside_transforms():
+                for sharded in chunks.values():
+                    self.use(sharded)
+            result = func(*args, **kwargs)
+        if self.idle:
+            self._see_operations(chunks.values())
+        return result
 
     def _recorded(
         self, chunks: Iterable[ShardedChunk], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
         """Runs an operation of a loss, which autograd records without the hooks of a forward.
 
-        A loss may read all parameters, as a penalty on their norm does. So references are saved
-        here, too, and what was read may leave. Only where the result is a view may autograd save
-        what nobody sees here: then the chunk stays until backward.
+        References are saved, so that what was read may leave; below a view it stays until backward.
         """
         with self._using(chunks), saved_tensors_hooks(self.pack, self.unpack):
             for sharded in chunks:
@@ -419,10 +420,14 @@ class Gatherer:
             result = func(*args, **kwargs)
         for sharded in chunks:
             sharded.held = sharded.held or storage_users(sharded.chunk.data) > sharded.users
-            if not sharded.held:
+        return result
+
+    def _see_operations(self, chunks: Iterable[ShardedChunk]) -> None:
+        """Sees operations on what may leave, which outside of forwards autograd saves as it is."""
+        for sharded in chunks if self.sharded else ():
+            if sharded.presence is Presence.WHOLE and not sharded.held:
                 sharded.asked = True
                 mark_pending(sharded.chunk.members, self.touched)
-        return result
 
     @contextmanager
     def _using(self, chunks: Iterable[ShardedChunk]) -> Iterator[None]:
@@ -434,7 +439,7 @@ class Gatherer:
             self._now = before
 
     def copied(self, sharded: ShardedChunk) -> Tensor:
-        """A copy of a whole chunk; every rank calls it, to send its part."""
+        """Copies a whole chunk; every rank calls it."""
         return whole_copy(sharded, self.group, self._purpose(sharded))
 
     def settle_writes(self) -> None:
@@ -493,8 +498,3 @@ def refer(tensor: Tensor) -> Recomputed | None:
         if saved is not tensor:
             return Recomputed(tensor, partial(gatherer.unpack, saved))
     return None
-
-
-def _initialises(func: Callable[..., Any]) -> bool:
-    """Whether a function of `torch.nn.init` is called, which records nothing for autograd."""
-    return getattr(func, "__module__", None) == nn.init.__name__

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from gulliver._compat import scaled_matmul
+from gulliver.errors import once_differentiable
 from gulliver.precision.fp8._cast import Scaled
 from gulliver.precision.fp8._state import LayerState, plain_cast
 
@@ -128,7 +128,7 @@ class _Linear(Function):
         return matmul(Scaled(x_values, x_inverse), factor, x.dtype, emulate, fast=True)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("use_fp8")
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad, (state, emulate, rowwise, same_weights) = grads[0], ctx.how
         x, x_inverse, weight, weight_inverse = ctx.saved_tensors
