@@ -116,7 +116,7 @@ class FileKeeper:
         checkpointer = self._checkpointer(Path(folder), options, limit)
         if self._last is not None:
             checkpointer.about["plan"] = self._running().plan.to_values()
-        begun = checkpointer.save(step, content, unwrapped(model).buffers())
+        begun = checkpointer.save(step, content)
         first = begun and checkpointer.saves == 1 and checkpointer.rank == 0
         if first and limit is not None and self.plugin.verbose:
             print(f"checkpoints in {folder} are held in {checkpointer.held}", flush=True)

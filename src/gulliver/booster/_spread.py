@@ -42,7 +42,7 @@ def write_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
 def begin_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
     """Begins to write what `write_model` writes, while training goes on."""
     leaves, dtypes = holder.model_leaves(model), _of_all(dtypes_of(model))
-    return begin_single(leaves, model.buffers(), path, dtypes, holder.copy_limit)
+    return begin_single(leaves, path, dtypes, holder.copy_limit)
 
 
 def write_folder(holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any) -> None:
@@ -59,10 +59,7 @@ def begin_folder(
     agreed(lambda: refuse_existing(folder))
     aliases, dtypes = _of_all(holder.canonical_names(model)), _of_all(dtypes_of(model))
     leaves, limit = holder.model_leaves(model), holder.copy_limit
-    buffers = model.buffers()
-    return begin_huggingface(
-        leaves, buffers, folder, dtypes, aliases, memory_limit=limit, **options
-    )
+    return begin_huggingface(leaves, folder, dtypes, aliases, memory_limit=limit, **options)
 
 
 def _of_all(mine: dict[str, Any]) -> dict[str, Any]:
