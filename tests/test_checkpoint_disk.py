@@ -139,11 +139,11 @@ def _raw(folder: Path, shelf: Shelf) -> None:
 
 
 def _single(folder: Path, shelf: Shelf) -> None:
-    begin_single(parts(shelf), [], folder / "model.safetensors", {}, 16 * MIB).close()
+    begin_single(parts(shelf), folder / "model.safetensors", {}, 16 * MIB).close()
 
 
 def _folder(folder: Path, shelf: Shelf) -> None:
-    begin_huggingface(parts(shelf), [], folder / "hf", {}, {}, memory_limit=16 * MIB).close()
+    begin_huggingface(parts(shelf), folder / "hf", {}, {}, memory_limit=16 * MIB).close()
 
 
 def _gathered(folder: Path, shelf: Shelf) -> None:

@@ -40,6 +40,7 @@ from gulliver.checkpoint import (
     Loaded,
     PartsSaver,
     StepReader,
+    has_adapters,
     step_folder,
     write_tensors,
 )
@@ -318,7 +319,8 @@ class FileKeeper:
     ) -> None:
         """Writes a boosted model as a Hugging Face folder; every rank calls it, rank 0 writes.
 
-        What lies with several ranks is gathered one tensor at a time.
+        What lies with several ranks is gathered one tensor at a time. Of a model with PEFT's
+        adapters these are written, as a folder that PEFT reads, and not the model below them.
 
         Args:
             model: boosted by this booster.
@@ -334,10 +336,16 @@ class FileKeeper:
         holder = self._optimizers.get(model)
         if holder is None:
             raise GulliverError("the model was not boosted by this booster: boost it first")
+        self._await_file()
+        if has_adapters(unwrapped(model)):
+            given = options.get("dtype")
+            self._parts = _spread.write_adapter_folder(
+                holder, unwrapped(model), Path(folder), use_async, given
+            )
+            return
         config = getattr(unwrapped(model), "config", None)
         if hasattr(config, "to_dict"):
             options.setdefault("config", config.to_dict())  # type: ignore[union-attr]
-        self._await_file()
         if use_async:
             plain = unwrapped(model)
             self._parts = _spread.begin_folder(holder, plain, Path(folder), **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from gulliver.booster._checkpoint import agreed, names_of_all
@@ -17,6 +18,8 @@ from gulliver.checkpoint import (
     GatheredWeights,
     Mismatch,
     PartsSaver,
+    Weights,
+    adapter_names,
     begin_huggingface,
     begin_single,
     gather_huggingface,
@@ -24,6 +27,7 @@ from gulliver.checkpoint import (
     match_huggingface,
     on_gathered,
     refuse_existing,
+    write_adapters,
     write_single,
 )
 from gulliver.comm import gather_objects
@@ -50,6 +54,31 @@ def write_folder(holder: BoostedOptimizer, model: nn.Module, folder: Path, **opt
     aliases = _of_all(holder.canonical_names(model))
     leaves = holder.model_leaves(model)
     gather_huggingface(leaves, folder, dtypes=dtypes_of(model), aliases=aliases, **options)
+
+
+def write_adapter_folder(
+    holder: BoostedOptimizer,
+    model: nn.Module,
+    folder: Path,
+    use_async: bool,
+    dtype: torch.dtype | None = None,
+) -> PartsSaver | None:
+    """Writes PEFT's adapters of a model, or begins to while training goes on."""
+    agreed(lambda: refuse_existing(folder))
+    names = _of_all({0: adapter_names(model)})[0]
+    wanted = {source for sources in names.values() for source in sources.values()}
+    leaves = {n: leaf for n, leaf in holder.model_leaves(model).items() if n in wanted}
+    dtypes = _of_all(dtypes_of(model))
+
+    def write(weights: Weights) -> None:
+        write_adapters(weights, model, folder, dtypes if dtype is None else dtype, names=names)
+
+    if not use_async:
+        on_gathered(leaves, write, dtypes_of(model))
+        return None
+    saver = PartsSaver(folder, write, holder.copy_limit)
+    saver.begin(leaves)
+    return saver
 
 
 def begin_folder(
