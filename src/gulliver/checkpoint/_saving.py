@@ -283,7 +283,7 @@ class AsyncCheckpointer:
         self._job = self._worker.submit(self._finish, save)
         if save.snapshot is not None:
             save.snapshot.stall_s += time.perf_counter() - save.begun
-        if self._snapshot is not None:
+        if self._snapshot is not None and self._snapshot.unguarded:
             self._snapshot.release(self._snapshot.unguarded)
 
     def _choose(self, snapshot: Snapshot) -> bool:

@@ -58,7 +58,8 @@ class FileSaver:
             raise
         self._thread = threading.Thread(target=self._finish, args=(pages,))
         self._thread.start()
-        self._snapshot.release(self._snapshot.unguarded)
+        if self._snapshot.unguarded:
+            self._snapshot.release(self._snapshot.unguarded)
 
     def _finish(self, pages: int) -> None:
         try:
