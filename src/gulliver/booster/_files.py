@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -215,10 +216,16 @@ class FileKeeper:
 
     def close(self) -> None:
         """Waits as `wait` does, and frees the memory that saving has needed."""
-        self._await_file()
+        with ExitStack() as stack:
+            # Whatever fails, the folders of the others are free afterwards.
+            while self._checkpointers:
+                stack.callback(self._checkpointers.popitem()[1].close)
+            self._await_file()
+
+    def abandon(self) -> None:
+        """Finishes what this rank writes, and frees the folders, when other ranks may be gone."""
         while self._checkpointers:
-            _, checkpointer = self._checkpointers.popitem()
-            checkpointer.close()
+            self._checkpointers.popitem()[1].abandon()
 
     def _checkpointer(
         self, folder: Path, options: Mapping[str, Any], limit: int | None

@@ -478,11 +478,13 @@ class AsyncCheckpointer:
         if error is None:
             self.close()
             return
-        if os.getpid() != self._process:
-            return
-        # Ranks may have parted ways: what is under way is finished, but nothing is agreed on.
-        self._join()
-        self._finalize()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Finishes what this rank saves, and frees the folder, when other ranks may be gone."""
+        if os.getpid() == self._process:
+            self._join()
+            self._finalize()
 
 
 @contextmanager
