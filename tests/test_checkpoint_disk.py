@@ -43,6 +43,7 @@ from gulliver.memory import (
     storage_of,
 )
 from tests.covering import some
+from tests.guarded import guarded
 from tests.patience import patient
 from tests.pool import Pool
 
@@ -138,11 +139,11 @@ def _raw(folder: Path, shelf: Shelf) -> None:
 
 
 def _single(folder: Path, shelf: Shelf) -> None:
-    begin_single(parts(shelf), [], folder / "model.safetensors", {}, 16 * MIB).close()
+    begin_single(parts(shelf), folder / "model.safetensors", {}, 16 * MIB).close()
 
 
 def _folder(folder: Path, shelf: Shelf) -> None:
-    begin_huggingface(parts(shelf), [], folder / "hf", {}, {}, memory_limit=16 * MIB).close()
+    begin_huggingface(parts(shelf), folder / "hf", {}, {}, memory_limit=16 * MIB).close()
 
 
 def _gathered(folder: Path, shelf: Shelf) -> None:
@@ -317,7 +318,8 @@ def test_memory_that_was_copied_is_not_kept_while_the_rest_is_written(tmp_path: 
         AsyncCheckpointer(tmp_path, mode="ring", engine=engine) as checkpointer,
     ):
         engine.hold(True)
-        checkpointer.save(1, {"model": state})
+        with guarded([made["first"][0], made["second"][0]]):
+            checkpointer.save(1, {"model": state})
         # Whoever evicts it asks, and then the snapshot has let go of it.
         before_write([first])
         del first, state, made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -40,6 +41,7 @@ from gulliver.checkpoint import (
     Loaded,
     PartsSaver,
     StepReader,
+    has_adapters,
     step_folder,
     write_tensors,
 )
@@ -116,7 +118,7 @@ class FileKeeper:
         checkpointer = self._checkpointer(Path(folder), options, limit)
         if self._last is not None:
             checkpointer.about["plan"] = self._running().plan.to_values()
-        begun = checkpointer.save(step, content, unwrapped(model).buffers())
+        begun = checkpointer.save(step, content)
         first = begun and checkpointer.saves == 1 and checkpointer.rank == 0
         if first and limit is not None and self.plugin.verbose:
             print(f"checkpoints in {folder} are held in {checkpointer.held}", flush=True)
@@ -214,10 +216,16 @@ class FileKeeper:
 
     def close(self) -> None:
         """Waits as `wait` does, and frees the memory that saving has needed."""
-        self._await_file()
+        with ExitStack() as stack:
+            # Whatever fails, the folders of the others are free afterwards.
+            while self._checkpointers:
+                stack.callback(self._checkpointers.popitem()[1].close)
+            self._await_file()
+
+    def abandon(self) -> None:
+        """Finishes what this rank writes, and frees the folders, when other ranks may be gone."""
         while self._checkpointers:
-            _, checkpointer = self._checkpointers.popitem()
-            checkpointer.close()
+            self._checkpointers.popitem()[1].abandon()
 
     def _checkpointer(
         self, folder: Path, options: Mapping[str, Any], limit: int | None
@@ -318,7 +326,8 @@ class FileKeeper:
     ) -> None:
         """Writes a boosted model as a Hugging Face folder; every rank calls it, rank 0 writes.
 
-        What lies with several ranks is gathered one tensor at a time.
+        What lies with several ranks is gathered one tensor at a time. Of a model with PEFT's
+        adapters these are written, as a folder that PEFT reads, and not the model below them.
 
         Args:
             model: boosted by this booster.
@@ -334,10 +343,16 @@ class FileKeeper:
         holder = self._optimizers.get(model)
         if holder is None:
             raise GulliverError("the model was not boosted by this booster: boost it first")
+        self._await_file()
+        if has_adapters(unwrapped(model)):
+            given = options.get("dtype")
+            self._parts = _spread.write_adapter_folder(
+                holder, unwrapped(model), Path(folder), use_async, given
+            )
+            return
         config = getattr(unwrapped(model), "config", None)
         if hasattr(config, "to_dict"):
             options.setdefault("config", config.to_dict())  # type: ignore[union-attr]
-        self._await_file()
         if use_async:
             plain = unwrapped(model)
             self._parts = _spread.begin_folder(holder, plain, Path(folder), **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from gulliver.booster._checkpoint import agreed, names_of_all
@@ -17,6 +18,8 @@ from gulliver.checkpoint import (
     GatheredWeights,
     Mismatch,
     PartsSaver,
+    Weights,
+    adapter_names,
     begin_huggingface,
     begin_single,
     gather_huggingface,
@@ -24,6 +27,7 @@ from gulliver.checkpoint import (
     match_huggingface,
     on_gathered,
     refuse_existing,
+    write_adapters,
     write_single,
 )
 from gulliver.comm import gather_objects
@@ -42,7 +46,7 @@ def write_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
 def begin_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
     """Begins to write what `write_model` writes, while training goes on."""
     leaves, dtypes = holder.model_leaves(model), _of_all(dtypes_of(model))
-    return begin_single(leaves, model.buffers(), path, dtypes, holder.copy_limit)
+    return begin_single(leaves, path, dtypes, holder.copy_limit)
 
 
 def write_folder(holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any) -> None:
@@ -52,6 +56,31 @@ def write_folder(holder: BoostedOptimizer, model: nn.Module, folder: Path, **opt
     gather_huggingface(leaves, folder, dtypes=dtypes_of(model), aliases=aliases, **options)
 
 
+def write_adapter_folder(
+    holder: BoostedOptimizer,
+    model: nn.Module,
+    folder: Path,
+    use_async: bool,
+    dtype: torch.dtype | None = None,
+) -> PartsSaver | None:
+    """Writes PEFT's adapters of a model, or begins to while training goes on."""
+    agreed(lambda: refuse_existing(folder))
+    names = _of_all({0: adapter_names(model)})[0]
+    wanted = {source for sources in names.values() for source in sources.values()}
+    leaves = {n: leaf for n, leaf in holder.model_leaves(model).items() if n in wanted}
+    dtypes = _of_all(dtypes_of(model))
+
+    def write(weights: Weights) -> None:
+        write_adapters(weights, model, folder, dtypes if dtype is None else dtype, names=names)
+
+    if not use_async:
+        on_gathered(leaves, write, dtypes_of(model))
+        return None
+    saver = PartsSaver(folder, write, holder.copy_limit)
+    saver.begin(leaves)
+    return saver
+
+
 def begin_folder(
     holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any
 ) -> PartsSaver:
@@ -59,10 +88,7 @@ def begin_folder(
     agreed(lambda: refuse_existing(folder))
     aliases, dtypes = _of_all(holder.canonical_names(model)), _of_all(dtypes_of(model))
     leaves, limit = holder.model_leaves(model), holder.copy_limit
-    buffers = model.buffers()
-    return begin_huggingface(
-        leaves, buffers, folder, dtypes, aliases, memory_limit=limit, **options
-    )
+    return begin_huggingface(leaves, folder, dtypes, aliases, memory_limit=limit, **options)
 
 
 def _of_all(mine: dict[str, Any]) -> dict[str, Any]:

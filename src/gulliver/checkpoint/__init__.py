@@ -7,6 +7,7 @@ Read `_saving.py`, then `_snapshot.py`: a state is taken apart (`_collect.py`), 
 `gulliver.io`; what ZeRO and model parallelism hold comes here as `gulliver.memory.Part`s.
 """
 
+from gulliver.checkpoint._adapters import adapter_names, has_adapters, write_adapters
 from gulliver.checkpoint._agreement import Saved
 from gulliver.checkpoint._collect import PerRank, refuse_boosted
 from gulliver.checkpoint._compare import (
@@ -26,6 +27,7 @@ from gulliver.checkpoint._files import (
     write_tensors,
 )
 from gulliver.checkpoint._filling import Filling
+from gulliver.checkpoint._fits import fitted
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._gathering import GatheredWeights, on_gathered
 from gulliver.checkpoint._huggingface import load_huggingface, match_huggingface, read_weights
@@ -66,6 +68,7 @@ __all__ = [
     "Saved",
     "StepReader",
     "Weights",
+    "adapter_names",
     "any_step",
     "as_leaf",
     "begin_huggingface",
@@ -73,7 +76,9 @@ __all__ = [
     "compare",
     "export_huggingface",
     "fill_all",
+    "fitted",
     "gather_huggingface",
+    "has_adapters",
     "import_huggingface",
     "is_step_or_run",
     "join_state",
@@ -102,6 +107,7 @@ __all__ = [
     "step_folder",
     "verify",
     "with_refs",
+    "write_adapters",
     "write_json",
     "write_single",
     "write_tensors",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gulliver.checkpoint._dtensors import is_dtensor, local_leaf
+from gulliver.checkpoint._guard import guarded_storages
 from gulliver.checkpoint._image import RESERVED, check_holdable, is_holdable
 from gulliver.checkpoint._tree import Leaf, as_leaf, split_state
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, state_shape, storage_of
+from gulliver.memory import Part, add_writer, state_shape
 
 WHOLE_FILE = ".safetensors"
 SMALL = 2**16
@@ -48,9 +49,8 @@ class Collected:
         kinds: class names of optimizers and schedulers by entry, and the shapes of the parameters
             that an optimizer steps.
         digest: hash of the names, dtypes and shapes that all ranks have to have in common.
-        buffers: storages that a forward may change at any time.
-        guarded: names by entry of the tensors that only optimizers change, whose steps wait for
-            them.
+        guarded: storages that are changed by optimizers whose steps wait for a snapshot; anything
+            else may change as soon as `save` has returned.
     """
 
     tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
@@ -58,8 +58,7 @@ class Collected:
     own: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
-    buffers: set[int] = field(default_factory=set)
-    guarded: dict[str, set[str]] = field(default_factory=dict)
+    guarded: set[int] = field(default_factory=set)
 
 
 def own_entry(entry: str, rank: int) -> str:
@@ -78,7 +77,6 @@ def collect(
     state: Mapping[str, Any],
     rank: int = 0,
     world_size: int = 1,
-    buffers: Iterable[Tensor] = (),
 ) -> Collected:
     """Takes a state apart.
 
@@ -87,28 +85,24 @@ def collect(
             Tensors are taken to be the same on every rank, `Part`s and `PerRank` values are not.
         rank: rank that writes.
         world_size: number of ranks that write together.
-        buffers: tensors of the state that a forward may change; those of modules in it are known.
 
     Raises:
         GulliverError: an entry's name cannot be a file's, or a value cannot be saved.
     """
-    found = Collected(buffers=set(_storages(buffers)))
+    found = Collected()
     common: dict[str, dict[str, Tensor]] = {}
     for entry, value in state.items():
         if not isinstance(entry, str) or not entry or set(entry) & set("/\\@\0") or entry[0] == ".":
             raise GulliverError(f"{entry!r} is no name for an entry: use letters, digits and _")
         alone = isinstance(value, PerRank)
         held = value.value if alone else value
-        if isinstance(held, nn.Module):
-            found.buffers.update(_storages(held.buffers()))
+        if isinstance(held, Optimizer):
+            add_writer(held)
         leaves, skeleton = split_state(_content(held))
         # What every rank has of its own may be of another kind on each.
         kind = None if alone else kind_of(held)
         if kind is not None:
             found.kinds[entry] = kind
-        all_of = isinstance(held, Optimizer)
-        guarded = {n for n, leaf in leaves.items() if all_of or type(leaf) is nn.Parameter}
-        found.guarded[own_entry(entry, rank) if alone else entry] = guarded
         if RESERVED in leaves:
             raise GulliverError(
                 f"{entry}: a tensor is called {RESERVED!r}, which files of the safetensors format "
@@ -126,6 +120,7 @@ def collect(
     if world_size > 1:
         found.digest = _digest(common)
     _share_out(common, found, rank, world_size)
+    found.guarded = guarded_storages()
     return found
 
 
@@ -140,10 +135,6 @@ def _check_files(entries: Iterable[str], rank: int, world_size: int) -> None:
                 f"entries {names[0]!r} and {names[1]!r} would both be written to {name}: call one "
                 "of them something else"
             )
-
-
-def _storages(tensors: Iterable[Tensor]) -> Iterator[int]:
-    return (storage_of(tensor) for tensor in tensors if type(tensor) is Tensor and tensor.nbytes)
 
 
 def _content(value: Any) -> Any:

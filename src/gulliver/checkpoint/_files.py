@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gulliver.checkpoint._image import check_holdable
 from gulliver.checkpoint._json import parse_json
+from gulliver.checkpoint._readback import ReadBack
 from gulliver.errors import GulliverError
 from gulliver.io import atomic_file, named_errors, write_text
 
@@ -32,6 +33,7 @@ def write_tensors(
 
     seen: set[int] = set()
     ready: dict[str, Tensor] = {}
+    back = ReadBack()
     for name, tensor in tensors.items():
         value = _plain(name, tensor)
         storage = value.untyped_storage()
@@ -40,6 +42,7 @@ def write_tensors(
             value = value.clone()
         seen.add(storage.data_ptr())
         ready[name] = value
+        back.note(name, value)
     path = Path(path)
     needed = sum(t.nbytes for t in ready.values()) + 4096
     with atomic_file(path, needed) as partial:
@@ -53,6 +56,7 @@ def write_tensors(
                 raise OSError(errno.ENOSPC, str(error)) from error
             raise GulliverError(f"{path} cannot be written: {error}") from error
         partial.chmod(mode)
+        back.check(partial, str(path))
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gulliver.checkpoint._collect import kind_of, refuse_boosted
 from gulliver.checkpoint._dtensors import is_dtensor, local_leaf
+from gulliver.checkpoint._image import has_memory
 from gulliver.checkpoint._matching import Mismatch, match
 from gulliver.checkpoint._optimizers import optimizer_state
 from gulliver.checkpoint._reader import StepReader
@@ -136,6 +137,11 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
         raise GulliverError(
             f"{where} is on meta: give the model memory first, by model.to_empty(device=...), and "
             "make anew what is not saved"
+        )
+    if target.layout == torch.strided and not has_memory(target):
+        raise GulliverError(
+            f"{where} is a {type(target).__name__} without memory of its own, which cannot be "
+            "filled: load into the tensors in it"
         )
     folded = [n for n, s in zip(target.shape, target.stride(), strict=True) if n > 1 and not s]
     if folded:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 
+QUICK = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes whose extremes torch finds."""
+
 
 def always_fits(saved: torch.dtype, target: torch.dtype) -> bool:
     """Whether every value of one dtype fits another, so that none has to be looked at."""
@@ -38,6 +41,11 @@ def misfit(values: Tensor, target: torch.dtype) -> str | None:
     values = values.reshape(-1)
     if always_fits(values.dtype, target) or not values.numel():
         return None
+    if values.dtype in QUICK and _kind(target) == "float":
+        # One pass that makes no copy. Infinities and what is no number take the longer way.
+        ends = torch.stack(torch.aminmax(values))
+        if bool(ends.isfinite().all()) and not bool(_not_finite(ends, target).any()):
+            return None
     if _kind(target) == "integer":
         bad = _not_integers(values, target)
     elif _kind(values.dtype) == "integer":
@@ -48,6 +56,12 @@ def misfit(values: Tensor, target: torch.dtype) -> str | None:
         return None
     value = values[int(bad.nonzero()[0])]
     return f"{value.item()} does not fit {str(target).removeprefix('torch.')}"
+
+
+def fitted(where: str, name: str, values: Tensor, target: torch.dtype) -> Tensor:
+    """Converts values of a tensor; see `refuse_misfit`."""
+    refuse_misfit(where, name, values, target)
+    return values.to(target)
 
 
 def refuse_misfit(where: str, name: str, values: Tensor, target: torch.dtype) -> None:

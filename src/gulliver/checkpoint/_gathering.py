@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gulliver.checkpoint._fits import fitted
 from gulliver.checkpoint._image import CODES
 from gulliver.checkpoint._manifest import PartEntry, tensor_from_json
 from gulliver.checkpoint._matching import merge_parts
@@ -116,13 +117,16 @@ class GatheredWeights(Weights):
             value = (leaf.value if isinstance(leaf, Part) else leaf).detach()
             # Kept for the next run: flattening what is not contiguous copies it.
             self._flat = name, value.resolve_conj().resolve_neg().reshape(-1)
-        flat, dtype = self._flat[1], self._entries[name].dtype
+        flat = self._flat[1]
         if len(copies) == 1:
-            return flat[int(copies.source[0]) :][: copies.total].to("cpu", dtype)
+            return self._fitted(name, flat[int(copies.source[0]) :][: copies.total].cpu())
         row = torch.empty(copies.total, dtype=flat.dtype)
         scaled = copies.packed()[0].scaled(row.itemsize)
         copy_bytes(row.view(torch.uint8), flat.cpu().view(torch.uint8), scaled)
-        return row.to(dtype)
+        return self._fitted(name, row)
+
+    def _fitted(self, name: str, row: Tensor) -> Tensor:
+        return fitted(f"rank {self.rank}", name, row, self._entries[name].dtype)
 
     def _let_go(self, copies: Copies) -> None:
         """Gives back what was read for a run from a file that is mapped."""

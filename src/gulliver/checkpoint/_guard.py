@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ from torch.optim.optimizer import (
 )
 
 from gulliver.checkpoint._dtensors import is_dtensor
-from gulliver.memory import ASKS, before_any_write, before_write
+from gulliver.memory import (
+    ASKS,
+    add_writer,
+    any_read_lock,
+    before_any_write,
+    before_write_at,
+    storage_of,
+    writers,
+)
 
 _hooked: list[Callable[[], None]] = []
 
@@ -23,9 +32,10 @@ def install_hooks() -> None:
         return
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        add_writer(optimizer)
         # An optimizer that updates part by part (ZeRO chunk by chunk) asks before each itself.
-        if not getattr(optimizer, ASKS, False):
-            before_write(_changed_by(optimizer))
+        if any_read_lock() and not getattr(optimizer, ASKS, False):
+            before_write_at(_storages(optimizer))
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # What follows a step changes the rest: averages of weights, statistics, counters.
@@ -35,8 +45,22 @@ def install_hooks() -> None:
     _hooked.append(register_optimizer_step_post_hook(after).remove)
 
 
+def guarded_storages() -> set[int]:
+    """Storages that only optimizers change whose steps wait for a snapshot."""
+    return set().union(*(_storages(optimizer) for optimizer in writers()))
+
+
+def _storages(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Storages that a step changes."""
+    found = set[int]()
+    for tensor in _changed_by(optimizer):
+        with suppress(NotImplementedError, RuntimeError):  # sparse and fake tensors have none
+            found.add(storage_of(tensor))
+    return found - {0}
+
+
 def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yields what a step changes; lazily, as `before_write` does not look if nothing is saved."""
+    """Yields what a step changes."""
     for group in optimizer.param_groups:
         yield from (_local(parameter) for parameter in group["params"])
     for state in optimizer.state.values():

@@ -81,7 +81,15 @@ def shape_from_json(value: Any) -> tuple[int, ...]:
 def is_holdable(tensor: Tensor) -> bool:
     """Whether the format can hold a tensor."""
     plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
-    return plain and tensor.dtype in CODES
+    return plain and tensor.dtype in CODES and has_memory(tensor)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the elements of a strided tensor lie in memory of its own: not those of wrappers."""
+    try:
+        return not tensor.numel() or bool(tensor.untyped_storage().data_ptr())
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def check_holdable(where: str, tensor: Tensor) -> None:
@@ -92,6 +100,8 @@ def check_holdable(where: str, tensor: Tensor) -> None:
     """
     if not is_holdable(tensor):
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
+        if not tensor.is_meta and tensor.layout == torch.strided and tensor.dtype in CODES:
+            kind = f"a {type(tensor).__name__} without memory of its own, save the tensors in it"
         if tensor.is_nested:
             kind = "a nested tensor, save its values() and offsets()"
         raise GulliverError(f"{where} is {kind}: the safetensors format cannot hold it")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gulliver.checkpoint._adapters import adapter_names, has_adapters, write_adapters
 from gulliver.checkpoint._collect import file_name
 from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import LATEST, CheckpointFolder, FolderLock
@@ -75,7 +76,8 @@ def save_huggingface(
 ) -> Path:
     """Writes a model as a Hugging Face folder, whole or not at all; call it on one rank.
 
-    Tensors that share their memory are written once. Which other names they have is noted in the
+    Of a model with PEFT's adapters these are written, as a folder that PEFT reads. Tensors that
+    share their memory are written once. Which other names they have is noted in the
     file's text, as `safetensors.torch.save_model` does.
 
     Args:
@@ -93,6 +95,11 @@ def save_huggingface(
         GulliverError: the folder exists or cannot be written, or a tensor cannot be saved: also one
             that is spread over ranks (save a step, and make a folder of that).
     """
+    if has_adapters(model):
+        names = adapter_names(model)
+        own = model.state_dict(keep_vars=True)  # type: ignore[union-attr]
+        chosen = {n: own[n] for sources in names.values() for n in sources.values()}
+        return write_adapters(MemoryWeights(chosen), model, Path(folder), dtype, progress, names)
     last: Iterable[str] = getattr(model, "_tied_weights_keys", None) or ()
     state = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     tensors = {n: v for n, v in state.items() if isinstance(v, Tensor | Part)}
@@ -253,7 +260,7 @@ def _write_huggingface(
     with new_folder(folder, sum(plan.image.nbytes for plan in plans)) as partial:
         for plan in plans:
             plan.path = partial / plan.path.name
-        write_files(weights, plans, dtype, progress)
+        write_files(weights, plans, dtype, progress, str(folder))
         if len(plans) > 1:
             write_json(partial / f"model{INDEX}", _index(plans, infos))
         if config is not None:
@@ -322,7 +329,7 @@ def import_huggingface(
         plan = plan_file(folder.partial(step) / name, weights, names, dtype)
         require_space(run, plan.image.nbytes)
         with _unfinished(folder, step) as partial:
-            files = write_files(weights, [plan], dtype, progress)
+            files = write_files(weights, [plan], dtype, progress, str(final))
             newest = folder.latest()
             # What comes from elsewhere is the newest only if the run had come less far.
             ahead = newest is None or step > read_manifest(newest).step

@@ -1,6 +1,6 @@
 """Writes a model that ranks hold parts of as whole files while the program goes on.
 
-    saver = begin_single(leaves, model.buffers(), Path("model.safetensors"), dtypes)
+    saver = begin_single(leaves, Path("model.safetensors"), dtypes)
     saver.close()                              # every rank; waits until the file is there
 
 Nobody has the whole, and gathering it would hold training up. So each rank saves its parts as those
@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gulliver.checkpoint._agreement import Save
 from gulliver.checkpoint._interchange import write_untied
@@ -51,12 +50,11 @@ class PartsSaver(AsyncCheckpointer):
         super().__init__(parts, keep=1, memory_limit=memory_limit)
         self._target, self._put = target, write
 
-    def begin(self, leaves: Mapping[str, Leaf], buffers: Iterable[Tensor]) -> None:
+    def begin(self, leaves: Mapping[str, Leaf]) -> None:
         """Begins to save; all ranks call it, once.
 
         Args:
             leaves: tensors and parts that this rank has, by name.
-            buffers: tensors among them that a forward may change.
 
         Raises:
             GulliverError: it cannot be begun; nothing is left behind.
@@ -64,7 +62,7 @@ class PartsSaver(AsyncCheckpointer):
         if self.rank == 0:
             clear_leftovers(self._target.parent)
         try:
-            self.save(STEP, {ENTRY: dict(leaves)}, buffers)
+            self.save(STEP, {ENTRY: dict(leaves)})
         except BaseException:
             self._remove()
             raise
@@ -102,7 +100,6 @@ class PartsSaver(AsyncCheckpointer):
 
 def begin_single(
     leaves: Mapping[str, Leaf],
-    buffers: Iterable[Tensor],
     path: Path,
     dtypes: Mapping[str, torch.dtype],
     memory_limit: int | None = None,
@@ -111,7 +108,6 @@ def begin_single(
 
     Args:
         leaves: tensors and parts that this rank has, by name.
-        buffers: tensors among them that a forward may change.
         path: file to make; one that is there is replaced.
         dtypes: dtypes that floating-point tensors of any rank are converted to, by name.
         memory_limit: bytes of host memory that a rank's copy may take; None for what there is.
@@ -124,13 +120,12 @@ def begin_single(
         write_single(weights, {name: name for name in weights.infos}, path, dtypes)
 
     saver = PartsSaver(path, write, memory_limit)
-    saver.begin(leaves, buffers)
+    saver.begin(leaves)
     return saver
 
 
 def begin_huggingface(
     leaves: Mapping[str, Leaf],
-    buffers: Iterable[Tensor],
     folder: Path,
     dtypes: Mapping[str, torch.dtype],
     aliases: Mapping[str, str],
@@ -142,7 +137,6 @@ def begin_huggingface(
 
     Args:
         leaves: tensors and parts that this rank has, by name.
-        buffers: tensors among them that a forward may change.
         folder: folder to make; it must not exist.
         dtypes: dtypes that floating-point tensors of any rank are converted to, by name.
         aliases: names that are left out, and those that have their values (tied weights).
@@ -159,5 +153,5 @@ def begin_huggingface(
         lambda weights: write_untied(weights, folder, dtype=kind, aliases=aliases, **options),
         memory_limit,
     )
-    saver.begin(leaves, buffers)
+    saver.begin(leaves)
     return saver

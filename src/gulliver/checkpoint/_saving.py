@@ -15,7 +15,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +23,6 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
-from torch import Tensor
 
 from gulliver.checkpoint._agreement import Offer, Save, Saved, decide, text_of
 from gulliver.checkpoint._collect import Collected, collect
@@ -33,7 +32,7 @@ from gulliver.checkpoint._guard import install_hooks
 from gulliver.checkpoint._liveness import LivenessLock, make_signs
 from gulliver.checkpoint._manifest import checked_about, file_to_json
 from gulliver.checkpoint._publishing import leave_word, publish
-from gulliver.checkpoint._snapshot import Restless, Snapshot
+from gulliver.checkpoint._snapshot import Snapshot
 from gulliver.comm import gather_objects, host_rank_group, return_rank_group
 from gulliver.errors import GulliverError, nearest
 from gulliver.io import Engine, IoError, default_engine, lacks_inodes
@@ -59,9 +58,10 @@ _log = logging.getLogger("gulliver")
 class AsyncCheckpointer:
     """Saves a program's state while the program goes on.
 
-    `save` returns at once. The state is copied by native threads while the next forward and
-    backward run; an optimizer's step waits, by itself, for just what it is about to change. Code
-    that changes the state in another way calls `wait_copied` before.
+    What torch's optimizers step, and their state, is copied by native threads while the next
+    forward and backward run; a step waits, by itself, for just what it is about to change. `save`
+    returns when everything else (averages, buffers, frozen weights) has been copied, as that may
+    change without asking. Code that changes what an optimizer steps calls `wait_copied` before.
 
     Args:
         folder: folder of the run; every step becomes a folder in it.
@@ -142,7 +142,7 @@ class AsyncCheckpointer:
         self._job: Future[None] | None = None
         self._snapshot: Snapshot | None = None
         self._failure: Exception | None = None
-        self._restless = Restless()
+        self._caught: set[str] = set()
         self._warned = False
         self.saves = 0
         self._stalled = 0.0
@@ -154,7 +154,7 @@ class AsyncCheckpointer:
         """Seconds for which saves have held up training so far."""
         return self._stalled + (0.0 if self._snapshot is None else self._snapshot.stall_s)
 
-    def save(self, step: int, state: Mapping[str, Any], buffers: Iterable[Tensor] = ()) -> bool:
+    def save(self, step: int, state: Mapping[str, Any]) -> bool:
         """Begins to save a step; all ranks call it.
 
         Args:
@@ -163,8 +163,6 @@ class AsyncCheckpointer:
                 objects that have a ``state_dict``, or tensors, numbers, text and dicts, lists and
                 tuples of them. Tensors are taken to be the same on all ranks, and are shared out
                 among them, but for `Part`s, DTensors and `PerRank` values.
-            buffers: tensors of the state that a forward may change, which are copied before this
-                returns; those of modules in the state are known.
 
         Returns:
             Whether it was begun: False where a save was under way and ``when_busy`` is ``skip``, or
@@ -176,9 +174,9 @@ class AsyncCheckpointer:
         """
         self._check_process()
         with _without_collection():
-            return self._save(step, state, buffers)
+            return self._save(step, state)
 
-    def _save(self, step: int, state: Mapping[str, Any], buffers: Iterable[Tensor]) -> bool:
+    def _save(self, step: int, state: Mapping[str, Any]) -> bool:
         begun = time.perf_counter()
         step = whole_number("step", step)
         if step < 0:
@@ -192,7 +190,7 @@ class AsyncCheckpointer:
             )
         skips = busy and self.when_busy == "skip"
         offer = Offer(skips, None if skips else self._take_failure())
-        collected = None if skips or offer.failure else self._prepare(step, state, buffers, offer)
+        collected = None if skips or offer.failure else self._prepare(step, state, offer)
         mark = self._agree(step, offer)
         if mark is None:
             return False
@@ -220,12 +218,10 @@ class AsyncCheckpointer:
                 f"({error})"
             ) from error
 
-    def _prepare(
-        self, step: int, state: Mapping[str, Any], buffers: Iterable[Tensor], offer: Offer
-    ) -> Collected | None:
+    def _prepare(self, step: int, state: Mapping[str, Any], offer: Offer) -> Collected | None:
         """Does what this rank can before all agree; notes in `offer` whether it could."""
         try:
-            collected = collect(state, self.rank, self.world_size, buffers)
+            collected = collect(state, self.rank, self.world_size)
             self._check_limit(collected)
             if self.rank == 0:
                 self._lock.take()
@@ -269,14 +265,14 @@ class AsyncCheckpointer:
         self._snapshot = None
         save.alive = LivenessLock(self.folder.partial(save.step), self.rank)
         try:
-            snapshot = Snapshot(collected, self.rank, self.world_size, self._restless)
+            snapshot = Snapshot(collected, self.rank, self.world_size, self._caught)
             self._snapshot = save.snapshot = snapshot
             save.is_ring = self._choose(snapshot)
             save.engine = self._ready_engine()
             save.copy_stream = self._ready_copy_stream(snapshot)
             add_read_lock(snapshot)
         except Exception as error:
-            save.problem = error
+            save.problem, self._snapshot = error, None
         save.skeletons = {
             "entries": collected.skeletons,
             "own": collected.own,
@@ -287,6 +283,8 @@ class AsyncCheckpointer:
         self._job = self._worker.submit(self._finish, save)
         if save.snapshot is not None:
             save.snapshot.stall_s += time.perf_counter() - save.begun
+        if self._snapshot is not None and self._snapshot.unguarded:
+            self._snapshot.release(self._snapshot.unguarded)
 
     def _choose(self, snapshot: Snapshot) -> bool:
         """Whether this save goes through a ring; notes why, see `held`."""
@@ -347,7 +345,7 @@ class AsyncCheckpointer:
             return
         if save.snapshot is not None:
             drop_read_lock(save.snapshot)
-            self._restless.catch(save.snapshot.violations)
+            self._caught.update(save.snapshot.violations)
         self._failure = self._named(save.step, save.problem)
         if self.rank == 0:
             self.folder.discard(save.step)
@@ -395,8 +393,8 @@ class AsyncCheckpointer:
                 save.copy_stream.prepare(engine.regions)
                 snapshot.pump(engine)
             snapshot.wait_copied()
-            drop_read_lock(snapshot)
             files = snapshot.finish(engine)
+            drop_read_lock(snapshot)
             word = {
                 **save.skeletons,
                 "files": {name: file_to_json(entry) for name, entry in files.items()},
@@ -436,6 +434,8 @@ class AsyncCheckpointer:
 
     def _join(self) -> None:
         if self._job is not None:
+            if self._snapshot is not None:
+                self._snapshot.release(None)  # compares versions, without which it does not end
             self._job.result()
             self._stalled, self._job, self._snapshot = self.stall_s, None, None
 
@@ -478,11 +478,13 @@ class AsyncCheckpointer:
         if error is None:
             self.close()
             return
-        if os.getpid() != self._process:
-            return
-        # Ranks may have parted ways: what is under way is finished, but nothing is agreed on.
-        self._join()
-        self._finalize()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Finishes what this rank saves, and frees the folder, when other ranks may be gone."""
+        if os.getpid() == self._process:
+            self._join()
+            self._finalize()
 
 
 @contextmanager

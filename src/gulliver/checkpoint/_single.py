@@ -58,6 +58,8 @@ class FileSaver:
             raise
         self._thread = threading.Thread(target=self._finish, args=(pages,))
         self._thread.start()
+        if self._snapshot.unguarded:
+            self._snapshot.release(self._snapshot.unguarded)
 
     def _finish(self, pages: int) -> None:
         try:
@@ -66,12 +68,12 @@ class FileSaver:
                 self._engine.grow(min(32, pages - self._engine.pages))
             self._snapshot.wait_copied()
             self._snapshot.finish(self._engine)
+            drop_read_lock(self._snapshot)
             (written,) = self._snapshot.images
             with named_errors(self.path):
                 os.replace(self._partial / written, self.path)
                 self._partial.rmdir()
                 sync(self.path.parent)
-            drop_read_lock(self._snapshot)
             self._engine.close()
         except Exception as error:
             self._failure = error
@@ -90,6 +92,7 @@ class FileSaver:
             GulliverError: it could not be written.
         """
         check_process(self._process)
+        self._snapshot.release(None)
         self._thread.join()
         if self._failure is not None:
             failure, self._failure = self._failure, None

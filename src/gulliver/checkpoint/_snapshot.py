@@ -2,9 +2,17 @@
 
 [Note: who waits for what] `submit` hands over addresses and returns; the engine's threads gather
 page after page and write them. Until its pages are gathered a tensor must not change: `release`
-waits for that, and is called by whoever is about to write (`gulliver.memory.before_write`), and by
-hooks of every torch optimizer's step. What changes without asking is noticed by its version
-counter, and fails the save rather than making a checkpoint of two steps.
+waits for that, and is called before writes (`gulliver.memory.before_write`), and by hooks of every
+torch optimizer's step. Only what these change is copied after `save` has returned (`guarded`): it
+waits for the rest (`unguarded`), whose writers ask nobody and may not raise a version (``.data``,
+numpy, fused kernels).
+
+[Note: versions] A guarded tensor that is changed by anything else fails the save, rather than
+making a checkpoint of two steps. An operation raises the version when it has ended, so a thread
+that compares while the operation runs sees nothing. Versions are therefore compared by the thread
+that called `save`, the next time that it asks or waits; the step is complete only after that. If
+that thread does neither for long (an evaluation), they are compared in the background, after
+longer than one operation on the state can take.
 
 [Note: who keeps memory] Under a memory limit the memory of a tensor goes when it is evicted, which
 asks `before_write`, too. So a snapshot keeps a tensor alive until `release` has waited for it, or
@@ -16,7 +24,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,30 +42,8 @@ from gulliver.errors import GulliverError
 from gulliver.io import Engine, File, FileMappings, Ticket, View, gather
 from gulliver.memory import Part, storage_of
 
-
-class Restless:
-    """Knows which tensors are copied before `save` returns, as they may change without asking.
-
-    These are the buffers of modules, which a forward may change (a queue of keys, statistics), but
-    for those that did not change from the save before to this one (tables of positions); and what
-    was once found changed while it was being saved.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[int, int]] = {}
-        self._caught: set[str] = set()
-
-    def is_restless(self, name: str, tensor: Tensor, is_buffer: bool) -> bool:
-        """Whether to copy a tensor at once; notes its version for the next time."""
-        if name in self._caught or not is_buffer:
-            return name in self._caught
-        now = tensor.data_ptr(), tensor._version
-        before, self._seen[name] = self._seen.get(name), now
-        return before != now
-
-    def catch(self, names: Iterable[str]) -> None:
-        """Notes tensors that were changed while they were being saved."""
-        self._caught.update(names)
+SETTLE_S = 2.0
+"""Seconds, at least, for which the end of a save waits for the thread that began it."""
 
 
 class Snapshot:
@@ -67,7 +53,7 @@ class Snapshot:
         collected: tensors that the rank writes.
         rank: rank of the process.
         world_size: number of ranks that save together.
-        restless: memory of what is copied at once; None for the buffers, all of them.
+        caught: names of guarded tensors that something else was found to change.
     """
 
     def __init__(
@@ -75,17 +61,19 @@ class Snapshot:
         collected: Collected,
         rank: int = 0,
         world_size: int = 1,
-        restless: Restless | None = None,
+        caught: Collection[str] = (),
     ) -> None:
         self.stall_s = 0.0
         self.copied_s: float | None = None
         """Seconds from the beginning until no source was needed any more."""
         self._begun = time.perf_counter()
         self._lock, self._submitted = threading.Lock(), threading.Event()
-        self._closed = False
+        self._caller, self._settled = threading.get_ident(), threading.Event()
         self.violations: list[str] = []
         """Names of tensors that were changed before they had been copied."""
-        self._buffers, self._restless = collected.buffers, restless or Restless()
+        self._guarded, self._caught = collected.guarded, caught
+        self.unguarded: set[int] = set()
+        """Storages that may change without asking: release them before `save` returns."""
         self._versions: dict[int, list[tuple[str, Tensor, int]]] = {}
         self._waiting: dict[int, list[Ticket | CopyTicket]] = {}
         self._tickets: dict[str, list[Ticket | CopyTicket]] = {}
@@ -103,12 +91,18 @@ class Snapshot:
                 continue
             file = file_name(entry, rank, world_size)
             self._leaves[file] = entry, leaves
-            guarded = collected.guarded.get(entry, ())
-            self._sources[file] = {
-                key: self._source(entry, key, leaf, TINY if key in guarded else SMALL)
-                for key, leaf in leaves.items()
-            }
+            sources = {key: self._source(entry, key, leaf) for key, leaf in leaves.items()}
+            # What is waited for is copied first.
+            order = sorted(sources.items(), key=lambda item: not self._is_awaited(item[1]))
+            self._sources[file] = dict(order)
+        order = self._sources.items()
+        self._sources = dict(
+            sorted(order, key=lambda item: not any(map(self._is_awaited, item[1].values())))
+        )
         self._small.copy()
+
+    def _is_awaited(self, source: Tensor) -> bool:
+        return not self._small.has(source) and storage_of(source) in self.unguarded
 
     @cached_property
     def images(self) -> dict[str, Image]:
@@ -136,8 +130,8 @@ class Snapshot:
     @cached_property
     def disk_bytes(self) -> int:
         """Bytes of tensors that lie on disk, in files that are mapped."""
-        sources = (s for found in self._sources.values() for s in found.values() if s.is_cpu)
-        return sum(s.nbytes for s in sources if self._mapped.hold(s.data_ptr(), s.nbytes))
+        sources = (s for found in self._sources.values() for s in found.values())
+        return sum(s.nbytes for s in sources if self._is_mapped(s))
 
     @property
     def addresses(self) -> set[int]:
@@ -145,24 +139,28 @@ class Snapshot:
         self._submitted.wait()
         return self._addresses
 
-    def _source(self, entry: str, key: str, leaf: Leaf, small: int) -> Tensor:
+    def _source(self, entry: str, key: str, leaf: Leaf) -> Tensor:
         """Returns the memory to copy from; small tensors are noted, to be copied at once."""
         value = leaf.value.detach() if isinstance(leaf, Part) else leaf
+        name, storage = f"{entry}: {key}", storage_of(value)
+        guarded = storage in self._guarded and name not in self._caught
         if not value.is_cpu:
             self.devices.add(value.device)
-        elif isinstance(leaf, Tensor) and (nbytes := value.nbytes) <= small:
+        elif isinstance(leaf, Tensor) and (nbytes := value.nbytes) <= (TINY if guarded else SMALL):
             return self._small.add(value, nbytes)
-        name = f"{entry}: {key}"
         owner = leaf.owner if isinstance(leaf, Part) else value
         # A part lies in the file as one row of elements.
         if isinstance(leaf, Part):
             value = value.reshape(leaf.shape if leaf.is_whole else -1)
-        if self._restless.is_restless(name, value, storage_of(value) in self._buffers):
-            return value.clone(memory_format=torch.contiguous_format)
         if owner is not None:
-            noted = (name, owner, owner._version)
-            self._versions.setdefault(storage_of(value), []).append(noted)
+            self._versions.setdefault(storage, []).append((name, owner, owner._version))
+            if name in self._caught or not (guarded or self._is_mapped(value)):
+                self.unguarded.add(storage)
         return value
+
+    def _is_mapped(self, value: Tensor) -> bool:
+        """Whether a tensor lies on disk, in a file that is mapped."""
+        return value.is_cpu and self._mapped.hold(value.data_ptr(), value.nbytes)
 
     def pages(self, page_bytes: int) -> int:
         """Returns the number of pages that all files have together."""
@@ -254,14 +252,17 @@ class Snapshot:
         begun = time.perf_counter()
         self._submitted.wait()
         with self._lock:
-            if self._closed:
-                return
             wanted = self._waiting.keys() & storages if storages is not None else self._waiting
             # They stay listed until they are copied: another thread that asks waits for them, too.
             waited = {key: self._waiting[key] for key in wanted}
         for tickets in waited.values():
             for ticket in tickets:
                 _wait_copied(ticket)
+        if storages is not None:
+            self._compare(storages)
+        elif threading.get_ident() == self._caller:
+            self._compare(None)
+            self._settled.set()
         self._let_go(waited)
         if waited:
             self.stall_s += time.perf_counter() - begun
@@ -277,18 +278,25 @@ class Snapshot:
         self._let_go(None)
         self.copied_s = time.perf_counter() - self._begun
 
-    def _let_go(self, storages: Iterable[int] | None) -> None:
-        """Ends the read lock on storages that were copied, None for all; notes what has changed."""
+    def _compare(self, storages: Iterable[int] | None) -> None:
+        """Notes what was changed of storages that were copied, None for all, before they are free.
+
+        One that is free may be written to at once, so this is done while nobody else can find it.
+        """
         dropped = []
-        # Who finds a storage free may write to it at once: versions are compared before that.
         with self._lock:
-            self._closed |= storages is None
-            every = {*self._waiting, *self._versions, *self._alive}
-            for key in every if storages is None else storages:
+            for key in tuple(self._versions if storages is None else storages):
                 noted = self._versions.pop(key, [])
                 self.violations += [name for name, t, version in noted if t._version != version]
                 # Tensors go when the lock is free: what their ends call may ask for it.
-                dropped.append((self._waiting.pop(key, None), self._alive.pop(key, None), noted))
+                dropped.append(noted)
+
+    def _let_go(self, storages: Iterable[int] | None) -> None:
+        """Ends the read lock on storages that were copied, None for all."""
+        dropped = []
+        with self._lock:
+            for key in {*self._waiting, *self._alive} if storages is None else storages:
+                dropped.append((self._waiting.pop(key, None), self._alive.pop(key, None)))
 
     def finish(self, engine: Engine) -> dict[str, FileEntry]:
         """Waits until all is on the disk; returns the entries of the files by name.
@@ -306,11 +314,14 @@ class Snapshot:
                 entries[name] = FileEntry(image.nbytes, engine.page_bytes, checksums)
         finally:
             self.close_files(engine)
+        if self._versions:
+            self._settled.wait(max(SETTLE_S, 2 * (self.copied_s or 0.0)))
+            self._compare(None)
         if self.violations:
             raise GulliverError(
-                f"{self.violations[0]} was changed while it was being saved, and not by an "
-                "optimizer: the next saves copy it before they return; or call wait_copied(), of "
-                "the checkpointer or the booster, before changing it"
+                f"{self.violations[0]} was changed while it was being saved, and not by the step "
+                "of its optimizer: the next saves copy it before they return; or call "
+                "wait_copied(), of the checkpointer or the booster, before changing it"
             )
         return entries
 
@@ -358,6 +369,10 @@ class _Small:
     def forget(self) -> None:
         """Forgets the tensors; what was copied stays."""
         self._tensors, self._places = [], {}
+
+    def has(self, source: Tensor) -> bool:
+        """Returns whether a tensor is copied."""
+        return id(source) in self._places
 
     def address_of(self, source: Tensor) -> int:
         """Returns the address of a tensor's copy, or of the tensor where it has none."""

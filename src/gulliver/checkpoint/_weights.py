@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gulliver.checkpoint._files import read_json
 from gulliver.checkpoint._folder import LATEST, STEP
-from gulliver.checkpoint._image import CODES, Slot, read_slots
+from gulliver.checkpoint._image import Slot, check_holdable, read_slots
 from gulliver.checkpoint._loading import beside_a_writer
 from gulliver.checkpoint._manifest import MANIFEST
 from gulliver.checkpoint._reader import StepReader
@@ -348,9 +348,7 @@ def _whole(name: str, tensor: Tensor) -> Tensor:
             "step with AsyncCheckpointer, and make a Hugging Face folder of it with "
             "export_huggingface or `gulliver checkpoint convert`"
         )
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in CODES:
-        kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
-        raise GulliverError(f"tensor {name!r} is {kind}: the safetensors format cannot hold it")
+    check_holdable(f"tensor {name!r}", tensor)
     return tensor.detach().resolve_conj().resolve_neg()
 
 

@@ -18,9 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gulliver.checkpoint._fits import fitted
 from gulliver.checkpoint._gathering import GatheredWeights
 from gulliver.checkpoint._image import Image
 from gulliver.checkpoint._manifest import FileEntry
+from gulliver.checkpoint._readback import ReadBack
 from gulliver.checkpoint._saving import PAGE
 from gulliver.checkpoint._weights import Batch, TensorInfo, Weights, batches
 from gulliver.errors import GulliverError
@@ -140,8 +142,11 @@ def write_files(
     plans: list[FilePlan],
     dtype: DTypes,
     progress: Progress | None = None,
+    called: str = "",
 ) -> dict[str, FileEntry]:
     """Writes files one after the other, each from its beginning to its end; their entries by name.
+
+    A slice of each tensor is read back and compared. `called` is what messages call the files.
 
     The disk writes what has been read while more is read.
     """
@@ -157,15 +162,22 @@ def write_files(
                 writer = _FileWriter(engine, plan.path, plan.image.nbytes)
                 stack.callback(writer.close)
                 writer.put(plan.image.header)
+                names, back = {source: name for name, source in plan.sources.items()}, ReadBack()
                 done += plan.image.header.numel()
                 for runs in batches(_wanted(weights, plan)):
                     for source, part in batch.read(weights, runs).items():
-                        value = _converted(part.value, dtype_of(dtype, source)).view(torch.uint8)
+                        value = part.value
+                        back.note(names[source], value)
+                        target = dtype_of(dtype, source)
+                        if target is not None and value.dtype.is_floating_point:
+                            value = fitted(called or str(plan.path), source, value, target)
+                        value = value.view(torch.uint8)
                         writer.put(value)
                         done += value.numel()
                     if progress is not None:
                         progress(done, total)
                 entries[plan.path.name] = writer.finish()
+                back.check(plan.path, called)
     return entries
 
 
@@ -178,10 +190,6 @@ def _wanted(weights: Weights, plan: FilePlan) -> dict[str, TensorInfo]:
 def dtype_of(dtype: DTypes, source: str) -> torch.dtype | None:
     """Returns the dtype that a tensor is converted to; None where it stays as it is."""
     return dtype.get(source) if isinstance(dtype, Mapping) else dtype
-
-
-def _converted(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return value if dtype is None or not value.dtype.is_floating_point else value.to(dtype)
 
 
 def write_single(
@@ -209,7 +217,7 @@ def write_single(
     clear_leftovers(target.parent)
     with new_parents(target), atomic_file(target, plan.image.nbytes) as partial:
         plan.path = partial
-        write_files(weights, [plan], dtype, progress)
+        write_files(weights, [plan], dtype, progress, str(target))
 
 
 def refuse_existing(target: Path) -> None:

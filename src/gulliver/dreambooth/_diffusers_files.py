@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gulliver.checkpoint import read_json, read_metadata, read_tensors, write_tensors
+from gulliver.checkpoint import fitted, read_json, read_metadata, read_tensors, write_tensors
 from gulliver.dreambooth._base import Learnt
 from gulliver.dreambooth._kinds import Kind
 from gulliver.errors import GulliverError
@@ -157,7 +157,8 @@ def _write_encoder(base: PipelineFolder, folder: Path, learnt: Learnt, name: str
     encoder.load_state_dict({**encoder.state_dict(), **_as(values, encoder)})
     if rows:
         table = encoder.get_input_embeddings()
-        whole = torch.cat([table.weight.detach(), rows[0].to(table.weight)])
+        new = fitted("the new words", name, rows[0], table.weight.dtype)
+        whole = torch.cat([table.weight.detach(), new.to(table.weight)])
         encoder.resize_token_embeddings(len(whole), mean_resizing=False)
         with torch.no_grad():
             encoder.get_input_embeddings().weight.copy_(whole)
@@ -166,4 +167,5 @@ def _write_encoder(base: PipelineFolder, folder: Path, learnt: Learnt, name: str
 
 def _as(values: Mapping[str, Tensor], encoder: nn.Module) -> dict[str, Tensor]:
     known = encoder.state_dict()
-    return {name: value.to(known[name].dtype) for name, value in values.items()}
+    dtypes = {name: known[name].dtype for name in values}
+    return {n: fitted("the text encoder", n, v, dtypes[n]) for n, v in values.items()}

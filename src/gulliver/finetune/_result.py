@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gulliver.checkpoint import (
     Weights,
     export_huggingface,
+    fitted,
     open_weights,
     read_json,
     step_folder,
@@ -145,7 +146,8 @@ class Merged(Weights):
             if self._last is None or self._last[0] != name:
                 self._last = name, self._added[name]().reshape(-1)
             delta = self._last[1][part.start : part.stop]
-            part.value.copy_((part.value.float() + delta).to(part.value.dtype))
+            merged = part.value.float() + delta
+            part.value.copy_(fitted(str(self.path), name, merged, part.value.dtype))
 
     def close(self) -> None:
         self._base.close()

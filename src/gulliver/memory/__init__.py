@@ -60,11 +60,14 @@ from gulliver.memory._read_locks import (
     ASKS,
     ReadLock,
     add_read_lock,
+    add_writer,
     any_read_lock,
     before_any_write,
     before_write,
+    before_write_at,
     drop_read_lock,
     storage_of,
+    writers,
 )
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
@@ -151,9 +154,11 @@ __all__ = [
     "Where",
     "activation_peak",
     "add_read_lock",
+    "add_writer",
     "any_read_lock",
     "before_any_write",
     "before_write",
+    "before_write_at",
     "block_activations",
     "check_disk_folder",
     "drop_read_lock",
@@ -183,4 +188,5 @@ __all__ = [
     "with_unseen",
     "without_traces",
     "wrap_call",
+    "writers",
 ]

@@ -8,8 +8,9 @@ for just that part. Autograd's version counters would only tell of a write when 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ class ReadLock(Protocol):
 
 
 _read_locks: list[ReadLock] = []
+_writers: weakref.WeakSet[Any] = weakref.WeakSet()
 # A child has its memory to itself, and no threads that could give a read lock up.
 os.register_at_fork(after_in_child=_read_locks.clear)
 
@@ -39,6 +41,16 @@ def drop_read_lock(lock: ReadLock) -> None:
     """Forgets a read lock; one that is not there is no error."""
     if lock in _read_locks:
         _read_locks.remove(lock)
+
+
+def add_writer(optimizer: Any) -> None:
+    """Notes an optimizer whose steps call `before_write` for all that they change."""
+    _writers.add(optimizer)
+
+
+def writers() -> tuple[Any, ...]:
+    """Returns the optimizers that were noted and still exist."""
+    return tuple(_writers)
 
 
 def storage_of(tensor: Tensor) -> int:

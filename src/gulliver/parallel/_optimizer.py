@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gulliver.comm import gather_objects, guard
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, region_of
+from gulliver.memory import Part, add_writer, region_of
 from gulliver.parallel._taken import StepsTaken
 
 Leaf = Tensor | Part
@@ -135,6 +135,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
         # Without super().__init__: groups and state are the inner optimizer's.
         self.inner, self.names = inner, dict(names)
+        add_writer(inner)
         stepped = (p for group in inner.param_groups for p in group["params"])
         self._frozen = [p for p in stepped if p not in self.names]
         self._homes: list[tuple[nn.Module, str, nn.Parameter]] = []

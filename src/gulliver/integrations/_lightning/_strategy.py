@@ -172,8 +172,10 @@ class SharedStrategy(_Base):
     def _boost(self, fits: bool) -> None:
         """Lets the booster have the module, once for each optimizer."""
         self._booster, model = Booster(plugin=self._plugin), self._module
-        stepped = list[Any]()
-        for optimizer in self.optimizers if fits else ():
+        given, stepped = self.optimizers if fits else [], list[Any]()
+        if fits:
+            self.optimizers = stepped  # known from the first on: where the second is refused, too
+        for optimizer in given:
             if type(optimizer).__name__ == "_MockOptimizer":  # there was none
                 stepped.append(optimizer)
                 continue
@@ -182,10 +184,9 @@ class SharedStrategy(_Base):
             for field, value in self._scaler.items():
                 setattr(boosted.scaler, field, value)  # type: ignore[attr-defined]
             stepped.append(SteppedOptimizer(boosted, members))
+            self._boosted = model
         if not any(isinstance(o, SteppedOptimizer) for o in stepped) and self._has_parameters():
             model, *_ = self._booster.boost(model)
-        if fits:
-            self.optimizers = stepped
         self.model = self._boosted = model
         self._choose_form()
         if self._stays:
@@ -235,6 +236,8 @@ class SharedStrategy(_Base):
         """Remembers that ranks may no longer be together."""
         self._failed = True
         super().on_exception(exception)
+        if self._booster is not None and self.world_size > 1:
+            self._booster.abandon()
 
     def model_to_device(self) -> None:
         """Moves the module to this rank's device; what is on meta is filled when it is boosted."""
