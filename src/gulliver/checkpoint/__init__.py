@@ -44,6 +44,7 @@ from gulliver.checkpoint._reader import StepReader
 from gulliver.checkpoint._refs import Ref, refs_in, replace_refs, with_refs
 from gulliver.checkpoint._saving import AsyncCheckpointer
 from gulliver.checkpoint._single import FileSaver
+from gulliver.checkpoint._transformers import float_config, model_weights
 from gulliver.checkpoint._tree import as_leaf, join_state, merge_skeletons, names_in, split_state
 from gulliver.checkpoint._weights import Weights, is_step_or_run, open_weights
 from gulliver.checkpoint._writing import refuse_existing, write_single
@@ -73,6 +74,7 @@ __all__ = [
     "compare",
     "export_huggingface",
     "fill_all",
+    "float_config",
     "gather_huggingface",
     "import_huggingface",
     "is_step_or_run",
@@ -85,6 +87,7 @@ __all__ = [
     "merge_skeletons",
     "names_in",
     "on_gathered",
+    "model_weights",
     "open_weights",
     "plan_all",
     "read_json",
