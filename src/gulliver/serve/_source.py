@@ -136,7 +136,9 @@ class Source:
         found = next((one for one in names if one in self._weights.infos), None)
         if found is None:
             known = " or ".join(names[:2])
-            raise GulliverError(f"{self.folder} has no {known}: its files are of another model")
+            raise GulliverError(
+                f"{self.folder}: the files lack {known}: they are of another model, or not whole"
+            )
         return found
 
     def _compare(self, source: str, shape: tuple[int, ...]) -> Any:
@@ -144,7 +146,8 @@ class Source:
         info = self._weights.infos[source]
         if info.shape != shape:
             raise GulliverError(
-                f"{self.folder}: {source} is {list(info.shape)}, the model's {list(shape)}"
+                f"{self.folder}: {source} is {list(info.shape)} in the files and {list(shape)} in "
+                "the model: the config.json is of another model"
             )
         return info
 
