@@ -73,6 +73,7 @@ def test_every_reader_has_the_values_of_from_pretrained(kind: str, tmp_path: Pat
     made(kind).save_pretrained(tmp_path)
     wanted = type(made(kind)).from_pretrained(tmp_path)
     model = empty(kind).to_empty(device="cpu")
+    model.tie_weights()
     load_huggingface(model, tmp_path)
     assert model.state_dict().keys() == wanted.state_dict().keys()
     same(dict(model.state_dict()), wanted)
@@ -243,6 +244,8 @@ def test_the_coldest_temperatures_take_the_likeliest_token(temperature: float) -
 
     logits = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)) * 30
     for more in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
-        rows = [Row(SamplingParameters(temperature=temperature, **more), 1, 0, n) for n in range(16)]
+        rows = [
+            Row(SamplingParameters(temperature=temperature, **more), 1, 0, n) for n in range(16)
+        ]
         drawn = [token.id for token in draw(logits, rows) if token is not None]
         assert drawn == logits.argmax(-1).tolist()

@@ -16,8 +16,8 @@ from torch.autograd.graph import increment_version
 
 from gulliver.checkpoint._fits import always_fits, refuse_misfit
 from gulliver.checkpoint._matching import Mismatch, match
-from gulliver.checkpoint._tree import Leaf
 from gulliver.checkpoint._transformers import model_weights
+from gulliver.checkpoint._tree import Leaf
 from gulliver.checkpoint._weights import BATCH, Batch, TensorInfo, Weights, identity
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, Region, before_write, region_of

@@ -165,9 +165,11 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
 
     def tensor(source: str) -> Tensor:
         value = _read_whole(weights, source)
-        return _dequantized(value, _read_whole(weights, scales[source]), block, source) if (
-            source in scales
-        ) else value
+        return (
+            _dequantized(value, _read_whole(weights, scales[source]), block, source)
+            if (source in scales)
+            else value
+        )
 
     def add(name: str, source: str) -> None:
         infos[name] = info_of(source)
@@ -289,16 +291,17 @@ def _block(path: Path) -> tuple[int, int] | None:
     return (int(size[0]), int(size[1])) if size else None
 
 
-def _dequantized(
-    value: Tensor, scales: Tensor, block: tuple[int, int] | None, name: str
-) -> Tensor:
+def _dequantized(value: Tensor, scales: Tensor, block: tuple[int, int] | None, name: str) -> Tensor:
     """Multiplies values by the scales of their blocks; those at an edge may be smaller."""
     if scales.dtype == torch.uint8:  # exponents
         scales = (scales.float() - 127.0).exp2()
     scales, (rows, columns) = scales.float(), value.shape[-2:]
     if scales.numel() == 1:
         return value.float() * scales
-    high, wide = block or (math.ceil(rows / scales.shape[-2]), math.ceil(columns / scales.shape[-1]))
+    high, wide = block or (
+        math.ceil(rows / scales.shape[-2]),
+        math.ceil(columns / scales.shape[-1]),
+    )
     if (-(-rows // high), -(-columns // wide)) != tuple(scales.shape[-2:]):
         raise GulliverError(
             f"{name}: {list(scales.shape)} scales do not fit {list(value.shape)} values in blocks "
