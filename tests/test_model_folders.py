@@ -106,7 +106,7 @@ def test_any_region_of_a_converted_tensor_is_that_of_the_whole(kind: str, tmp_pa
 
 
 def with_scales(model: Any, folder: Path, exact: Path) -> None:
-    """Writes a model in block-scaled FP8, and another folder with the values that this stands for."""
+    """Writes a model in block-scaled FP8, and in another folder the values it stands for."""
     model.save_pretrained(folder)
     model.save_pretrained(exact)
     for path in (folder, exact):
@@ -243,9 +243,8 @@ def test_the_coldest_temperatures_take_the_likeliest_token(temperature: float) -
     from gulliver.serve._draw import Row, draw
 
     logits = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)) * 30
+    cold = {"temperature": temperature}
     for more in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
-        rows = [
-            Row(SamplingParameters(temperature=temperature, **more), 1, 0, n) for n in range(16)
-        ]
+        rows = [Row(SamplingParameters(**cold, **more), 1, 0, n) for n in range(16)]
         drawn = [token.id for token in draw(logits, rows) if token is not None]
         assert drawn == logits.argmax(-1).tolist()
