@@ -310,6 +310,7 @@ def test_a_key_keeps_strangers_out(monkeypatch: pytest.MonkeyPatch) -> None:
         root = server.url.removesuffix("/v1")
         for given in (None, "Bearer", "Bearer wrong", "se cret", "Bearer from-the-environment"):
             head = {"authorization": given} if given else {}
+            assert httpx.get(f"{root}/openapi.json", headers=head).status_code in (401, 404)
             for path in ("/v1/models", "/metrics"):
                 assert httpx.get(root + path, headers=head).status_code == 401
             answer = httpx.post(f"{root}/v1/completions", json={}, headers=head)
@@ -319,8 +320,9 @@ def test_a_key_keeps_strangers_out(monkeypatch: pytest.MonkeyPatch) -> None:
             client.completions.create(model="tiny", prompt="the", max_tokens=1)
     with serving() as (server, _, _):
         assert httpx.get(f"{server.url}/models").status_code == 401
-        head = {"authorization": "Bearer from-the-environment"}
-        assert httpx.get(f"{server.url}/models", headers=head).status_code == 200
+        for scheme in ("Bearer", "bearer", "BEARER"):
+            head = {"authorization": f"{scheme} from-the-environment"}
+            assert httpx.get(f"{server.url}/models", headers=head).status_code == 200
 
 
 def test_servers_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -116,12 +116,13 @@ def read_model(
     found, narrow = Mismatch(), {} if checked else narrow_dtypes(model)
 
     def check() -> None:
-        odd = match_huggingface(leaves, path, strict, "", elsewhere, aliases, narrow)
+        odd = match_huggingface(leaves, path, strict, "", elsewhere, aliases, narrow, model)
         found.missing, found.unexpected = odd.missing, odd.unexpected
 
     agreed(check)
     holder.before_model_load()
-    agreed(lambda: _ignored(load_huggingface(leaves, path, False, "", elsewhere, aliases, True)))
+    given = leaves, path, False, "", elsewhere, aliases, True, model
+    agreed(lambda: _ignored(load_huggingface(*given)))
     holder.after_model_load()
     every = gather_objects(found.missing + found.unexpected)
     return list(dict.fromkeys(name for names in every for name in names))

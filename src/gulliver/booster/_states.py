@@ -73,7 +73,7 @@ def whole_model(model: nn.Module) -> dict[str, Tensor]:
 
 def read_model(model: nn.Module, path: Path, strict: bool) -> list[str]:
     """Reads a state dict in place; returns the names that were missing or left over."""
-    state, odd = read_weights(path, model.state_dict(), strict)
+    state, odd = read_weights(path, model, strict)
     model.load_state_dict(state, strict=False)
     return odd.missing + odd.unexpected
 

@@ -46,6 +46,7 @@ from gulliver.checkpoint._reader import StepReader
 from gulliver.checkpoint._refs import Ref, refs_in, replace_refs, with_refs
 from gulliver.checkpoint._saving import AsyncCheckpointer
 from gulliver.checkpoint._single import FileSaver
+from gulliver.checkpoint._transformers import float_config, model_weights
 from gulliver.checkpoint._tree import as_leaf, join_state, merge_skeletons, names_in, split_state
 from gulliver.checkpoint._weights import Weights, is_step_or_run, open_weights
 from gulliver.checkpoint._writing import refuse_existing, write_single
@@ -77,6 +78,7 @@ __all__ = [
     "export_huggingface",
     "fill_all",
     "fitted",
+    "float_config",
     "gather_huggingface",
     "has_adapters",
     "import_huggingface",
@@ -88,6 +90,7 @@ __all__ = [
     "match",
     "match_huggingface",
     "merge_skeletons",
+    "model_weights",
     "names_in",
     "on_gathered",
     "open_weights",

@@ -16,8 +16,9 @@ from torch.autograd.graph import increment_version
 
 from gulliver.checkpoint._fits import always_fits, refuse_misfit
 from gulliver.checkpoint._matching import Mismatch, match
+from gulliver.checkpoint._transformers import model_weights
 from gulliver.checkpoint._tree import Leaf
-from gulliver.checkpoint._weights import BATCH, Batch, TensorInfo, Weights, identity, open_weights
+from gulliver.checkpoint._weights import BATCH, Batch, TensorInfo, Weights, identity
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, Region, before_write, region_of
 
@@ -31,6 +32,7 @@ def load_huggingface(
     elsewhere: Collection[str] = (),
     aliases: Mapping[str, str] | None = None,
     checked: bool = False,
+    like: nn.Module | None = None,
 ) -> Mismatch:
     """Fills a model in place from a Hugging Face folder or a safetensors file.
 
@@ -52,6 +54,7 @@ def load_huggingface(
         aliases: names of this model, and the names whose values they have where the files lack
             them: tied weights of which one lies in another stage.
         checked: whether `match_huggingface` has looked at the values already.
+        like: model of transformers whose names these are, where `model` is none.
 
     Returns:
         What did not match; empty if all did.
@@ -62,7 +65,7 @@ def load_huggingface(
             nothing is changed then.
     """
     targets = _targets(model)
-    with open_weights(path) as weights:
+    with _opened(path, model, like, targets, prefix, elsewhere) as weights:
         odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
         sources = _sources(weights, targets, prefix)
         if not checked:
@@ -80,6 +83,7 @@ def match_huggingface(
     elsewhere: Collection[str] = (),
     aliases: Mapping[str, str] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    like: nn.Module | None = None,
 ) -> Mismatch:
     """Returns what `load_huggingface` would of these arguments; changes nothing.
 
@@ -92,7 +96,7 @@ def match_huggingface(
         GulliverError: in the cases of `load_huggingface`, but for other broken values.
     """
     targets = _targets(model, filled=False)
-    with open_weights(path) as weights:
+    with _opened(path, model, like, targets, prefix, elsewhere) as weights:
         odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
         narrow = {prefix + name: dtype for name, dtype in (dtypes or {}).items()}
         _check_fits(weights, _sources(weights, targets, prefix), narrow)
@@ -100,13 +104,13 @@ def match_huggingface(
 
 
 def read_weights(
-    path: Path | str, wanted: Mapping[str, Tensor], strict: bool = True
+    path: Path | str, model: nn.Module, strict: bool = True
 ) -> tuple[dict[str, Tensor], Mismatch]:
     """Reads all tensors into new host memory, checked as `load_huggingface` checks them.
 
     Args:
         path: safetensors file, Hugging Face folder, step or run.
-        wanted: tensors of the shapes and dtypes that are to be filled, by name.
+        model: model that is to be filled.
         strict: whether to refuse what does not match; else it is reported.
 
     Returns:
@@ -115,13 +119,26 @@ def read_weights(
     Raises:
         GulliverError: the files are missing or broken; something does not match or fit.
     """
-    with open_weights(path) as weights:
+    wanted = model.state_dict()
+    with model_weights(path, model, wanted) as weights:
         odd = _matched(weights, wanted, strict, "", (), None)
         found = {name: torch.empty(i.shape, dtype=i.dtype) for name, i in weights.infos.items()}
         weights.read({n: Part(v.view(-1), tuple(v.shape)) for n, v in found.items() if v.numel()})
         for name in wanted.keys() & found.keys():
             refuse_misfit(str(weights.path), name, found[name], wanted[name].dtype)
     return found, odd
+
+
+def _opened(
+    path: Path | str,
+    model: nn.Module | Mapping[str, Leaf],
+    like: nn.Module | None,
+    targets: Mapping[str, Leaf],
+    prefix: str,
+    elsewhere: Collection[str],
+) -> Weights:
+    names = {prefix + name for name in targets} | set(elsewhere)
+    return model_weights(path, model if isinstance(model, nn.Module) else like, names)
 
 
 def _sources(weights: Weights, targets: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:

@@ -38,7 +38,7 @@ READ = 8 * 2**20
 GAP = 64 * 2**10
 """Bytes of the longest gap that is read along: that costs less than a further read."""
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
-STEMS = ("model", "diffusion_pytorch_model")
+STEMS = {"model": (SUFFIX, INDEX), "diffusion_pytorch_model": (INDEX, SUFFIX)}
 """Names of files of weights, in order of preference, where a folder holds several kinds."""
 
 
@@ -390,7 +390,17 @@ def is_step_or_run(path: Path) -> bool:
     if path.is_file():
         return False
     found = {entry.name for entry in path.iterdir()}
-    return MANIFEST in found or LATEST in found or any(STEP.fullmatch(name) for name in found)
+    if any(STEP.fullmatch(name) for name in found):
+        return True
+    # Other programs write files of these names next to a model's weights.
+    return bool({MANIFEST, LATEST} & found) and _named(path) is None
+
+
+def _named(folder: Path) -> Path | None:
+    """The file of weights, or their index, that libraries look for in a folder."""
+    # Where a folder has both, each library reads one: transformers the file, diffusers the index.
+    names = [f"{stem}{ending}" for stem, endings in STEMS.items() for ending in endings]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _locate(path: Path) -> tuple[Path | None, Path | None]:
@@ -399,11 +409,8 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return (None, path) if path.name.endswith(INDEX) else (path, None)
     if not path.is_dir():
         raise GulliverError(f"{path} does not exist")
-    for stem in STEMS:
-        if (path / f"{stem}{INDEX}").is_file():
-            return None, path / f"{stem}{INDEX}"
-        if (path / f"{stem}{SUFFIX}").is_file():
-            return path / f"{stem}{SUFFIX}", None
+    if (found := _named(path)) is not None:
+        return (None, found) if found.name.endswith(INDEX) else (found, None)
     indices = sorted(path.glob(f"*{INDEX}"))
     singles = sorted(path.glob(f"*{SUFFIX}"))
     if len(indices) == 1 or (not indices and len(singles) == 1):

@@ -80,9 +80,10 @@ def chat_texts(tokenizer: Any, sample: Sample, answers_only: bool) -> list[str]:
     """
     count = len(sample.messages)
     texts = [_applied(tokenizer, sample, count, tokenize=False)]
-    for number in _answers(sample) if answers_only else ():
-        if not number:
-            raise BadChat("begins with an answer: nothing was asked")
+    answers = _answers(sample)
+    if answers_only and not answers:
+        raise BadChat("begins with an answer: nothing was asked")
+    for number in answers if answers_only else ():
         asked = _applied(tokenizer, sample, number, tokenize=False, add_generation_prompt=True)
         is_last = number + 1 == count
         answered = texts[0] if is_last else _applied(tokenizer, sample, number + 1, tokenize=False)
@@ -115,7 +116,8 @@ def answer_mask(tokenizer: Any, sample: Sample, tokens: Sequence[list[int]]) -> 
 
 
 def _answers(sample: Sample) -> list[int]:
-    return [n for n, message in enumerate(sample.messages) if message["role"] == "assistant"]
+    # A greeting answers nothing: it is read, and not learnt.
+    return [n for n, one in enumerate(sample.messages) if n and one["role"] == "assistant"]
 
 
 def _applied(tokenizer: Any, sample: Sample, messages: int, **options: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster import lazy_parameters
-from gulliver.checkpoint import load_huggingface
+from gulliver.checkpoint import float_config, load_huggingface
 from gulliver.errors import GulliverError
 from gulliver.options import size_text
 from gulliver.parallel.tensor import materialize
@@ -167,7 +167,7 @@ def _built(folder: Path) -> nn.Module:
             "quantising a folder needs transformers: install gulliver[transformers]"
         ) from None
     try:
-        found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        found = float_config(folder)
         with lazy_parameters():
             return transformers.AutoModelForCausalLM.from_config(found, dtype=torch.float32)
     except (ValueError, OSError, KeyError) as error:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gulliver.checkpoint import Weights, load_huggingface, open_weights
+from gulliver.checkpoint import Weights, load_huggingface, model_weights
 from gulliver.comm import ALONE, RankGroup, rank_group_of
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, region_of
@@ -74,7 +74,8 @@ def stream_quantized(
     if rank_group.size > 1:
         plan: TensorPlan = plan_tensor(model, rank_group.size, rules=rules)
         apply_tensor(model, plan, rank_group)
-    with open_weights(path) as weights:
+    names = [prefix + name for name in model.state_dict(keep_vars=True)]
+    with model_weights(path, model, names) as weights:
         reading = _Reading(model, weights, prefix)
         replace_module(
             model,
@@ -86,7 +87,7 @@ def stream_quantized(
             errors=errors,
         )
     materialize(model, "cpu")
-    load_huggingface(*_rest(model, path, prefix, reading.names))
+    load_huggingface(*_rest(model, path, prefix, reading.names), like=model)
     return model.eval().requires_grad_(False)
 
 

@@ -23,6 +23,8 @@ from gulliver.serve._sampling import MOST_LOGPROBS, SamplingParameters
 
 HEAD = 64
 """Tokens that have noise of their own in a draw; the rest have one for all."""
+COLDEST = 1e-30
+"""Least temperature of float32: logits that differ by a rounding error are as far apart as inf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,8 @@ def _cut(logits: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor |
     Returns:
         Weights [R, K], whose sum need not be 1, and their tokens [R, K]; None for all in order.
     """
-    scaled = logits / sampling.temperature
+    # From the largest down: with a tiny temperature quotients become inf, and inf - inf is NaN.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, COLDEST)
     order = None
     if 0 < sampling.top_k < logits.shape[-1]:
         scaled, order = scaled.topk(sampling.top_k, -1)

@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -333,7 +333,8 @@ class Engine:
         told, text, finish = [], "", None
         for token in accepted:
             answer.tokens.append(token.id)
-            told.append(token)
+            known = token.logprob is not None
+            told.append(replace(token, offset=answer.text.count) if known else token)
             more, finish = self._heard(answer, token.id)
             text += more
             if finish is not None:

@@ -26,11 +26,13 @@ class Token:
         id: number of the token.
         logprob: logarithm of its probability under the model; None where `logprobs` is None.
         likely: the `logprobs` likeliest tokens, the likeliest first.
+        offset: characters of the answer before it, where there are probabilities.
     """
 
     id: int
     logprob: float | None = None
     likely: tuple[Likely, ...] = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,8 +114,8 @@ class Filling:
 
     def _fill_quantised(self, path: str, layer: QuantizedLayer) -> None:
         if self._read:
-            self.source.fill_plain(f"{path}.weight", layer.weight)
-            self.source.fill_plain(f"{path}.weight_scale", layer.weight_scale)
+            self.source.fill(f"{path}.weight", layer.weight)
+            self.source.fill(f"{path}.weight_scale", layer.weight_scale)
             return
         known = self._weights[path]
         value = torch.empty(known.shape, dtype=self.source.dtype_of(known.name))
@@ -149,6 +149,9 @@ def is_quantised(folder: Path) -> bool:
     """Whether `gulliver quantize` wrote a folder."""
     from gulliver.checkpoint import read_metadata
 
+    float_weights = ("model.safetensors", "model.safetensors.index.json")
+    if any((folder / name).is_file() for name in float_weights):
+        return False  # those are read
     file = folder / "quantized.safetensors"
     return file.is_file() and "gulliver_quantization" in read_metadata(file)
 

@@ -97,7 +97,7 @@ class LLM:
             runner = LocalRunner(model, *sizes, sequences=options.sequences)
             opened = Opened(runner, tokenizer, end_tokens(model, tokenizer))
         self.tokenizer = opened.tokenizer
-        self._lock, self._inboxes = Lock(), dict[int, deque[Event]]()
+        self._lock, self._inboxes, self._closed = Lock(), dict[int, deque[Event]](), False
         try:
             self.engine = Engine(
                 opened.runner, opened.tokenizer, options, opened.end_tokens, drafter
@@ -189,6 +189,7 @@ class LLM:
 
     def _add(self, prompt: Prompt, sampling: SamplingParameters | None) -> int:
         with self._lock:
+            self._check_open()
             number = self.engine.add(prompt, sampling)
             self._inboxes[number] = deque()
         return number
@@ -203,6 +204,7 @@ class LLM:
         while answers:
             with self._lock:
                 if not any(boxes):
+                    self._check_open()
                     assert self.engine.busy, "a request has not ended and is not there"
                     for event in self.engine.step():
                         if event.request in self._inboxes:
@@ -222,9 +224,17 @@ class LLM:
 
     def close(self) -> None:
         """Gives the model back, and the memory of the cache."""
-        self.engine.runner.close()
-        if self.engine.drafter is not None:
-            self.engine.drafter.close()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self.engine.runner.close()
+            if self.engine.drafter is not None:
+                self.engine.drafter.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GulliverError("this LLM is closed: make another one, or close it later")
 
     def __enter__(self) -> LLM:
         return self

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,47 +40,17 @@ def load(
     """
     folder, dtype = Path(folder), dtype_name(dtype)
     check_options(folder, dtype, quantize)
-    import transformers
-
     tokenizer = load_tokenizer(folder)
-    if is_quantised(folder):
-        return filled(folder, torch.float32, None), tokenizer
-    size, kept = _sizes(folder)
-    wanted = DTYPES[dtype] if dtype is not None else kept
-    _check_memory(folder, size, wanted, quantize)
-    if quantize is not None:
-        return filled(folder, wanted, quantize), tokenizer
-    try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=wanted,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # told below, by name
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise GulliverError(f"{folder}: {' '.join(str(error).split())[:300]}") from None
-    model, found = loaded
-    _check_loaded(folder, found)
-    return model.eval().requires_grad_(False), tokenizer
+    check_memory(folder, dtype, quantize)
+    model = build_on_meta(folder, kept_dtype(folder, dtype))
+    with Source(folder, model) as source:
+        Filling(model, source, quantize, is_quantised(folder)).fill_all()
+    return model, tokenizer
 
 
 def dtype_name(dtype: str | torch.dtype | None) -> str | None:
     """Writes torch's own dtype as the name that options have."""
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-
-
-def _check_loaded(folder: Path, found: Mapping[str, Any]) -> None:
-    """Refuses a model of which transformers has drawn tensors at random: answers would be noise."""
-    for name, kept, wanted in sorted(found["mismatched_keys"], key=str):
-        raise GulliverError(
-            f"{folder}: {name} is {list(kept)} in the files and {list(wanted)} in the model: the "
-            "config.json is of another model"
-        )
-    missing = sorted(found["missing_keys"])
-    if missing:
-        more = f" and {len(missing) - 1} more tensors" if missing[1:] else ""
-        raise GulliverError(f"{folder}: the files lack {missing[0]}{more}: they are not whole")
 
 
 def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None:
@@ -142,7 +111,8 @@ def check_folder(folder: Path) -> None:
     if not isinstance(kind, str):
         raise GulliverError(f"{folder}/config.json names no model_type: it is not of transformers")
     shards = sorted(folder.glob("model-*-of-*.safetensors"))
-    if shards and not (folder / "model.safetensors.index.json").is_file():
+    whole = ("model.safetensors", "model.safetensors.index.json")
+    if shards and not any((folder / name).is_file() for name in whole):
         raise GulliverError(
             f"{folder} has {shards[0].name} and no model.safetensors.index.json: it is still being "
             "written, or was not copied whole"
@@ -183,11 +153,3 @@ def _check_memory(folder: Path, size: int, dtype: torch.dtype, quantize: str | N
         f"{folder}: {size:,} weights in {mine} take {said(needs)}, and {said(free)} of memory are "
         "free: " + (f"{fit[-1]} would fit" if fit else "no format that is known would fit")
     )
-
-
-def filled(folder: Path, dtype: torch.dtype, mode: str | None) -> Any:
-    """Loads a model with quantised weights, made of float ones in a mode where one is given."""
-    model = build_on_meta(folder, dtype)
-    with Source(folder, model) as source:
-        Filling(model, source, mode, is_quantised(folder)).fill_all()
-    return model

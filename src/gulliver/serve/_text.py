@@ -33,6 +33,8 @@ class AnswerText:
         self._tokens = list(prompt[-6:])
         self._before, self._read = 0, len(self._tokens)
         self._held = ""
+        self.count = 0
+        """Characters so far, those that are held back as well."""
 
     def forked(self) -> AnswerText:
         """Another answer to the same prompt, as this one was before its first token."""
@@ -72,6 +74,7 @@ class AnswerText:
 
     def _released(self, text: str) -> tuple[str, bool]:
         """Adds text; what could be the beginning of a stop text is held back."""
+        self.count += len(text)
         if not self._stop:
             return text, False
         self._held += text

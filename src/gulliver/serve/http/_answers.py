@@ -119,7 +119,7 @@ class Form(ABC):
 
     @abstractmethod
     def next(
-        self, index: int, text: str, tokens: Sequence[Token], offset: int, finish: str | None
+        self, index: int, text: str, tokens: Sequence[Token], finish: str | None
     ) -> dict[str, Any]:
         """What a stream says of new tokens.
 
@@ -127,7 +127,6 @@ class Form(ABC):
             index: number of the answer.
             text: new text.
             tokens: new tokens.
-            offset: characters of the answer before them.
             finish: why the answer has ended; None while it goes on.
         """
 
@@ -160,33 +159,30 @@ class CompletionForm(Form):
 
     def first(self, index: int) -> dict[str, Any] | None:
         """The prompt, where it is part of the answer."""
-        return self.next(index, self._front(index), (), 0, None) if self._echo else None
+        return self.next(index, self._front(index), (), None) if self._echo else None
 
     def next(
-        self, index: int, text: str, tokens: Sequence[Token], offset: int, finish: str | None
+        self, index: int, text: str, tokens: Sequence[Token], finish: str | None
     ) -> dict[str, Any]:
         """New text of an answer."""
         made = {"index": index, "text": text, "finish_reason": finish}
-        return {**made, "logprobs": self._logprobs(tokens, offset), **self._ids(tokens)}
+        return {**made, "logprobs": self._logprobs(index, tokens), **self._ids(tokens)}
 
     def _told(self, choice: Choice) -> dict[str, Any]:
         text = self._front(choice.index) + choice.text
-        return self.next(choice.index, text, choice.tokens, 0, choice.finish)
+        return self.next(choice.index, text, choice.tokens, choice.finish)
 
-    def _logprobs(self, tokens: Sequence[Token], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if self.asked.likeliest is None:
             return None
         texts = [self._names(token.id) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        before = len(self._front(index))
         likely = [{self._names(o.token): _finite(o.logprob) for o in t.likely} for t in tokens]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": likely if self.asked.likeliest else None,
-            "text_offset": offsets,
+            "text_offset": [before + token.offset for token in tokens],
         }
 
 
@@ -201,7 +197,7 @@ class ChatForm(Form):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def next(
-        self, index: int, text: str, tokens: Sequence[Token], offset: int, finish: str | None
+        self, index: int, text: str, tokens: Sequence[Token], finish: str | None
     ) -> dict[str, Any]:
         """New text of an answer."""
         made = {"index": index, "delta": {"content": text} if text else {}, "finish_reason": finish}

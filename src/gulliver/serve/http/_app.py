@@ -74,8 +74,10 @@ class Door:
         key = self._options.key
         if key is None:
             return
-        given = request.headers.get("authorization", "").encode("utf-8", "replace")
-        if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # The name of a scheme may be in any case (RFC 9110, 11.1).
+        right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
+        if scheme.lower() != "bearer" or not right:
             message = "no or a wrong API key: send the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key")
 
@@ -209,8 +211,8 @@ class Door:
 
 def make_app(door: Door) -> ASGIApp:
     """Makes the application: routes, errors as clients expect them, and a count of requests."""
-    # Without pages of documentation, which load scripts from elsewhere.
-    app = FastAPI(title="gulliver serve", docs_url=None, redoc_url=None)
+    # Without pages of documentation: they load scripts from elsewhere, and ask for no key.
+    app = FastAPI(title="gulliver serve", openapi_url=None)
     app.add_api_route("/v1/completions", door.completion, methods=["POST"])
     app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
     app.add_api_route("/v1/models", door.models)

@@ -124,7 +124,7 @@ class Reply(Response):
         await send_json(200, self._form.whole(self._choices, self._usage), send)
 
     async def _stream(self, send: Send) -> None:
-        form, offsets = self._form, [0] * len(self._choices)
+        form = self._form
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         self._started = True
         opened = [form.first(choice.index) for choice in self._choices]
@@ -134,9 +134,8 @@ class Reply(Response):
             pieces = []
             for index, choice, text, tokens in await self._news(send):
                 if text or choice.finish is not None or (tokens and told):
-                    said = form.next(index, text, tokens, offsets[index], choice.finish)
+                    said = form.next(index, text, tokens, choice.finish)
                     pieces.append(form.piece(said))
-                    offsets[index] += len(text)
             if pieces:
                 await _send_part(send, b"".join(pieces))
         last = form.usage(self._usage) if form.asked.tells_usage else b""

@@ -1,0 +1,311 @@
+"""Weights of a folder under the names of a transformers model.
+
+transformers writes many models under other names, or in other pieces, than their parameters have,
+and converts them as it loads. `model_weights` applies the same table of conversions, so that all
+readers see the tensors of the model; block-scaled FP8 tensors appear as what they stand for.
+
+[Note: converted tensors] A renamed tensor is read straight from its file. Experts, which files keep
+one by one, are joined slab by slab: no more than one matrix of one expert is in memory. Other
+conversions compute the whole tensor once, and it is kept until another is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.checkpoint._files import read_json
+from gulliver.checkpoint._regions import Place, copy_bytes, overlap, place_of
+from gulliver.checkpoint._weights import FileWeights, TensorInfo, Weights, open_weights
+from gulliver.errors import GulliverError
+from gulliver.memory import Part
+
+SCALED = "_scale_inv"
+"""Ending of the name of an FP8 tensor's scales."""
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+UNUSED = (".input_scale", ".activation_scale")
+"""Endings of the scales of activations, which only arithmetic in FP8 has a use for."""
+
+_Compute = Callable[[], dict[str, Tensor]]
+_Slabs = list[tuple[int, int, str, _Compute]]
+
+
+def model_weights(
+    path: Path | str, model: nn.Module | None, names: Collection[str] | None = None
+) -> Weights:
+    """Opens weights under the names of a model.
+
+    Args:
+        path: as for `open_weights`; steps and runs have the model's own names already.
+        model: the model; one that is not of transformers is taken to have the names of the files.
+        names: names of the whole model, where `model` has other ones; None for its state's.
+
+    Raises:
+        GulliverError: as for `open_weights`.
+    """
+    weights = open_weights(path)
+    try:
+        if isinstance(weights, FileWeights):
+            known = model.state_dict(keep_vars=True) if names is None and model else names or ()
+            config: Any = getattr(model, "config", None)
+            if hasattr(config, "model_type") or any(i.dtype in FP8 for i in weights.infos.values()):
+                return _converted(weights, model, set(known))
+        return weights
+    except BaseException:
+        weights.close()
+        raise
+
+
+def float_config(folder: Path | str) -> Any:
+    """Reads the configuration of a folder's model, without how its weights are stored.
+
+    Raises:
+        GulliverError: the weights are stored in a format that is not read.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None:
+        stored = stored if isinstance(stored, Mapping) else stored.to_dict()
+        if stored.get("quant_method") != "fp8":
+            raise GulliverError(
+                f"{folder}: weights quantized by {stored.get('quant_method')!r} are not read: get "
+                "the model in bfloat16, float32 or block-scaled FP8"
+            )
+        del config.quantization_config
+    return config
+
+
+class ModelWeights(Weights):
+    """Tensors of files under other names, some of them computed.
+
+    Args:
+        base: the files.
+        straight: names in the files by name.
+        computed: slabs by name: the first element, one past the last, and what computes them under
+            which name.
+        infos: dtypes and shapes by name.
+    """
+
+    def __init__(
+        self,
+        base: Weights,
+        straight: dict[str, str],
+        computed: dict[str, _Slabs],
+        infos: dict[str, TensorInfo],
+    ) -> None:
+        self.path, self.files, self.infos = base.path, base.files, infos
+        self.straight, self._computed, self._base = straight, computed, base
+        self._last: tuple[_Compute, dict[str, Tensor]] | None = None
+
+    def add_alias(self, name: str, kept: str) -> None:
+        super().add_alias(name, kept)
+        for found in (self.straight, self._computed):
+            if kept in found:
+                found[name] = found[kept]  # pyright: ignore[reportArgumentType]
+
+    def read(self, wanted: Mapping[str, Part]) -> None:
+        rounds: list[dict[str, Part]] = []
+        for name, part in wanted.items():
+            if name not in self.straight:
+                self._read_computed(name, part)
+                continue
+            source = self.straight[name]
+            free = next((one for one in rounds if source not in one), None)
+            if free is None:
+                rounds.append(free := {})
+            free[source] = part
+        for one in rounds:
+            self._base.read(one)
+
+    def _read_computed(self, name: str, part: Part) -> None:
+        info, place = self.infos[name], place_of(part)
+        into = part.value.view(-1).view(torch.uint8)
+        for start, stop, key, compute in self._computed[name]:
+            copies = overlap(Place(info.shape, start, stop), place)
+            if not len(copies):
+                continue
+            if self._last is None or self._last[0] is not compute:
+                self._last = None  # before the next is made: one at a time is in memory
+                self._last = compute, compute()
+            row = self._last[1][key].contiguous().view(-1).view(torch.uint8)
+            copy_bytes(into, row, copies.scaled(info.dtype.itemsize))
+
+    def close(self) -> None:
+        self._last = None
+        self._base.close()
+
+
+def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
+    """Applies transformers' conversions, in the order in which it does."""
+    every = weights.infos
+    scales = {w: n for n in every if (w := _scaled(n)) in every and every[w].dtype in FP8}
+    unused = UNUSED if scales else ()
+    spent = {*scales.values(), *(name for name in every if name.endswith(unused))}
+    kept = [name for name in every if name not in spent]
+    if not scales and set(kept) <= names:
+        return weights  # written under the model's own names
+    block = _block(weights.path)
+    straight: dict[str, str] = {}
+    computed: dict[str, _Slabs] = {}
+    infos: dict[str, TensorInfo] = {}
+
+    def info_of(source: str) -> TensorInfo:
+        known = weights.infos[source]
+        return TensorInfo(torch.float32, known.shape) if source in scales else known
+
+    def tensor(source: str) -> Tensor:
+        value = _read_whole(weights, source)
+        return (
+            _dequantized(value, _read_whole(weights, scales[source]), block, source)
+            if (source in scales)
+            else value
+        )
+
+    def add(name: str, source: str) -> None:
+        infos[name] = info_of(source)
+        if source in scales:
+            computed[name] = [(0, infos[name].numel, name, lambda: {name: tensor(source)})]
+        else:
+            straight[name] = source
+
+    converters: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    for name, source, pattern, converter in _renamed(kept, model, names):
+        if converter is None:
+            add(name, source)
+        else:
+            _, sources = converters.setdefault(name, (converter, {}))
+            sources.setdefault(pattern, []).append(source)
+    for first, (converter, sources) in converters.items():
+        shapes = {
+            p: [torch.empty(info_of(s).shape, dtype=info_of(s).dtype, device="meta") for s in found]
+            for p, found in sources.items()
+        }
+        made = _convert(converter, first, model, shapes)
+        slabs = _slabs(converter, sources, info_of, tensor) if len(made) == 1 else None
+
+        def compute(c: Any = converter, f: str = first, s: Any = sources) -> dict[str, Tensor]:
+            return _convert(c, f, model, {p: [tensor(n) for n in found] for p, found in s.items()})
+
+        for name, value in made.items():
+            infos[name] = TensorInfo(value.dtype, tuple(value.shape))
+            computed[name] = slabs or [(0, value.numel(), name, compute)]
+    return ModelWeights(weights, straight, computed, infos)
+
+
+def _renamed(kept: list[str], model: Any, names: set[str]) -> list[tuple[str, str, str, Any]]:
+    """Names in the model, names in the files, and the converter and its pattern that joins them."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError:  # before its version 5 names were converted by nobody
+        return [(name, name, "", None) for name in kept]
+    if not isinstance(model, PreTrainedModel):
+        return [(name, name, "", None) for name in kept]
+    table = get_model_conversion_mapping(model)
+    renamings = [one for one in table if isinstance(one, WeightRenaming)]
+    converters = [one for one in table if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    ignored = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
+    base, known = model.base_model_prefix, dict.fromkeys(names, True)
+    found: list[tuple[str, str, str, Any]] = []
+    for source in sorted(kept, key=dot_natural_key):
+        name, pattern = rename_source_key(source, renamings, converters, base, known)
+        if name not in names and source in names:
+            name, pattern = rename_source_key(source, [], [], base, known)
+        if name not in names:
+            # Some names the model's class lets be; all others are left over, as they are written.
+            if not any(one.search(name) for one in ignored):
+                found.append((source, source, "", None))
+            continue
+        found.append((name, source, pattern or "", by_pattern[pattern] if pattern else None))
+    return found
+
+
+def _convert(
+    converter: Any, first: str, model: Any, tensors: dict[str, list[Tensor]]
+) -> dict[str, Tensor]:
+    one = deepcopy(converter)
+    one.collected_tensors.update(tensors)
+    made = one.convert(first, model=model, config=model.config)
+    return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
+
+
+def _slabs(
+    converter: Any,
+    sources: Mapping[str, list[str]],
+    info_of: Callable[[str], TensorInfo],
+    tensor: Callable[[str], Tensor],
+) -> _Slabs | None:
+    """Runs of a joined tensor that are one source each; None where it is computed otherwise."""
+    kinds = [(type(op).__name__, op.dim) for op in converter.operations if hasattr(op, "dim")]
+    stacked = kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+    if not stacked or len(kinds) != len(converter.operations):
+        return None
+    columns = [sources[pattern] for pattern in converter.source_patterns if pattern in sources]
+    found: _Slabs = []
+    for row in zip(*columns, strict=True):
+        for source in row:
+            start = found[-1][1] if found else 0
+            stop = start + info_of(source).numel
+            found.append((start, stop, source, lambda source=source: {source: tensor(source)}))
+    return found
+
+
+def _scaled(name: str) -> str:
+    """The weight that a tensor of scales belongs to, in any spelling; empty where it is none."""
+    for ending in (".qscale_weight", ".scale"):
+        if name.endswith(ending):
+            return f"{name.removesuffix(ending)}.weight"
+    return name.removesuffix(SCALED) if name.endswith(SCALED) else ""
+
+
+def _read_whole(weights: Weights, name: str) -> Tensor:
+    info = weights.infos[name]
+    value = torch.empty(info.shape, dtype=info.dtype)
+    if value.numel():
+        weights.read({name: Part(value.view(-1), info.shape)})
+    return value
+
+
+def _block(path: Path) -> tuple[int, int] | None:
+    """Rows and columns that have one scale; None where the configuration does not say."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    values = read_json(file) if file.is_file() else {}
+    size = (values.get("quantization_config") or {}).get("weight_block_size")
+    return (int(size[0]), int(size[1])) if size else None
+
+
+def _dequantized(value: Tensor, scales: Tensor, block: tuple[int, int] | None, name: str) -> Tensor:
+    """Multiplies values by the scales of their blocks; those at an edge may be smaller."""
+    if scales.dtype == torch.uint8:  # exponents
+        scales = (scales.float() - 127.0).exp2()
+    scales, (rows, columns) = scales.float(), value.shape[-2:]
+    if scales.numel() == 1:
+        return value.float() * scales
+    high, wide = block or (
+        math.ceil(rows / scales.shape[-2]),
+        math.ceil(columns / scales.shape[-1]),
+    )
+    if (-(-rows // high), -(-columns // wide)) != tuple(scales.shape[-2:]):
+        raise GulliverError(
+            f"{name}: {list(scales.shape)} scales do not fit {list(value.shape)} values in blocks "
+            f"of {high} x {wide}: the weight_block_size of config.json is of another model"
+        )
+    spread = scales.repeat_interleave(high, -2)[..., :rows, :]
+    return value.float() * spread.repeat_interleave(wide, -1)[..., :columns]
