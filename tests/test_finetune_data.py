@@ -509,10 +509,10 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     [
         ({"data": ()}, "no data is named"),
         ({"data": (Path("/none.jsonl"),)}, "--data /none.jsonl does not exist"),
-        ({"held_out": 1.0}, "--held-out is 1.0"),
-        ({"held_out": float("nan")}, "--held-out is nan"),
+        ({"held_out": 1.0}, "held_out is 1.0"),
+        ({"held_out": float("nan")}, "held_out is nan"),
         ({"held_out": Path("/none")}, "--held-out /none does not exist"),
-        ({"length": 1}, "--length is 1"),
+        ({"length": 1}, "length is 1"),
         ({"answers_only": "yes"}, "plain texts, which have no answers"),
         ({"form": "text", "answers_only": "yes"}, "a plain text has no answers"),
     ],

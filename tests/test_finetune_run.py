@@ -283,7 +283,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, example: Example
         ({"ranks": 3, "tp": 2}, "--ranks 3 is no multiple of"),
         ({"packing": "yes", "sp": 2}, "--packing yes with --sp 2"),
         ({"merge": True}, "--merge is of adapters: add --method lora"),
-        ({"steps": 0}, "--steps is 0"),
+        ({"steps": 0}, "steps is 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(

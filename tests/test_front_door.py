@@ -7,6 +7,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from benchmarks._which_plugin import MARKS, MEMORIES, state_bytes, table
 import gulliver
 from gulliver.cli import _main
 from gulliver.hardware import described
+from tests import plain_installation
 from tests.patience import patient
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,3 +173,43 @@ def test_every_page_is_at_most_two_clicks_from_the_start_page() -> None:
     first = links("index.md")
     reached = {"index.md", *first, *(page for name in first for page in links(name))}
     assert {path.name for path in PAGES.glob("*.md")} <= reached
+
+
+def test_pages_link_to_files_of_the_pages_alone() -> None:
+    """mkdocs builds only these, and refuses other relative links."""
+    broken = []
+    for path in PAGES.glob("*.md"):
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+            inside = "://" in link or (path.parent / link).resolve().is_relative_to(PAGES)
+            if not inside or ("://" not in link and not (path.parent / link).exists()):
+                broken.append((path.name, link))
+    assert broken == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python plan.py",
+        "gulliver embedding plan criteo-1tb",
+        "gulliver plan llama-3-70b --cluster h100x64",
+        "gulliver quantize pipe",
+    ],
+)
+def test_an_installation_without_extras_works_or_names_the_extra(
+    command: str, tmp_path: Path
+) -> None:
+    environment = plain_installation.prepare(tmp_path, hidden=True)
+    assert plain_installation.problem(command, tmp_path, environment) is None
+
+
+def test_extras_that_messages_and_pages_name_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"])
+    files = [ROOT / "README.md", *PAGES.glob("*.md"), *(ROOT / "src").rglob("*.py")]
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert not re.findall(r"gulliver\[\w+[\],]", text), path  # published under no such name
+        named = re.findall(r"pip install '?\.\[([\w,]+)\]", text)
+        named += re.findall(r'missing_extra\([^()]*(?:\([^()]*\))?[^()]*, "(\w+)"\s*\)', text)
+        assert {one for part in named for one in part.split(",")} <= extras, path

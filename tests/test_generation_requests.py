@@ -206,7 +206,7 @@ REFUSED = [
     ({}, {"guidance": 1.0, "guidance_oscillation": 3}, "--guidance-oscillation with --guidance 1"),
     ({}, {"guidance_image_decay": True}, "--guidance-image-decay with --guidance-image 1"),
     ({}, {"guidance": 1.0, "guidance_rescale": 0.7}, "--guidance-rescale with guidance 1"),
-    ({}, {"guidance_rescale": 1.7}, "--guidance-rescale is 1.7: it must be between 0 and 1"),
+    ({}, {"guidance_rescale": 1.7}, "guidance_rescale is 1.7: it must be between 0 and 1"),
     ({}, {"guidance_oscillation": 7}, "--guidance-oscillation 7 has no effect with --steps 7: gi"),
     ({}, {"guidance_oscillation": 6}, "effect with --steps 7: give less than 6, or leave it out"),
     ({}, {"guidance_oscillation": 0, "steps": 1}, "no effect with --steps 1: leave it out"),

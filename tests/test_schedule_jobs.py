@@ -188,7 +188,7 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     from gulliver.schedule.live import _ray
 
     monkeypatch.setattr(_ray, "find_spec", lambda name: None)
-    with pytest.raises(GulliverError, match=r"pip install 'gulliver\[ray\]'"):
+    with pytest.raises(GulliverError, match=r"pip install '\.\[ray\]'"):
         _ray.RayNodes(None, 2, "")
 
 
@@ -229,7 +229,7 @@ def test_a_start_says_what_it_is_doing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.deadline(400)
 def test_on_ray_a_job_survives_its_node_and_a_second_scheduler_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'gulliver[ray]'")
+    pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
     from gulliver.schedule.live import RayNodes
     from gulliver.schedule.live._ray import RayNode
     from tests.programs import run_program

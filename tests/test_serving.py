@@ -484,7 +484,7 @@ def test_too_little_memory_is_told_with_what_would_fit(
 def test_options_and_arguments_out_of_range_are_refused(folder: Path) -> None:
     with pytest.raises(GulliverError, match="step_tokens=4 is less than sequences=8"):
         EngineOptions(4, 8)
-    with pytest.raises(GulliverError, match="sequences=0"):
+    with pytest.raises(GulliverError, match="sequences is 0"):
         EngineOptions(4, 0)
     with pytest.raises(GulliverError, match="context=500: give 2 to 128"):
         LLM(folder, context=500)

@@ -264,7 +264,6 @@ def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path
         ({"planner": PlannerConfig(offload=2.0, pac=False)}, "no-pac exclude each other"),
         ({"planner": PlannerConfig(offload=2.0), "pp_size": 2}, "keep activations or compute"),
         ({"planner": PlannerConfig(intra=False)}, "needs a --planner.degree"),
-        ({"planner": PlannerConfig(window=0)}, "--planner.window is 0"),
         (
             {"data_centric": False, "planner": PlannerConfig(unfit="skip")},
             "--planner.unfit is skip: add --data-centric",

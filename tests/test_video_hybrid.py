@@ -274,7 +274,7 @@ def test_ranks_of_one_model_train_on_what_both_can_read(
         ({"pp_size": 7}, "--pp-size is 7: model 'tiny' has 6 blocks"),
         ({"resume_step": 7}, "--resume-step 7 says where to continue: add --resume"),
         ({"tp_size": 8}, "model 'tiny' has 4 heads"),
-        ({"tp_size": 0}, "--tp-size is 0: it must be between 1 and"),
+        ({"tp_size": 0}, "tp_size is 0: it must be between 1 and"),
         ({"sp_size": 2, "plugin": "ddp"}, "--plugin ddp keeps the whole model"),
         ({"sequence_parallelism_mode": "ring_attn"}, "needs an --sp-size of at least 2"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -171,7 +170,6 @@ def test_held_out_rows_do_not_depend_on_the_others(tmp_path: Path) -> None:
         ({"data": DataConfig(buckets=Path("x"))}, "--data.buckets is x: it is for the clips"),
         ({"data": DataConfig(scores="1.2")}, "--data.scores is 1.2: it is for the clips"),
         ({"data": DataConfig(table=Path("x.csv"), bucket_ranks=2)}, "add --data.buckets"),
-        ({"validation": ValidationConfig(share=math.nan)}, "--validation.share is nan"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(changes: dict, message: str) -> None:

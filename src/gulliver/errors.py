@@ -1,4 +1,4 @@
-"""The one error that users see, and how it suggests what was meant."""
+"""The one error that users see, and how it says what was meant or is missing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ SHOWN = 32
 
 class GulliverError(ValueError):
     """A mistake that the user can mend: one line saying what is wrong and what would be right."""
+
+
+def missing_extra(what: str, extra: str) -> GulliverError:
+    """Makes the error of a package that an extra of the installation has.
+
+    Args:
+        what: what needs which package.
+        extra: name of the extra in pyproject.toml.
+    """
+    return GulliverError(f"{what}: pip install '.[{extra}]' in a clone of gulliver's repository")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

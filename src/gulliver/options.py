@@ -1,8 +1,9 @@
 """Numbers and sizes that users give, the ranges that they must lie in, and options in files.
 
-An option says its range beside its type, ``steps: Annotated[int, AT_LEAST_1]``, and `check_options`
-looks at all of them, whoever has filled them in: a command line, a file, or a program. Sizes in
-bytes may be text, ``6GiB``, ``500 MB`` or ``70%``: `byte_size` reads all of them.
+A field of an `Options` dataclass declares its type, its choices (``Literal["a", "b"]``) and its
+range (``Annotated[int, AT_LEAST_1]``), and `checked` applies them wherever a value comes from: the
+dataclass when a program makes one, `check_options` for a command line, `from_plain` for a file.
+Sizes in bytes may be text, ``6GiB``, ``500 MB`` or ``70%``: `byte_size` reads all of them.
 `resolved` turns options into plain JSON for a file and `from_plain` turns them back; `differences`
 tells what has changed since.
 """
@@ -10,16 +11,21 @@ tells what has changed since.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import numbers
 import operator
+import os
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from gulliver.errors import GulliverError, nearest
 
@@ -44,7 +50,9 @@ class Range:
 
     def __str__(self) -> str:
         if (self.least, self.open_below) == (0, True):
-            return "positive" + ("" if self.most == MOST else f", at most {self.most:g}")
+            return "positive" + (
+                "" if self.most in (MOST, math.inf) else f", at most {self.most:g}"
+            )
         if self.most == MOST:
             return f"at least {self.least:g}"
         if self.open_above:
@@ -175,8 +183,41 @@ def ranges_of(kind: type) -> dict[str, Range]:
     return found
 
 
+_CHECKING: ContextVar[bool] = ContextVar("checking", default=True)
+
+
+class Options:
+    """Base of option dataclasses, which are checked against their annotations when they are made.
+
+    Values are converted as in a file: whole numbers to floats, text to paths, lists to tuples.
+
+    Raises:
+        GulliverError: naming the field, its value and what would be right.
+    """
+
+    def __post_init__(self) -> None:
+        if _CHECKING.get():
+            check_options(self, f"{type(self).__name__}.")
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Makes options that `check_options` checks later, when their place is known."""
+    token = _CHECKING.set(False)
+    try:
+        yield
+    finally:
+        _CHECKING.reset(token)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
 def check_options(options: Any, prefix: str = "--") -> None:
-    """Refuses numbers that lie outside of their range, in options and in those inside them.
+    """Checks each value against its annotation, in options and in those inside them.
 
     Args:
         options: dataclass instance, whose fields may be dataclasses too.
@@ -185,18 +226,14 @@ def check_options(options: Any, prefix: str = "--") -> None:
     Raises:
         GulliverError: naming the option, its value and what would be right.
     """
-    ranges = ranges_of(type(options))
-    for field in dataclasses.fields(options):
-        value, name = getattr(options, field.name), prefix + field.name.replace("_", "-")
-        if dataclasses.is_dataclass(value):
-            check_options(value, prefix if hasattr(value, "UNPREFIXED") else f"{name}.")
-        elif field.name in ranges and _is_number(value) and value not in ranges[field.name]:
-            raise GulliverError(f"{name} is {value}: it must be {ranges[field.name]}")
-
-
-def _is_number(value: Any) -> bool:
-    # An option may be something else instead, such as a file.
-    return isinstance(value, int | float)
+    for field, hint in _hints(type(options)).items():
+        value = getattr(options, field)
+        name = prefix + (field.replace("_", "-") if prefix.startswith("--") else field)
+        right = checked(value, hint, name)
+        if right is not value:
+            object.__setattr__(options, field, right)
+        if isinstance(right, Options):
+            check_options(right, prefix if hasattr(right, "UNPREFIXED") else f"{name}.")
 
 
 def check_needs(options: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
@@ -246,54 +283,86 @@ def from_plain(values: dict[str, Any], kind: type, prefix: str = "") -> Any:
     """
     if not isinstance(values, dict):
         raise GulliverError(f"config key {prefix.rstrip('.')!r} must hold a table of values")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     for key in values:
         if key not in hints:
             raise GulliverError(f"unknown config key {prefix + key!r}: {nearest(key, hints)}")
     built = {}
     for key, value in values.items():
-        hint = hints[key]
-        if dataclasses.is_dataclass(hint):
-            built[key] = from_plain(value, typing.cast(type, hint), f"{prefix}{key}.")
+        inner = _bare(hints[key])
+        if dataclasses.is_dataclass(inner):
+            built[key] = from_plain(value, typing.cast(type, inner), f"{prefix}{key}.")
         else:
-            built[key] = _typed(value, hint, prefix + key)
+            built[key] = checked(value, hints[key], f"config key {prefix + key!r}")
     return kind(**built)
 
 
-def _typed(value: Any, hint: Any, name: str) -> Any:
-    """Returns `value` as the annotated type, or raises an error that names the key."""
+def _bare(hint: Any) -> Any:
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+
+
+def checked(value: Any, hint: Any, name: str) -> Any:
+    """Returns `value` as the annotated type.
+
+    Raises:
+        GulliverError: it is of another type, none of the choices, or outside of the range.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        value = checked(value, arguments[0], name)
+        for extra in arguments[1:]:
+            # An option may be something else instead, such as a file.
+            if isinstance(extra, Range) and isinstance(value, int | float) and value not in extra:
+                raise GulliverError(f"{name} is {value}: it must be {extra}")
+        return value
     if origin is Literal:
-        if value not in arguments:
+        # True == 1, which is no stage.
+        if not any(type(value) is type(choice) and value == choice for choice in arguments):
             choices = ", ".join(repr(choice) for choice in arguments)
-            raise GulliverError(f"config key {name!r} is {value!r}: choose from {choices}")
+            raise GulliverError(f"{name} is {value!r}: choose from {choices}")
         return value
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_typed(item, arguments[0], name) for item in value)
     if origin in (types.UnionType, typing.Union):
-        return _typed_as_any(value, arguments, name)
-    if hint is Path and isinstance(value, str):
-        return Path(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if (
-        isinstance(hint, type)
-        and isinstance(value, hint)
-        and (hint is bool) == (value in (True, False) and isinstance(value, bool))
-    ):
-        return value
+        return _checked_as_any(value, arguments, name)
+    if origin is tuple and isinstance(value, list | tuple):
+        return _checked_items(value, arguments, name)
+    found = _converted(value, hint)
+    is_bool = isinstance(found, bool)
+    if hint is Any or (isinstance(found, origin or hint) and (not is_bool or hint is bool)):
+        return found
     kind = getattr(hint, "__name__", str(hint))
-    raise GulliverError(f"config key {name!r} is {value!r}: it must be of type {kind}")
+    raise GulliverError(f"{name} is {value!r}: it must be of type {kind}")
 
 
-def _typed_as_any(value: Any, hints: tuple[Any, ...], name: str) -> Any:
+def _converted(value: Any, hint: Any) -> Any:
+    """Returns a number or a path as the annotated type, and any other value as it is."""
+    if isinstance(value, bool):
+        return value
+    if hint is Path and isinstance(value, str | os.PathLike):
+        return Path(value)
+    if hint is int and isinstance(value, numbers.Integral):
+        return int(value)
+    if hint is float and isinstance(value, numbers.Real):
+        return float(value)
+    return value
+
+
+def _checked_items(value: Any, hints: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """Returns the items of a tuple: any number of one type, or one of each type."""
+    if hints[-1] is ...:
+        hints = (hints[0],) * len(value)
+    if len(value) != len(hints):
+        raise GulliverError(f"{name} is {value!r}: it must have {len(hints)} values")
+    return tuple(checked(item, hint, name) for item, hint in zip(value, hints, strict=True))
+
+
+def _checked_as_any(value: Any, hints: tuple[Any, ...], name: str) -> Any:
     """Returns `value` as the first of several types that it is of."""
     if value is None and type(None) in hints:
         return None
     problem: GulliverError | None = None
     for hint in (hint for hint in hints if hint is not type(None)):
         try:
-            return _typed(value, hint, name)
+            return checked(value, hint, name)
         except GulliverError as error:
             problem = problem or error
     assert problem is not None, "a union has types besides None"

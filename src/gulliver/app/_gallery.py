@@ -135,7 +135,6 @@ class Gallery:
             settings = Settings(**{f.name: plain[f.name] for f in fields(Settings)})
             if settings.picture is not None:
                 settings = replace(settings, picture=self.folder / Path(settings.picture).name)
-            settings.check()
         except (OSError, ValueError, TypeError, KeyError, AttributeError, GulliverError):
             return
         if clip.is_file():

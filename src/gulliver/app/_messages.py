@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
-from gulliver.options import GUIDANCE, SEED, Range, check_options
+from gulliver.options import GUIDANCE, SEED, Options, Range
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Options):
     """Settings of a clip: the same ones and the same model make the same clip, bit for bit.
 
     Attributes:
@@ -66,14 +66,6 @@ class Settings:
     guidance: Annotated[float, GUIDANCE] = 2.0
     seed: Annotated[int, SEED] = 0
     picture: Path | None = None
-
-    def check(self) -> None:
-        """Refuses numbers outside of their ranges.
-
-        Raises:
-            GulliverError: naming the first of them.
-        """
-        check_options(self)
 
 
 @dataclass(frozen=True)

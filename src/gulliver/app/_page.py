@@ -237,15 +237,13 @@ def _settings(values: list[Any]) -> Settings:
     if guidance is None:
         raise GulliverError("guidance is empty: give a number such as 2")
     whole = {"frames": frames, "height": height, "width": width, "steps": steps, "seed": seed}
-    settings = Settings(
+    return Settings(
         prompt=(prompt or "").strip(),
         negative_prompt=(negative or "").strip(),
         guidance=float(guidance),
         picture=None if picture is None else Path(picture),
         **{name: whole_number(name, _plain(value)) for name, value in whole.items()},
     )
-    settings.check()
-    return settings
 
 
 def _plain(number: Any) -> Any:

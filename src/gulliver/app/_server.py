@@ -22,7 +22,7 @@ from gulliver.app._gallery import Gallery
 from gulliver.app._messages import Settings, Source
 from gulliver.app._service import Service
 from gulliver.app._training import shapes_of
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 from gulliver.jobs import console
 from gulliver.video import Run, SamplingConfig, VideoPipeline
 
@@ -121,9 +121,7 @@ def open_page(source: Source, out: Path, host: str = "127.0.0.1", port: int = 0)
 
         from gulliver.app._page import CSS, Parts, build
     except ImportError as error:
-        raise GulliverError(
-            f"the page needs {error.name or 'gradio'}: pip install 'gulliver[app]'"
-        ) from error
+        raise missing_extra(f"the page needs {error.name or 'gradio'}", "app") from error
     first, shapes = first_settings(source)
     gallery = Gallery(out.resolve())
     service = Service(source)

@@ -172,7 +172,6 @@ def request_of(settings: Settings) -> Request:
     Raises:
         GulliverError: a number outside of its range, or no readable picture.
     """
-    settings.check()
     bucket = Bucket(settings.frames, settings.height, settings.width)
     given = None if settings.picture is None else read_frames(settings.picture, 1)
     return Request(settings.prompt, bucket, settings.seed, given, settings.negative_prompt)

@@ -33,6 +33,7 @@ from gulliver.comm import (
 )
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, Link, Message, current_cluster
+from gulliver.options import Options
 from gulliver.parallel.zero import GradientGate, ZeroWires
 from gulliver.plan import WIRE_KINDS, Plan, Wire
 from gulliver.precision.wire import WireFormat, wire_format
@@ -42,7 +43,7 @@ SAMPLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class WireOptions:
+class WireOptions(Options):
     """Wire formats that a plugin was asked for.
 
     Attributes:

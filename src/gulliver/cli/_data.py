@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from gulliver.cli._hints import after_scan, after_show, hint
-from gulliver.options import Range
+from gulliver.options import Options, Range
 from gulliver.video import EncodeConfig
 from gulliver.video.preparation import CutSettings
 
@@ -25,7 +25,7 @@ SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Scan:
+class Scan(Options):
     """Makes a table of a folder's clips: what each file holds, and which cannot be used."""
 
     folder: tyro.conf.Positional[Path]
@@ -41,7 +41,7 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class OfTable:
+class OfTable(Options):
     """Options of what reads a table of clips."""
 
     table: tyro.conf.Positional[Path]
@@ -111,7 +111,7 @@ class Show(OfTable):
 
 
 @dataclass(frozen=True)
-class Filter:
+class Filter(Options):
     """Writes the rows of a table for which a condition holds."""
 
     table: tyro.conf.Positional[Path]
@@ -135,7 +135,7 @@ Action = (
 
 
 @dataclass(frozen=True)
-class PrepareConfig:
+class PrepareConfig(Options):
     """Prepares clips for training: tables of what is in a folder, of what is good in it."""
 
     action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Action]] = tyro.MISSING

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from gulliver.errors import GulliverError
-from gulliver.options import AT_LEAST_1, SHARE, Range, byte_size, size_text
+from gulliver.options import AT_LEAST_1, SHARE, Options, Range, byte_size, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ WIDTH = 130
 
 
 @dataclass(frozen=True)
-class EmbeddingConfig:
+class EmbeddingConfig(Options):
     """Says how tables lie over ranks, and what that takes in bytes and seconds."""
 
     what: tyro.conf.Positional[Literal["plan"]] = "plan"

@@ -24,7 +24,7 @@ from gulliver.cli._live_jobs import (
     quotas_of,
 )
 from gulliver.errors import GulliverError
-from gulliver.options import AT_LEAST_0, SEED, Range
+from gulliver.options import AT_LEAST_0, SEED, Options, Range
 
 if TYPE_CHECKING:
     from gulliver.schedule import Job, JobCluster, Result
@@ -34,7 +34,7 @@ WIDTH = 130
 
 
 @dataclass(frozen=True)
-class Simulate:
+class Simulate(Options):
     """Simulates jobs that share a cluster: when each ends, why it waits, and how good that is."""
 
     trace: tyro.conf.Positional[str] = "steady"
@@ -80,7 +80,7 @@ JobsAction = (
 
 
 @dataclass(frozen=True)
-class JobsConfig:
+class JobsConfig(Options):
     """Runs jobs that share a cluster, or simulates them."""
 
     action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[JobsAction]] = tyro.MISSING

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from gulliver.errors import GulliverError
-from gulliver.options import AT_LEAST_0, AT_LEAST_1, POSITIVE, SEED, Range
+from gulliver.options import AT_LEAST_0, AT_LEAST_1, POSITIVE, SEED, Options, Range
 
 if TYPE_CHECKING:
     from gulliver.schedule.live import History, SchedulerOptions, Spool
@@ -27,7 +27,7 @@ NO_SCHEDULER = "no scheduler runs: the next submission, or gulliver jobs schedul
 
 
 @dataclass(frozen=True)
-class Folder:
+class Folder(Options):
     """Folder that jobs are submitted to."""
 
     folder: Path | None = None

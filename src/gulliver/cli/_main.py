@@ -173,21 +173,23 @@ def _options(name: str, arguments: list[str]) -> Any:
     """Reads the options of a command from its arguments."""
     import tyro
 
-    from gulliver.options import check_options
+    from gulliver.options import check_options, unchecked
 
     if "--out=" in arguments or ("--out", "") in pairwise(arguments):
         # As a path it would be the folder that one is in.
         raise GulliverError("--out is empty: name a place, . is the folder you are in")
     kind = _found(COMMANDS[name].options)
-    default, options = _from_file(kind, arguments)
-    options = _with_action(name, options)
-    config = tyro.cli(
-        kind,
-        args=options,
-        default=default,
-        prog=f"gulliver {name}",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    # Checked below, where nested options have the names that the command line gives them.
+    with unchecked():
+        default, options = _from_file(kind, arguments)
+        options = _with_action(name, options)
+        config = tyro.cli(
+            kind,
+            args=options,
+            default=default,
+            prog=f"gulliver {name}",
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
     # Of a command with commands of its own, those of the one that is asked for.
     check_options(getattr(config, "action", config))
     return config

@@ -14,7 +14,17 @@ import tyro
 
 from gulliver.cli._placement import Placement
 from gulliver.cli._plan_data_options import PlanData
-from gulliver.options import AT_LEAST_0, AT_LEAST_1, GUIDANCE, POSITIVE, RANKS, SEED, SHARE, Range
+from gulliver.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    GUIDANCE,
+    POSITIVE,
+    RANKS,
+    SEED,
+    SHARE,
+    Options,
+    Range,
+)
 from gulliver.video import SamplingConfig
 
 
@@ -90,7 +100,7 @@ class GenerateConfig(SamplingConfig):
 
 
 @dataclass(frozen=True)
-class AppConfig:
+class AppConfig(Options):
     """Shows a page in the browser: clips from prompts and pictures, and a run that trains."""
 
     run: tyro.conf.Positional[Path | None] = None
@@ -114,7 +124,7 @@ class AppConfig:
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(Options):
     """Judges what a run trained on the moving digits shows."""
 
     run: Path = Path("out/demo/run")
@@ -130,7 +140,7 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
-class ProbeConfig:
+class ProbeConfig(Options):
     """Measures what this machine can do; under torchrun the links between the ranks too."""
 
     out: Path | None = None
@@ -144,7 +154,7 @@ class ProbeConfig:
 
 
 @dataclass(frozen=True)
-class DoctorConfig:
+class DoctorConfig(Options):
     """Says what runs here: the I/O engine and why, versions, memory, and how fast the disk is."""
 
     folder: Path = Path(".")
@@ -154,7 +164,7 @@ class DoctorConfig:
 
 
 @dataclass(frozen=True)
-class ModelsConfig:
+class ModelsConfig(Options):
     """Lists the public video models and autoencoders, and the memory that they take."""
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -174,7 +184,7 @@ class ModelsConfig:
 
 
 @dataclass(frozen=True)
-class QuantizeConfig:
+class QuantizeConfig(Options):
     """Quantises the weights of a language model, or of a diffusers pipeline, for inference."""
 
     folder: tyro.conf.Positional[Path] = Path()
@@ -206,7 +216,7 @@ class QuantizeConfig:
 
 
 @dataclass(frozen=True)
-class ChatConfig:
+class ChatConfig(Options):
     """Talks with a language model, by its chat template; answers come as they are made."""
 
     folder: tyro.conf.Positional[Path] = Path()
@@ -235,12 +245,12 @@ class ChatConfig:
 
 
 @dataclass(frozen=True)
-class CapabilitiesConfig:
+class CapabilitiesConfig(Options):
     """Shows what may be combined: sequence modes, masks and dtypes by family of models."""
 
 
 @dataclass(frozen=True)
-class Ls:
+class Ls(Options):
     """Lists the steps of a run, or what a step, a file or a Hugging Face folder holds."""
 
     folder: tyro.conf.Positional[Path]
@@ -252,7 +262,7 @@ class Ls:
 
 
 @dataclass(frozen=True)
-class Verify:
+class Verify(Options):
     """Reads every byte of a step and checks it against its checksum."""
 
     folder: tyro.conf.Positional[Path]
@@ -264,7 +274,7 @@ class Verify:
 
 
 @dataclass(frozen=True)
-class Diff:
+class Diff(Options):
     """Compares two checkpoints; the exit code is 1 where they differ."""
 
     a: tyro.conf.Positional[Path]
@@ -288,7 +298,7 @@ class Diff:
 
 
 @dataclass(frozen=True)
-class Convert:
+class Convert(Options):
     """Makes a Hugging Face folder or a safetensors file of a step, or a step of one of these."""
 
     source: tyro.conf.Positional[Path]
@@ -320,14 +330,14 @@ Action = (
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Options):
     """Lists, verifies, compares and converts checkpoints."""
 
     action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Action]] = tyro.MISSING
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Options):
     """Says where a model's state would lie under a memory limit, and what a step would take."""
 
     model: Path
@@ -361,7 +371,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Show:
+class Show(Options):
     """Shows what a plan's file says, in a few lines."""
 
     file: tyro.conf.Positional[Path]
@@ -369,7 +379,7 @@ class Show:
 
 
 @dataclass(frozen=True)
-class Search:
+class Search(Options):
     """Finds the fastest ways to run a model on a cluster, before anything is loaded or rented."""
 
     model: tyro.conf.Positional[str]
@@ -426,14 +436,14 @@ PLAN_ACTIONS = ("memory", "show", "search", "data")
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class PlanConfig(Options):
     """Plans a run before anything is loaded; ``gulliver plan MODEL ...`` means search."""
 
     action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[PlanAction]] = tyro.MISSING
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
+class PrecisionConfig(Options):
     """Says which linear layers of a model FP8 would speed up, before anything is converted."""
 
     model: str = tyro.MISSING

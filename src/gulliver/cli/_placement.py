@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from gulliver.errors import GulliverError
-from gulliver.options import Range
+from gulliver.options import Options, Range
 
 RANKS = Range(1, 1024)
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(Options):
     """Where weights lie, how many ranks compute, and what guesses tokens."""
 
     UNPREFIXED: ClassVar[bool] = True

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from gulliver.options import AT_LEAST_0, POSITIVE, Range
+from gulliver.options import AT_LEAST_0, POSITIVE, Options, Range
 
 
 @dataclass(frozen=True)
-class PlanData:
+class PlanData(Options):
     """Draws the steps of data-centric training: which ranks share which samples, and who waits."""
 
     costs: Path

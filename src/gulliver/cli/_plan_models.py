@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from gulliver.checkpoint import open_weights, read_json
 from gulliver.cli._models import inputs_of, tokens_of
 from gulliver.cli._options import Search
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.memory import StorageCounter
 from gulliver.models import CONFIGURATIONS, build
 
@@ -201,10 +202,12 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
         return _unet(values, name, options)
     _check_sizes(values, name)
     model = built(values)
+    if model is None and find_spec("transformers") is None:
+        raise missing_extra(f"{name} is a model of transformers", "transformers")
     if model is None:
         kind = values.get("model_type", "no model_type")
         raise GulliverError(
-            f"transformers makes no model of {name} ({kind}): is it installed, and are the "
+            f"transformers makes no model of {name} ({kind}): are the "
             "model_type, the architecture and the fields such as it knows?"
         )
     config: Any = model.config
@@ -346,7 +349,7 @@ def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
     try:
         from diffusers import UNet2DConditionModel
     except ImportError:
-        raise GulliverError(f"{name} needs diffusers: install gulliver[dreambooth]") from None
+        raise missing_extra(f"{name} needs diffusers", "dreambooth") from None
     with torch.device("meta"):
         model: Any = UNet2DConditionModel.from_config(dict(values))
     config: Any = model.config
@@ -430,7 +433,7 @@ def adapt(model: nn.Module, rank: int) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise GulliverError("--lora needs PEFT: install gulliver[finetune]") from None
+        raise missing_extra("--lora needs PEFT", "finetune") from None
     head = getattr(model, "get_output_embeddings", lambda: None)()
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
     if not names:

@@ -16,7 +16,7 @@ import tyro
 
 from gulliver.cli._placement import Placement, loading
 from gulliver.errors import GulliverError
-from gulliver.options import AT_LEAST_1, SEED, Range, byte_size, size_text
+from gulliver.options import AT_LEAST_1, SEED, Options, Range, byte_size, size_text
 
 if TYPE_CHECKING:
     from gulliver.serve import LLM
@@ -26,7 +26,7 @@ SECONDS = Range(0.1, 3600)
 
 
 @dataclass(frozen=True)
-class Start:
+class Start(Options):
     """Serves a language model to clients of OpenAI's interface, until Ctrl+C or SIGTERM.
 
     `gulliver serve bench --help`: a generator of load for any such server.
@@ -74,7 +74,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Options):
     """Sends requests to any server of OpenAI's interface, and says how long answers take."""
 
     url: str = tyro.MISSING
@@ -119,7 +119,7 @@ SERVE_ACTIONS = ("start", "bench")
 
 
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(Options):
     """Serves a language model; ``gulliver serve --model FOLDER`` means start."""
 
     action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[ServeAction]] = tyro.MISSING

@@ -312,10 +312,8 @@ def _python(text: str) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise GulliverError("reading YAML needs PyYAML: install gulliver[train]") from None
+    import yaml
+
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 
 STILL_FPS = 120.0
 """Frame rate that marks a still, as in the public models."""
@@ -160,7 +160,7 @@ def _exif_turn(path: Path) -> Turn:
     try:
         from PIL import Image
     except ImportError:
-        raise GulliverError("reading pictures needs Pillow: install gulliver[video]") from None
+        raise missing_extra("reading pictures needs Pillow", "video") from None
     try:
         with warnings.catch_warnings(), Image.open(path) as picture:
             warnings.simplefilter("ignore")
@@ -176,5 +176,5 @@ def _av() -> Any:
     try:
         import av
     except ImportError:
-        raise GulliverError("reading clips needs PyAV: install gulliver[video]") from None
+        raise missing_extra("reading clips needs PyAV", "video") from None
     return av

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gulliver.data._scores import SCORES
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 from gulliver.io import named_errors
 from gulliver.options import Range
 
@@ -140,7 +140,7 @@ def _read_parquet(table: Path) -> tuple[list[tuple[str, Record]], list[str]]:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise GulliverError("Parquet tables need pyarrow: install gulliver[video]") from None
+        raise missing_extra("Parquet tables need pyarrow", "video") from None
     try:
         content = parquet.read_table(table)
     except pyarrow.ArrowInvalid as error:

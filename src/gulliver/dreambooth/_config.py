@@ -21,16 +21,16 @@ from gulliver.options import (
     RATE,
     SEED,
     SHARE,
+    Options,
     Range,
     check_needs,
-    check_options,
 )
 
 SIZE = Range(1, 65536)
 
 
 @dataclass(frozen=True)
-class DreamboothConfig:
+class DreamboothConfig(Options):
     """Teaches an image or video model one subject from a few pictures."""
 
     model: Path | None = None
@@ -225,7 +225,6 @@ def check_dreambooth(config: DreamboothConfig) -> DreamboothConfig:
     Raises:
         GulliverError: naming the option, its value and what would be right.
     """
-    check_options(config)
     if config.model is None:
         raise GulliverError("no base is named: give --model FOLDER, such as a diffusers pipeline")
     if not config.model.is_dir():

@@ -26,7 +26,7 @@ from gulliver.dreambooth._kinds import KINDS, T5_LENGTH, Conditions
 from gulliver.dreambooth._noise import Noise
 from gulliver.dreambooth._pictures import fitted
 from gulliver.dreambooth._tokens import add_token
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.finetune import fingerprint_of, map_weights
 
 INDEX = "model_index.json"
@@ -412,9 +412,7 @@ def _diffusers() -> None:
         import diffusers  # noqa: F401
         import transformers  # noqa: F401
     except ImportError:
-        raise GulliverError(
-            "bases of diffusers need it: pip install 'gulliver[dreambooth]'"
-        ) from None
+        raise missing_extra("bases of diffusers need it", "dreambooth") from None
 
 
 @contextmanager

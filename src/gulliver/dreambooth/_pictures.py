@@ -14,7 +14,7 @@ from gulliver.data import read_utf8
 from gulliver.dreambooth._base import Picture
 from gulliver.dreambooth._config import DreamboothConfig, check_filled
 from gulliver.dreambooth._words import place_of
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 CLIP = ".npy"
@@ -174,7 +174,5 @@ def _pillow() -> tuple[Any, Any]:
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise GulliverError(
-            "reading pictures needs Pillow: pip install 'gulliver[dreambooth]'"
-        ) from None
+        raise missing_extra("reading pictures needs Pillow", "dreambooth") from None
     return Image, ImageOps

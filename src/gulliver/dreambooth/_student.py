@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gulliver.dreambooth._base import Base, TokenHandle
 from gulliver.dreambooth._config import DreamboothConfig
 from gulliver.dreambooth._tokens import TokenEmbedding
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.finetune import adapter_name, fill_adapters
 from gulliver.jobs import derive
 
@@ -136,9 +136,7 @@ def _adapt(base: Base, config: DreamboothConfig, networks: Mapping[str, Any]) ->
     try:
         import peft
     except ImportError:
-        raise GulliverError(
-            "--method lora needs PEFT: pip install 'gulliver[dreambooth]'"
-        ) from None
+        raise missing_extra("--method lora needs PEFT", "dreambooth") from None
     tensors, given = ({}, {}) if config.adapter is None else base.read_adapter(config.adapter)
     usual = {"trained": base.targets, "text": base.text_targets}
     for number, (name, network) in enumerate(networks.items()):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.checkpoint import read_json, read_tensors
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.families import family_of, type_of
 from gulliver.finetune._job_config import FinetuneConfig
 from gulliver.jobs import derive
@@ -54,7 +54,7 @@ def adapt(model: nn.Module, config: FinetuneConfig) -> nn.Module:
     try:
         import peft
     except ImportError:
-        raise GulliverError("--method lora needs PEFT: install gulliver[finetune]") from None
+        raise missing_extra("--method lora needs PEFT", "finetune") from None
     wanted = _wanted(model, config)
     _check_targets(model, wanted.target_modules)
     torch.manual_seed(derive(config.seed, 0))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gulliver.checkpoint import open_weights, read_json
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 from gulliver.finetune._mapped import map_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,9 +41,7 @@ class Base:
         try:
             import transformers
         except ImportError:
-            raise GulliverError(
-                "fine-tuning needs transformers: install gulliver[finetune]"
-            ) from None
+            raise missing_extra("fine-tuning needs transformers", "finetune") from None
         try:
             found = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
         except (ValueError, OSError, KeyError) as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from gulliver.errors import GulliverError
-from gulliver.options import SEED, SHARE, Range, check_options
+from gulliver.options import SEED, Options, Range
 
 FORMS = ("messages", "instruction", "completion", "text")
 LONGEST = 2**20
@@ -19,7 +19,7 @@ LENGTH = 2048
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Options):
     """Texts to learn from."""
 
     data: tuple[Path, ...] = ()
@@ -34,7 +34,7 @@ class DataConfig:
     """What becomes of longer conversations; other texts are split into windows."""
     packing: Literal["auto", "yes", "no"] = "auto"
     """Put several texts into a sequence, each on its own; auto: where the model does so exactly."""
-    held_out: Annotated[float | Path, SHARE] = 0.05
+    held_out: Annotated[float | Path, Range(0, 1, open_above=True)] = 0.05
     """Share of the texts that is kept for evaluation, or a file of them."""
     bad_rows: Literal["skip", "refuse"] = "skip"
     """What becomes of rows that cannot be used; they are counted and listed."""
@@ -50,19 +50,15 @@ def check_data(config: DataConfig) -> None:
     Raises:
         GulliverError: naming the option, its value and what would be right.
     """
-    check_options(config)
     if not config.data:
         raise GulliverError("no data is named: give --data FILE, such as --data chats.jsonl")
     for path in config.data:
         if not path.exists():
             raise GulliverError(f"--data {path} does not exist")
     share = config.held_out
-    if isinstance(share, Path):
-        if not share.exists():
-            raise GulliverError(
-                f"--held-out {share} does not exist: give a file, or a share such as 0.05"
-            )
-    elif share not in SHARE or share == 1:
-        raise GulliverError(f"--held-out is {share}: it must be at least 0 and less than 1")
+    if isinstance(share, Path) and not share.exists():
+        raise GulliverError(
+            f"--held-out {share} does not exist: give a file, or a share such as 0.05"
+        )
     if config.form == "text" and config.answers_only == "yes":
         raise GulliverError("--answers-only yes: a plain text has no answers, leave it at auto")

@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
@@ -43,7 +43,7 @@ def make_example(folder: Path, rows: int = 1500, seed: int = 0) -> tuple[Path, P
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
-        raise GulliverError("the example needs transformers: install gulliver[finetune]") from None
+        raise missing_extra("the example needs transformers", "finetune") from None
     import torch
 
     model, tokenizer = folder / "model", _tokenizer()

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from gulliver.errors import GulliverError
 from gulliver.finetune._config import DataConfig, check_data
-from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, SHARE, Range, check_options
+from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, SHARE, Range
 
 SIZE = Range(1, 65536)
 """Range of numbers of ranks that share a model."""
@@ -125,7 +125,6 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
     Raises:
         GulliverError: naming the option, its value and what would be right.
     """
-    check_options(config)
     if config.model is None:
         raise GulliverError("no model is named: give --model FOLDER, a Hugging Face folder")
     if not (config.model / "config.json").is_file():

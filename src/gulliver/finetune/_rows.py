@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 from gulliver.io import named_errors
 
 MARK, WIDE_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
@@ -285,7 +285,7 @@ def _parquet(file: Path) -> Rows:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise GulliverError("Parquet files need pyarrow: install gulliver[finetune]") from None
+        raise missing_extra("Parquet files need pyarrow", "finetune") from None
     try:
         opened = parquet.ParquetFile(file)
         _header(file, opened.schema_arrow.names)

@@ -240,10 +240,8 @@ class Cluster:
     @classmethod
     def from_yaml(cls, text: str, where: str) -> Self:
         """Reads the text of a file; `where` it is from stands in errors."""
-        try:
-            import yaml
-        except ImportError:
-            raise GulliverError("reading a cluster needs PyYAML: install gulliver[train]") from None
+        import yaml
+
         try:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:

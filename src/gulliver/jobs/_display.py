@@ -23,7 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 from gulliver.io import named_errors, require_space
 
 UNWRITTEN = 1 << 16
@@ -149,7 +149,7 @@ def tensorboard(folder: Path, step: int, enabled: bool) -> Iterator[Scalars]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        console().print("no TensorBoard log: install gulliver[train] to have one")
+        console().print(str(missing_extra("no TensorBoard log", "train")))
         yield Scalars(folder, None)
         return
     writer = SummaryWriter(str(folder), purge_step=step + 1)

@@ -4,7 +4,7 @@
     booster = Booster(plan=plan)           # runs it
 
 The values themselves stand in `_tree.py`, how a file is read in `_reading.py`, which of them
-contradict each other in `_checks.py`. Writing needs nothing; reading goes through PyYAML.
+contradict each other in `_checks.py`. Reading goes through PyYAML.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Plan:
         """Reads a plan, perhaps edited.
 
         Raises:
-            GulliverError: PyYAML is not installed; the file is missing or broken, or has no last
+            GulliverError: the file is missing or broken, or has no last
                 line ``end: true``; a key is unknown or a value is none of its kind.
         """
         return cls._of_text(read_text(Path(path)), str(path), whole=True)

@@ -43,12 +43,10 @@ def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
     """Values of a YAML text, and the line of each by its name.
 
     Raises:
-        GulliverError: PyYAML is not installed; the text is no YAML, or gives a value twice.
+        GulliverError: the text is no YAML, or gives a value twice.
     """
-    try:
-        import yaml
-    except ImportError:
-        raise GulliverError("reading a plan needs PyYAML: install gulliver[train]") from None
+    import yaml
+
     try:
         values, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gulliver.booster import lazy_parameters
 from gulliver.checkpoint import float_config, load_huggingface
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 from gulliver.options import size_text
 from gulliver.parallel.tensor import materialize
 from gulliver.precision.int8 import Report, report_of
@@ -163,9 +163,7 @@ def _built(folder: Path) -> nn.Module:
     try:
         import transformers
     except ImportError:
-        raise GulliverError(
-            "quantising a folder needs transformers: install gulliver[transformers]"
-        ) from None
+        raise missing_extra("quantising a folder needs transformers", "transformers") from None
     try:
         found = float_config(folder)
         with lazy_parameters():

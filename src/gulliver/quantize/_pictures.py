@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster import lazy_parameters
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 from gulliver.precision import replace_module
 from gulliver.precision.int8 import Report, report_of
 from gulliver.quantize._files import load_quantized, save_quantized
@@ -152,9 +152,7 @@ def _loaded(folder: Path) -> Any:
     try:
         import diffusers
     except ImportError:
-        raise GulliverError(
-            "quantising a pipeline needs diffusers: install gulliver[diffusers]"
-        ) from None
+        raise missing_extra("quantising a pipeline needs diffusers", "dreambooth") from None
     if NOTE in json.loads((folder / INDEX).read_text(encoding="utf-8")):
         raise GulliverError(f"{folder} is quantised already: take the folder that it was made of")
     try:

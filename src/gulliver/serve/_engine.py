@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from gulliver.errors import GulliverError
+from gulliver.options import AT_LEAST_1, Options
 from gulliver.serve._batch import Batch, Runner, RunnerLost, Span
 from gulliver.serve._blocks import BlockPool
 from gulliver.serve._draw import Row, draw
@@ -36,7 +37,7 @@ MOST_LOSSES = 3
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineOptions(Options):
     """Limits of an engine.
 
     Attributes:
@@ -46,13 +47,12 @@ class EngineOptions:
         share_prefixes: whether equal beginnings share blocks.
     """
 
-    step_tokens: int = 512
-    sequences: int = 64
+    step_tokens: Annotated[int, AT_LEAST_1] = 512
+    sequences: Annotated[int, AT_LEAST_1] = 64
     share_prefixes: bool = True
 
     def __post_init__(self) -> None:
-        if self.sequences < 1:
-            raise GulliverError(f"sequences={self.sequences}: give 1 or more")
+        super().__post_init__()
         if self.step_tokens < self.sequences:
             raise GulliverError(
                 f"step_tokens={self.step_tokens} is less than sequences={self.sequences}, each of "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gulliver.checkpoint import open_weights, read_json
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.finetune import load_tokenizer
 from gulliver.precision.int8 import MODES
 from gulliver.serve._families import check_type
@@ -64,7 +64,7 @@ def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None
         if value is not None and value not in known:
             raise GulliverError(f"{name}={value!r} is unknown: {nearest(value, known)}")
     if importlib.util.find_spec("transformers") is None:
-        raise GulliverError("serving needs transformers: install gulliver[serve]")
+        raise missing_extra("serving needs transformers", "serve")
     if is_quantised(folder) and (dtype is not None or quantize is not None):
         raise GulliverError(f"{folder} is quantised already: give neither dtype nor quantize")
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gulliver.errors import GulliverError
+from gulliver.errors import missing_extra
 from gulliver.solve._allocation import concave_hull
 
 
@@ -117,9 +117,7 @@ def fluid_bound_by_lp(
         from scipy.optimize import linprog
         from scipy.sparse import csr_array
     except ModuleNotFoundError:
-        raise GulliverError(
-            "the bound by a linear programme needs scipy: pip install 'gulliver[milp]'"
-        ) from None
+        raise missing_extra("the bound by a linear programme needs scipy", "milp") from None
     edges = _edges(amount, rates, releases, slots, intervals)
     columns: list[tuple[int, int, float, float, float]] = []
     for job, row in enumerate(rates):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 from gulliver.solve._activations import Choice
 from gulliver.solve._joint import ENTRY, Block, OffloadLink, Pick
 
@@ -111,9 +111,7 @@ class _Rows:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import csr_array
         except ImportError:
-            raise GulliverError(
-                "the mixed-integer programme needs scipy: pip install 'gulliver[milp]'"
-            ) from None
+            raise missing_extra("the mixed-integer programme needs scipy", "milp") from None
         rows, columns, factors = (np.array(part) for part in zip(*self._terms, strict=True))
         matrix = csr_array((factors, (rows, columns)), shape=(len(self._low), len(self._costs)))
         found = milp(

@@ -17,9 +17,9 @@ from gulliver.options import (
     RATE,
     SEED,
     SHARE,
+    Options,
     Range,
     check_needs,
-    check_options,
 )
 from gulliver.video._config import DataConfig, parse_shapes, table_needs
 
@@ -48,7 +48,7 @@ class AutoencoderDataConfig(DataConfig):
 
 
 @dataclass(frozen=True)
-class AutoencoderModelConfig:
+class AutoencoderModelConfig(Options):
     """The autoencoder that is trained."""
 
     size: str = "tiny"
@@ -62,7 +62,7 @@ class AutoencoderModelConfig:
 
 
 @dataclass(frozen=True)
-class AutoencoderLossConfig:
+class AutoencoderLossConfig(Options):
     """Terms of the loss; all are means over elements, so that sizes of clips weigh alike."""
 
     reconstruction: Literal["mse", "l1"] = "mse"
@@ -92,7 +92,7 @@ class AutoencoderLossConfig:
 
 
 @dataclass(frozen=True)
-class TrainAutoencoderConfig:
+class TrainAutoencoderConfig(Options):
     """Trains a video autoencoder."""
 
     out: Path = Path("runs/autoencoder")
@@ -149,7 +149,6 @@ def check_autoencoder_config(config: TrainAutoencoderConfig) -> TrainAutoencoder
     Raises:
         GulliverError: naming the option, its value and what would be right.
     """
-    check_options(config)
     _check_loss(config)
     _check_data(config)
     check_needs(config, _needs(config))

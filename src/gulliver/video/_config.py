@@ -21,9 +21,9 @@ from gulliver.options import (
     RATE,
     SEED,
     SHARE,
+    Options,
     Range,
     check_needs,
-    check_options,
 )
 from gulliver.video._flow_config import FlowConfig
 from gulliver.video._planner_config import MAY_CHANGE as PLANS_MAY_CHANGE
@@ -44,7 +44,7 @@ MOST_PIXELS = 64 * 2048 * 2048
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Options):
     """Clips to learn from."""
 
     table: Path | None = None
@@ -81,7 +81,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class AutoencoderConfig:
+class AutoencoderConfig(Options):
     """The video autoencoder: given, or trained first on the same clips."""
 
     path: Path | None = None
@@ -97,7 +97,7 @@ class AutoencoderConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Options):
     """The diffusion transformer."""
 
     size: str = "tiny"
@@ -122,7 +122,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class ValidationConfig:
+class ValidationConfig(Options):
     """Loss of held-out clips at fixed noise levels, by bucket."""
 
     every: Annotated[int, AT_LEAST_0] = 0
@@ -136,7 +136,7 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
-class SamplesConfig:
+class SamplesConfig(Options):
     """Clips that the averaged weights make while they learn, kept in the run's folder samples."""
 
     every: Annotated[int, AT_LEAST_0] = 0
@@ -156,7 +156,7 @@ class SamplesConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Options):
     """AdamW with linear warm-up, cosine decay, clipping and an average of the weights."""
 
     learning_rate: Annotated[float, RATE] = 3e-3
@@ -176,7 +176,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Options):
     """Trains a text-to-video model."""
 
     out: Path = Path("runs/video")
@@ -238,7 +238,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(Options):
     """How clips are sampled."""
 
     steps: Annotated[int, Range(1, 100_000)] = 24
@@ -262,7 +262,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
-class DemoConfig:
+class DemoConfig(Options):
     """Trains, generates and judges, and shows the result."""
 
     out: Path = Path("out/demo")
@@ -296,7 +296,6 @@ def check_config(config: TrainConfig) -> TrainConfig:
     Raises:
         GulliverError: naming the field, its value and what would be right.
     """
-    check_options(config)
     if config.model.text_channels % 2:
         raise GulliverError(
             f"--model.text-channels is {config.model.text_channels}: it must be even"

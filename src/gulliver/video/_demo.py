@@ -25,7 +25,6 @@ from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.io import write_text
 from gulliver.jobs import console
-from gulliver.options import check_options
 from gulliver.video._autoencoder_training import autoencoder_figures
 from gulliver.video._config import (
     SENTENCES_NEVER_TRAINED,
@@ -61,7 +60,6 @@ def demonstrate(config: DemoConfig) -> dict[str, Any]:
     Raises:
         GulliverError: training failed.
     """
-    check_options(config)
     started = time.monotonic()
     folder = config.out / "run"
     _train(config, folder)

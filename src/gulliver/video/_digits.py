@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gulliver.data import Bucket, Clip
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 
 DIGITS = tuple("0123456789")
 DIRECTIONS = ("left", "right", "up", "down")
@@ -53,7 +53,7 @@ def _read_scans() -> tuple[Any, Any]:
     """
     found = find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
-        raise GulliverError("the moving digits need scikit-learn: install gulliver[video]")
+        raise missing_extra("the moving digits need scikit-learn", "video")
     file = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     if file.is_file():
         with gzip.open(file, "rb") as lines:

@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gulliver.options import AT_LEAST_1, RANKS, Range
+from gulliver.options import AT_LEAST_1, RANKS, Options, Range
 
 
 @dataclass(frozen=True)
-class EncodeConfig:
+class EncodeConfig(Options):
     """Keeps the latents of a table's clips, and what their captions say, for training."""
 
     table: tyro.conf.Positional[Path]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gulliver.options import SHARE, Range
+from gulliver.options import SHARE, Options, Range
 
 
 @dataclass(frozen=True)
-class FlowConfig:
+class FlowConfig(Options):
     """Rectified flow: how noise and data are mixed in training."""
 
     timesteps: Literal["uniform", "logit-normal"] = "logit-normal"

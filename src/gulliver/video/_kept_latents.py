@@ -44,6 +44,7 @@ from gulliver.checkpoint import read_json
 from gulliver.data import Bucket, BucketConfig, ClipTable, Probe, Row
 from gulliver.errors import GulliverError
 from gulliver.io import named_errors
+from gulliver.options import Options
 
 FORMAT = 1
 PART = 1 << 16
@@ -62,7 +63,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Options):
     """Settings that latents depend on, besides the clip.
 
     Attributes:

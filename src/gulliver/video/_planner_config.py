@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from gulliver.errors import GulliverError
-from gulliver.options import POSITIVE, Range
+from gulliver.options import POSITIVE, Options, Range
 
 
 @dataclass(frozen=True)
-class PlannerConfig:
+class PlannerConfig(Options):
     """Steps of --data-centric: what each of them takes, and what is chosen for it."""
 
     tokens: Annotated[int | None, Range(1, 2**40)] = None

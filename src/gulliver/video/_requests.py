@@ -23,7 +23,6 @@ from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.jobs import Display, derive
 from gulliver.models import VideoAutoencoder
-from gulliver.options import check_options
 from gulliver.video._config import SamplingConfig
 from gulliver.video._guidance import guidance_of
 from gulliver.video._mask_strings import (
@@ -257,7 +256,6 @@ def check_request(request: Request, sampling: SamplingConfig) -> None:
             pictures or clips; loops, references or frames that are not there; settings that have
             no effect.
     """
-    check_options(sampling)
     guidance = guidance_of(sampling)
     if isinstance(request.seed, bool) or not isinstance(request.seed, Integral):
         raise GulliverError(f"seed is {request.seed!r}: it must be a whole number")

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from gulliver.errors import GulliverError
 from gulliver.io import hold, named_errors, write_text
 from gulliver.jobs import StopRequest
+from gulliver.options import AT_LEAST_0, AT_LEAST_1, Options
 from gulliver.schedule._policies import make_policy
 from gulliver.schedule.live._backends import LocalNodes, Nodes
 from gulliver.schedule.live._controller import Controller, last_line
@@ -44,7 +46,7 @@ START_S = 300.0
 
 
 @dataclass(frozen=True)
-class SchedulerOptions:
+class SchedulerOptions(Options):
     """What a scheduler is started with.
 
     Attributes:
@@ -61,11 +63,11 @@ class SchedulerOptions:
 
     folder: str
     address: str = LOCAL
-    slots: int | None = None
+    slots: Annotated[int | None, AT_LEAST_1] = None
     policy: str = "rollout"
     seed: int = 0
     quotas: Mapping[str, int] = field(default_factory=dict)
-    idle: float = 60.0
+    idle: Annotated[float, AT_LEAST_0] = 60.0
     dashboard: bool = False
 
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 from gulliver.schedule.live._backends import Agent, NodeLost, Nodes, own_address
 
 AUTH_MODE = "RAY_AUTH_MODE"
@@ -50,9 +50,8 @@ def require_ray() -> None:
         GulliverError: it is not installed.
     """
     if find_spec("ray") is None:
-        raise GulliverError(
-            "ray is not installed: pip install 'gulliver[ray]', or use --address here for "
-            "processes of this machine alone"
+        raise missing_extra(
+            "ray is not installed (--address here runs processes of this machine without it)", "ray"
         )
 
 

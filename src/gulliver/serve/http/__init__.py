@@ -15,7 +15,7 @@ Names are imported when the first of them is asked for: the generator of load ne
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gulliver.errors import GulliverError
+from gulliver.errors import missing_extra
 
 if TYPE_CHECKING:
     from gulliver.serve.http._limits import ServerOptions
@@ -42,6 +42,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("gulliver"):
             raise
-        raise GulliverError(
-            f"the server and its load generator need {error.name}: install gulliver[serve]"
-        ) from None
+        raise missing_extra(f"the server and its load need {error.name}", "serve") from None

@@ -5,12 +5,13 @@ No torch and no FastAPI here.
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from gulliver.errors import GulliverError
+from gulliver.options import Options, Range
 
 KEY_VARIABLE = "GULLIVER_API_KEY"
 """Environment variable with the key, where no option gives it."""
@@ -21,7 +22,7 @@ BODIES = 64
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(Options):
     """Limits of a server, all finite.
 
     Attributes:
@@ -42,25 +43,22 @@ class ServerOptions:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Range(0, 65535)] = 8000
     name: str | None = None
     api_key: str | None = field(default=None, repr=False)
-    queue: int = 256
-    most_n: int = 16
-    max_tokens: int | None = None
-    body_bytes: int | None = None
-    connections: int = 1000
-    header_seconds: float = 10.0
-    body_seconds: float = 30.0
-    idle_seconds: float = 60.0
-    stall_seconds: float = 30.0
-    drain_seconds: float = 30.0
+    queue: Annotated[int, Range(0, 2**20)] = 256
+    most_n: Annotated[int, Range(1, 128)] = 16
+    max_tokens: Annotated[int | None, Range(1)] = None
+    body_bytes: Annotated[int | None, Range(1024)] = None
+    connections: Annotated[int, Range(1, 2**20)] = 1000
+    header_seconds: Annotated[float, Range(0.1, 3600)] = 10.0
+    body_seconds: Annotated[float, Range(0.1, 3600)] = 30.0
+    idle_seconds: Annotated[float, Range(0.1, 86400)] = 60.0
+    stall_seconds: Annotated[float, Range(0.1, 3600)] = 30.0
+    drain_seconds: Annotated[float, Range(0, 86400)] = 30.0
 
     def __post_init__(self) -> None:
-        for name, least, most in _RANGES:
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and least <= value <= most):
-                raise GulliverError(f"{name}={value}: give {least} to {most}")
+        super().__post_init__()
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise GulliverError("the API key is empty or not ASCII: give letters and digits")
 
@@ -96,18 +94,3 @@ class ServerOptions:
                 "port, 0 for any that is free"
             ) from None
         return made
-
-
-_RANGES = (
-    ("port", 0, 65535),
-    ("queue", 0, 2**20),
-    ("most_n", 1, 128),
-    ("max_tokens", 1, 2**31 - 1),
-    ("body_bytes", 1024, 2**31 - 1),
-    ("connections", 1, 2**20),
-    ("header_seconds", 0.1, 3600),
-    ("body_seconds", 0.1, 3600),
-    ("idle_seconds", 0.1, 86400),
-    ("stall_seconds", 0.1, 3600),
-    ("drain_seconds", 0, 86400),
-)

@@ -14,11 +14,12 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 
 from gulliver.errors import GulliverError
+from gulliver.options import AT_LEAST_1, POSITIVE, Options, Range
 from gulliver.serve.http._measured import Measured, Sample
 
 _COMMON = (
@@ -33,7 +34,7 @@ WORDS = _COMMON.split()
 
 
 @dataclass(frozen=True)
-class Load:
+class Load(Options):
     """What is asked of a server.
 
     Attributes:
@@ -55,24 +56,23 @@ class Load:
 
     url: str
     model: str | None = None
-    requests: int = 100
-    rate: float = math.inf
+    requests: Annotated[int, AT_LEAST_1] = 100
+    rate: Annotated[float, Range(0, math.inf, open_below=True)] = math.inf
     prompt_words: tuple[int, int] = (16, 256)
     max_tokens: tuple[int, int] = (16, 128)
     prompts: Sequence[str] = ()
     endpoint: Literal["completions", "chat"] = "completions"
-    temperature: float = 0.0
+    temperature: Annotated[float, Range(0, 100)] = 0.0
     ignore_eos: bool = False
     seed: int = 0
     api_key: str | None = None
-    connections: int = 10_000
-    timeout: float = 120.0
+    connections: Annotated[int, AT_LEAST_1] = 10_000
+    timeout: Annotated[float, POSITIVE] = 120.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.url.startswith(("http://", "https://")):
             raise GulliverError(f"url={self.url!r}: give an address such as http://127.0.0.1:8000")
-        if self.requests < 1 or not self.rate > 0:
-            raise GulliverError("give at least one request, and a rate above 0")
         for name in ("prompt_words", "max_tokens"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:

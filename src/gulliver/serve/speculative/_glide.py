@@ -31,6 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gulliver.options import Options
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Number of the layer, query [B, H, S, D], key, value; returns [B, S, H, D]."""
 Glimpse = Callable[[int, Tensor], Tensor]
@@ -38,7 +40,7 @@ Glimpse = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class GlideConfig:
+class GlideConfig(Options):
     """Sizes of a draft, and what it must know of its target.
 
     Attributes:

@@ -11,8 +11,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Annotated
 
-from gulliver.errors import GulliverError
+from gulliver.options import AT_LEAST_1, Options, Range
 from gulliver.serve._batch import Batch, Runner
 from gulliver.serve._speculation import Draft, Drafter, Wanted
 from gulliver.serve.speculative._cost import Calibration, Choice, Mean, StepCost, best
@@ -26,7 +27,7 @@ LOOKED_AT = 16
 
 
 @dataclass(frozen=True)
-class SpeculationOptions:
+class SpeculationOptions(Options):
     """Limits of what is drafted.
 
     Attributes:
@@ -37,17 +38,10 @@ class SpeculationOptions:
         budget: most guesses of all sequences together; None leaves it to the costs.
     """
 
-    depth: int = 8
-    nodes: int = 15
+    depth: Annotated[int, Range(1, 64)] = 8
+    nodes: Annotated[int, Range(1, 64)] = 15
     fixed: bool = False
-    budget: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("depth", "nodes"):
-            if not 1 <= getattr(self, name) <= 64:
-                raise GulliverError(f"{name}={getattr(self, name)!r}: give 1 to 64")
-        if self.budget is not None and self.budget < 1:
-            raise GulliverError(f"budget={self.budget!r}: give 1 or more, or None")
+    budget: Annotated[int | None, AT_LEAST_1] = None
 
 
 @dataclass

@@ -10,7 +10,7 @@ import tyro
 
 from gulliver.errors import GulliverError
 from gulliver.finetune import DataConfig, check_data
-from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, Range
+from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, Options, Range
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ SpeculateAction = (
 
 
 @dataclass(frozen=True)
-class SpeculateConfig:
+class SpeculateConfig(Options):
     """Trains a draft for a model, and measures what drafts are worth."""
 
     action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[SpeculateAction]] = (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gulliver.checkpoint import read_json
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.video.preparation._samples import take_samples
 from gulliver.video.preparation._table import Table, check_suffix, write_broken
 from gulliver.video.preparation._work import work_on
@@ -196,9 +196,7 @@ def _loaded(folder: Path) -> tuple[Any, _Processor]:
     try:
         import transformers
     except ImportError:
-        raise GulliverError(
-            "--model needs transformers: pip install 'gulliver[transformers]'"
-        ) from None
+        raise missing_extra("--model needs transformers", "transformers") from None
     if not (folder / "config.json").is_file():
         raise GulliverError(f"--model {folder} is no folder with a config.json")
     names = read_json(folder / "config.json").get("architectures") or ["none"]

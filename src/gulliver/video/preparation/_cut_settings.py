@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gulliver.options import POSITIVE, Range
+from gulliver.options import POSITIVE, Options, Range
 
 THRESHOLDS = {"adaptive": 3.0, "content": 27.0}
 """Thresholds of the detectors where none is given: those of PySceneDetect."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutSettings:
+class CutSettings(Options):
     """How scenes are found, and how their clips are written."""
 
     detector: Literal["adaptive", "content", "none"] = "adaptive"

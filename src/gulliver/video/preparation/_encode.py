@@ -45,7 +45,7 @@ from gulliver.errors import GulliverError
 from gulliver.io import atomic_file, hold, named_errors, remove_leftovers
 from gulliver.jobs import Display, StopRequest, console
 from gulliver.models import Autoencoder
-from gulliver.options import check_options, size_text
+from gulliver.options import size_text
 from gulliver.video._batches import OF_NO_SAMPLE
 from gulliver.video._config import DataConfig
 from gulliver.video._encode_config import EncodeConfig
@@ -136,7 +136,6 @@ def check_encode(config: EncodeConfig) -> EncodeConfig:
     Raises:
         GulliverError: naming what is missing, or too much.
     """
-    check_options(config)
     if bool(config.shapes) == (config.buckets is not None):
         raise GulliverError(
             "name either --shapes, such as 17x64x64, or --buckets FILE: the shapes of the clips"

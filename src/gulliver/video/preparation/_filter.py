@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.video.preparation._table import TEXTS, Table, check_suffix, without_nan
 from gulliver.video.preparation._work import held_table
 
@@ -270,7 +270,7 @@ def _duckdb() -> Any:
     try:
         import duckdb
     except ImportError:
-        raise GulliverError("filtering needs DuckDB: pip install 'gulliver[data]'") from None
+        raise missing_extra("filtering needs DuckDB", "data") from None
     return duckdb
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gulliver.data import Frame, upright_frames
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, missing_extra
 from gulliver.video.preparation._cut_settings import THRESHOLDS, CutSettings
 from gulliver.video.preparation._packets import read_packets
 
@@ -171,9 +171,7 @@ def _made(settings: CutSettings) -> Any:
     try:
         from scenedetect import AdaptiveDetector, ContentDetector
     except ImportError:
-        raise GulliverError(
-            "finding scenes needs PySceneDetect: pip install 'gulliver[data]'"
-        ) from None
+        raise missing_extra("finding scenes needs PySceneDetect", "data") from None
     threshold = settings.threshold or THRESHOLDS[settings.detector]
     if settings.detector == "content":
         return ContentDetector(threshold, min_scene_len=0)

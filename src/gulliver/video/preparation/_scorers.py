@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gulliver.errors import GulliverError
+from gulliver.errors import missing_extra
 from gulliver.video.preparation._samples import MOMENTS, Samples, averaged
 
 HASH_SIDE = 32
@@ -124,7 +124,7 @@ def _cv2() -> Any:
     try:
         import cv2
     except ImportError:
-        raise GulliverError("text_share needs OpenCV: pip install 'gulliver[data]'") from None
+        raise missing_extra("text_share needs OpenCV", "data") from None
     return cv2
 
 

@@ -19,7 +19,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.io import atomic_file, named_errors, write_text
 
 WHOLE = ("num_frames", "height", "width", "resolution")
@@ -44,7 +44,7 @@ def arrow() -> Any:
         import pyarrow
         import pyarrow.compute
     except ImportError:
-        raise GulliverError("tables need pyarrow: pip install 'gulliver[data]'") from None
+        raise missing_extra("tables need pyarrow", "data") from None
     return pyarrow
 
 
@@ -210,7 +210,8 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 def check_suffix(path: Path) -> None:
-    """Refuses a name that is neither of Parquet nor of CSV."""
+    """Refuses a name that is neither of Parquet nor of CSV, or any where PyArrow is missing."""
+    arrow()
     if path.suffix not in (".parquet", ".csv"):
         raise GulliverError(f"table {path.name} must end in .parquet or .csv")
 
