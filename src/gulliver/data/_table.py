@@ -10,7 +10,7 @@ import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -221,6 +221,27 @@ class ClipTable:
     def misstated(self) -> list[tuple[str, str]]:
         """Name of each file that was used and is otherwise than it was said to be, and how."""
         return [(self.rows[index].name, told) for index, told in self._misstated.items()]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the usable rows in their order, which saved positions depend on."""
+        digest = hashlib.blake2b(digest_size=8)
+        for row in self.rows:
+            # Not the path, which changes when the folder is moved, nor the bucket, which follows.
+            digest.update(repr((row.name, row.text, astuple(row.probe))).encode())
+        return digest.hexdigest()
+
+    def check_rows(self, fingerprint: str) -> None:
+        """Refuses to resume with rows other than those that a saved position counts.
+
+        Raises:
+            GulliverError: rows were added, removed, replaced or reordered.
+        """
+        if fingerprint != self.fingerprint:
+            raise GulliverError(
+                f"the rows of {self.table} are no longer those that the run was started with: "
+                "put them back in their old order, or begin another run with another --out"
+            )
 
     def bucket_of(self, index: int) -> Bucket | None:
         """The bucket of a usable row in the first epoch; None where it is left out of it."""

@@ -393,10 +393,12 @@ class Trainer:
         self.saved_step = self.step_number
         if self.world.is_main:  # tuning may have cut the chunks anew since
             self.booster.plan.save(self.run.folder / "plan.yaml")
+        rows = self.maker.dataset
         run = {
             "step": self.step_number,
             "ema_updates": self.average.updates,
             "sampler": self.sampler_state,
+            "rows": rows.fingerprint if isinstance(rows, ClipTable) else None,
             "config": resolved(self.config),
         }
         self.booster.save(
@@ -433,6 +435,9 @@ class Trainer:
         if ema.mismatches.get("ema", Mismatch()).missing:
             raise GulliverError(f"{folder} holds the average of another model: {ema}")
         state = loaded.values["run"]
+        rows = self.maker.dataset
+        if isinstance(rows, ClipTable) and "rows" in state:  # older checkpoints have none
+            rows.check_rows(state["rows"])
         self.average.updates = state["ema_updates"]
         self.sampler.load_state_dict(state["sampler"])
         self.sampler_state = state["sampler"]
