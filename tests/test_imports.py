@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).parent.parent / "src"
-LINES = 500
+LINES = 600
 
 
 class Import(NamedTuple):
