@@ -133,7 +133,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
     """Why it cannot step now; empty where it can."""
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-        # Without super().__init__: groups and state are the inner optimizer's.
         self.inner, self.names = inner, dict(names)
         stepped = (p for group in inner.param_groups for p in group["params"])
         self._frozen = [p for p in stepped if p not in self.names]
@@ -208,8 +207,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if all(m._modules == found and len(m._parameters) == n for m, found, n in self._tree):
             return
         for name, parameter in self._tree[0][0].named_parameters():
-            known = parameter in self._known or "_boosted" in vars(parameter)
-            if parameter.requires_grad and not known:
+            boosted = "_boosted" in vars(parameter)
+            if parameter.requires_grad and not boosted and parameter not in self._known:
                 raise GulliverError(f"parameter {name!r} was put in after boost: do that before")
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
