@@ -133,7 +133,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
     """Why it cannot step now; empty where it can."""
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-        # Without super().__init__: groups and state are the inner optimizer's.
         self.inner, self.names = inner, dict(names)
         add_writer(inner)
         stepped = (p for group in inner.param_groups for p in group["params"])
@@ -206,16 +205,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._tree = [(m, dict(m._modules), len(m._parameters)) for m in model.modules()]
 
     def _check_added(self) -> None:
-        """Refuses parameters that were put into the model after boost."""
         if all(m._modules == found and len(m._parameters) == n for m, found, n in self._tree):
             return
         for name, parameter in self._tree[0][0].named_parameters():
-            trained = parameter in self._known or vars(parameter).get("_boosted")
-            if parameter.requires_grad and not trained:
-                raise GulliverError(
-                    f"parameter {name!r} was put into the model after boost, and is not trained: "
-                    "change the model before boost, or freeze it (requires_grad_(False))"
-                )
+            boosted = "_boosted" in vars(parameter)
+            if parameter.requires_grad and not boosted and parameter not in self._known:
+                raise GulliverError(f"parameter {name!r} was put in after boost: do that before")
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Takes one step of the inner optimizer.
