@@ -159,7 +159,8 @@ def flash(run: GpuRun) -> None:
     dtype = torch.float32 if run.dry else torch.bfloat16
     q, k, v, grad = torch.randn(4, 1, heads, length, dim, device=run.device, dtype=dtype)
     exact = [t.double().requires_grad_() for t in (q, k, v)]
-    want = F.scaled_dot_product_attention(*exact, is_causal=True)
+    query, key, value = exact
+    want = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     wanted = [want, *torch.autograd.grad(want, exact, grad.double())]
     for name in names:
         reason = KERNELS[name].lacks(asked_of(q, v, "causal"))
@@ -193,7 +194,8 @@ def llama(run: GpuRun, width: int, layers: int) -> Any:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return transformers.LlamaForCausalLM(config).eval().to(run.device)
+    model: Any = transformers.LlamaForCausalLM(config)
+    return model.eval().to(run.device)
 
 
 def serving(run: GpuRun) -> None:

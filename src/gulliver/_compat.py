@@ -286,21 +286,25 @@ def saving_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return autograd._top_saved_tensors_default_hooks(False)
 
 
+def _functorch() -> Any:
+    return torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform of `torch.func` is active."""
+    return _functorch().peek_interpreter_stack() is not None
 
 
 def untransformed(tensor: Tensor) -> Tensor:
     """The tensor that transforms of `torch.func` have wrapped."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while _functorch().is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch().get_unwrapped(tensor)
     return tensor
 
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
-    """Runs a block outside of the transforms of `torch.func` that are under way, if any."""
+    """Runs a block outside of the active transforms of `torch.func`, if any."""
     if not is_transformed():
         yield
         return
@@ -312,7 +316,8 @@ def outside_transforms() -> Iterator[None]:
 
 def can_hook_saving() -> bool:
     """Whether hooks on what autograd saves may be set: transforms of `torch.func` forbid them."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    return autograd._saved_tensors_hooks_is_enabled()
 
 
 def saving_is_hooked() -> bool:

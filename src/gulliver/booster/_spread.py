@@ -91,7 +91,7 @@ def begin_folder(
     return begin_huggingface(leaves, folder, dtypes, aliases, memory_limit=limit, **options)
 
 
-def _of_all(mine: dict[str, Any]) -> dict[str, Any]:
+def _of_all(mine: dict[Any, Any]) -> dict[Any, Any]:
     """What any rank has, by name; every rank calls it."""
     return {name: value for found in gather_objects(mine) for name, value in found.items()}
 

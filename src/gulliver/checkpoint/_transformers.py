@@ -72,7 +72,7 @@ def float_config(folder: Path | str) -> Any:
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
         stored = stored if isinstance(stored, Mapping) else stored.to_dict()

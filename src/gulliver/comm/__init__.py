@@ -13,6 +13,7 @@ from gulliver.comm._choice import (
 from gulliver.comm._collectives import (
     Group,
     Handle,
+    Op,
     all_gather,
     all_reduce,
     any_rank,
@@ -69,6 +70,7 @@ __all__ = [
     "Group",
     "Handle",
     "Messages",
+    "Op",
     "PackedTensors",
     "Purpose",
     "RankGroup",

@@ -107,10 +107,9 @@ def fluid_bound_by_lp(
         # A job without work ends when it is released, and takes no slot from others.
         some = np.flatnonzero(amount)
         at_once = float(np.sum(np.asarray(releases, float)[amount == 0]))
-        rest = [float(releases[job]) for job in some]
-        return max(
-            quick, at_once + fluid_bound_by_lp(amount[some], rates[some], rest, slots, intervals)
-        )
+        rest = [float(releases[int(job)]) for job in some]
+        left = amount[some].tolist()
+        return max(quick, at_once + fluid_bound_by_lp(left, rates[some], rest, slots, intervals))
     if not len(work):
         return 0.0
     try:

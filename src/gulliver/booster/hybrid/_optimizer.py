@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster.hybrid._transformers import gathered_logits
-from gulliver.comm import ALONE, all_reduce, gather_objects
+from gulliver.comm import ALONE, Op, all_reduce, gather_objects
 from gulliver.errors import GulliverError
 from gulliver.memory import Region, region_of
 from gulliver.parallel import ZeroOptimizer, persistent_buffers
@@ -197,7 +197,7 @@ class HybridOptimizer(ZeroOptimizer):
         trained = [name for name in self._counted if name in self._copies]
         self.pipeline_stage.sum_tied(_Opened(trained, self._reducer.open_gradient))
 
-    def _over_ranks(self, total: Tensor, operation: str) -> Tensor:
+    def _over_ranks(self, total: Tensor, operation: Op) -> Tensor:
         total = super()._over_ranks(total, operation)
         if self.mesh.shards.size > 1:
             all_reduce(total, operation, self.mesh.shards.process_group)

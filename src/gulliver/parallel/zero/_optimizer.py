@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gulliver._compat import step_hooks
-from gulliver.comm import Group, all_gather, all_reduce, current_world
+from gulliver.comm import Group, Op, all_gather, all_reduce, current_world
 from gulliver.errors import GulliverError
 from gulliver.memory import ByteCounter, Manager, before_write
 from gulliver.parallel._optimizer import BoostedOptimizer, Leaf, Saved, State
@@ -378,7 +378,7 @@ class ZeroOptimizer(BoostedOptimizer):
         total = self._over_ranks(total, "sum" if kind == 2 else "max")
         return total.sqrt() if kind == 2 else total
 
-    def _over_ranks(self, total: Tensor, operation: str) -> Tensor:
+    def _over_ranks(self, total: Tensor, operation: Op) -> Tensor:
         """Reduces a number over the ranks that have shards of the gradient."""
         if self.shards.parts > 1:
             all_reduce(total, operation, self.group)
