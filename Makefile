@@ -5,7 +5,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What the extension is built from: it is built anew when one of them changes.
 NATIVE := CMakeLists.txt $(wildcard native/*.*)
-DOCS_STAMP := $(VENV)/.installed-docs
 # An installation without extras and without the native extensions.
 PLAIN := .venv-plain
 # Test files side by side; what is done takes from what is not. One process of pytest more than there
@@ -22,10 +21,6 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[all]'
-	touch $@
-
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 demo: $(STAMP)
@@ -60,7 +55,7 @@ bench: $(STAMP)
 parity: $(STAMP)
 	$(BIN)/python -m tests.parity docs/parity.md
 
-docs: $(DOCS_STAMP)
+docs: $(STAMP)
 	$(BIN)/python -m benchmarks._index docs/benchmarks.md
 	$(BIN)/mkdocs build --strict
 
