@@ -7,12 +7,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gulliver.serve import Batch, Facts
+from gulliver.serve._filling import Filling, is_quantised
+from gulliver.serve._source import Source, build_on_meta
 from tests.family_models import config_of
 
 VOCABULARY = 67
@@ -150,3 +153,11 @@ class Slots:
 
     def close(self) -> None:
         self.kept.clear()
+
+
+def filled(folder: Path, quantize: str | None = None) -> Any:
+    """The float32 model of a folder that may lack a tokenizer."""
+    model = build_on_meta(folder, torch.float32)
+    with Source(folder, model) as source:
+        Filling(model, source, quantize, is_quantised(folder)).fill_all()
+    return model

@@ -13,12 +13,11 @@ import torch.distributed as dist
 
 from gulliver.comm import World
 from gulliver.serve import Batch, Engine, EngineOptions, SamplingParameters
-from gulliver.serve._load import filled
 from gulliver.serve._ways import Ways
 from gulliver.serve.ranks import RanksRunner, plan_ranks
 from gulliver.serve.ranks._serving import serve
 from gulliver.serve.speculative import LookUp, SmallModel, SpeculationOptions, Speculator
-from tests.serving_models import Recording, one_by_one, prompts, tiny
+from tests.serving_models import Recording, filled, one_by_one, prompts, tiny
 
 SECRET = b"of these tests"
 COUNT = 8
@@ -125,7 +124,7 @@ def _control(address: str, case: Case, layout: Any, options: EngineOptions | Non
         where = Path(address).parent / case.drafts
         proposer = LookUp()
         if where.is_dir():
-            proposer = SmallModel(filled(where, torch.float32, None), cache_tokens=256)
+            proposer = SmallModel(filled(where), cache_tokens=256)
         drafter = Speculator(proposer, SpeculationOptions(depth=3, fixed=True))
     engine = Engine(runner, None, options or EngineOptions(24, 4, True), (), drafter)
     asked = SamplingParameters(max_tokens=COUNT, temperature=0)

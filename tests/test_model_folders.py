@@ -35,8 +35,19 @@ SEEDS = 20
 BLOCK = 16
 VISION = {
     "swin": {"image_size": 32, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2]},
-    "vit": {"image_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16},
-    "clip_vision_model": {"image_size": 32, "hidden_size": 16, "num_hidden_layers": 1},
+    "vit": {
+        "image_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    },
+    "clip_vision_model": {
+        "image_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    },
 }
 CAUSAL = ("gpt_neox", "gpt2", "bloom", "llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 
@@ -45,7 +56,7 @@ CAUSAL = ("gpt_neox", "gpt2", "bloom", "llama", "mixtral", "qwen2_moe", "qwen3_m
 def made(kind: str) -> Any:
     """A tiny random model; those of vision have no logits."""
     if kind in VISION:
-        config = transformers.CONFIG_MAPPING[kind](num_attention_heads=2, **VISION[kind])
+        config = transformers.CONFIG_MAPPING[kind](**VISION[kind])
         model = transformers.AutoModel.from_config(config)
     else:
         model = transformers.AutoModelForCausalLM.from_config(config_of("causal", kind))

@@ -15,12 +15,12 @@ from gulliver.precision.int8 import from_int8
 from gulliver.quantize import save_quantized
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
 from gulliver.serve._experts import QuantizedExperts
-from gulliver.serve._load import filled, load_text
+from gulliver.serve._load import load_text
 from gulliver.serve._offload import choose_depth
 from gulliver.serve._source import Source, build_on_meta
 from gulliver.serve._streamed import load_streamed
 from gulliver.serve._ways import Ways
-from tests.serving_models import one_by_one, prompts, tiny
+from tests.serving_models import filled, one_by_one, prompts, tiny
 
 COUNT = 8
 CACHE = 128
@@ -81,7 +81,7 @@ def test_streamed_weights_give_the_tokens_of_transformers_within_the_limit(
 @pytest.mark.parametrize("kind", KINDS)
 def test_streamed_int8_weights_are_those_that_stay(kind: str, tmp_path: Path) -> None:
     folder = saved(kind, tmp_path)
-    model = filled(folder, torch.float32, "int8_dynamic")
+    model = filled(folder, "int8_dynamic")
     assert any(isinstance(m, QuantizedExperts) for m in model.modules()) == (kind == "mixtral")
     whole = LocalRunner(model, cache_tokens=CACHE, block_size=4)
     runner, streamed, limit = limited(folder, "int8_dynamic", 1.5)
@@ -92,7 +92,7 @@ def test_streamed_int8_weights_are_those_that_stay(kind: str, tmp_path: Path) ->
 
 
 def test_a_quantised_folder_is_streamed(tmp_path: Path) -> None:
-    model = filled(saved("llama", tmp_path / "float"), torch.float32, None)
+    model = filled(saved("llama", tmp_path / "float"))
     from gulliver import replace_module
 
     quantised = replace_module(model, "int8")
@@ -105,7 +105,7 @@ def test_a_quantised_folder_is_streamed(tmp_path: Path) -> None:
 
 
 def test_int8_experts_compute_with_the_weights_that_their_values_stand_for(tmp_path: Path) -> None:
-    quantised = filled(saved("mixtral", tmp_path), torch.float32, "int8")
+    quantised = filled(saved("mixtral", tmp_path), "int8")
     mine: Any = quantised.get_submodule("model.layers.1.mlp.experts")
     theirs: Any = copy.deepcopy(tiny("mixtral").get_submodule("model.layers.1.mlp.experts"))
     with torch.no_grad():

@@ -28,13 +28,12 @@ from gulliver.serve import (
     SamplingParameters,
     Span,
 )
-from gulliver.serve._load import filled
 from gulliver.serve._ways import Ways
 from gulliver.serve.ranks import Layout, RanksRunner, Told, depth_of, plan_ranks, work
 from gulliver.serve.ranks._runner import Seen
 from gulliver.serve.ranks._stage import Sizes
 from tests.pool import Pool
-from tests.serving_models import Slots, next_token, prompts, tiny
+from tests.serving_models import Slots, filled, next_token, prompts, tiny
 from tests.serving_ranks import COUNT, Case, answers, reference, save, texts
 
 CLOSE = 1e-5
@@ -91,7 +90,7 @@ def test_every_family_is_exact_over_ranks_or_refused(
 
 def in_one_process(folder: Path, quantize: str | None) -> list[list[int]]:
     """Greedy answers of a folder's model without ranks."""
-    runner = LocalRunner(filled(folder, torch.float32, quantize), cache_tokens=512)
+    runner = LocalRunner(filled(folder, quantize), cache_tokens=512)
     engine = Engine(runner, options=EngineOptions(24, 4, True))
     asked = SamplingParameters(max_tokens=COUNT, temperature=0)
     made: dict[int, list[int]] = {engine.add(text, asked): [] for text in texts()}
@@ -107,7 +106,7 @@ def test_int8_and_streamed_weights_over_ranks_are_those_of_one_process(
     pool: Pool, tmp_path: Path
 ) -> None:
     save(tmp_path, ["llama", "mixtral"])
-    model = replace_module(filled(tmp_path / "llama", torch.float32, None), "int8")
+    model = replace_module(filled(tmp_path / "llama"), "int8")
     save_quantized(model, tmp_path / "quantised")
     cases = (
         Case("llama", 2, 1, quantize="int8_dynamic"),
