@@ -94,6 +94,7 @@ class ModelWeights(Weights):
         computed: slabs by name: the first element, one past the last, and what computes them under
             which name.
         infos: dtypes and shapes by name.
+        scaled: names in the files, by name, of tensors that are computed of them and their scales.
     """
 
     def __init__(
@@ -102,10 +103,16 @@ class ModelWeights(Weights):
         straight: dict[str, str],
         computed: dict[str, _Slabs],
         infos: dict[str, TensorInfo],
+        scaled: dict[str, str],
     ) -> None:
         self.path, self.files, self.infos = base.path, base.files, infos
         self.straight, self._computed, self._base = straight, computed, base
+        self._scaled = scaled
         self._last: tuple[_Compute, dict[str, Tensor]] | None = None
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return self.straight | self._scaled
 
     def add_alias(self, name: str, kept: str) -> None:
         super().add_alias(name, kept)
@@ -158,6 +165,7 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
     straight: dict[str, str] = {}
     computed: dict[str, _Slabs] = {}
     infos: dict[str, TensorInfo] = {}
+    scaled: dict[str, str] = {}
 
     def info_of(source: str) -> TensorInfo:
         known = weights.infos[source]
@@ -174,6 +182,7 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
     def add(name: str, source: str) -> None:
         infos[name] = info_of(source)
         if source in scales:
+            scaled[name] = source
             computed[name] = [(0, infos[name].numel, name, lambda: {name: tensor(source)})]
         else:
             straight[name] = source
@@ -199,7 +208,7 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
         for name, value in made.items():
             infos[name] = TensorInfo(value.dtype, tuple(value.shape))
             computed[name] = slabs or [(0, value.numel(), name, compute)]
-    return ModelWeights(weights, straight, computed, infos)
+    return ModelWeights(weights, straight, computed, infos, scaled)
 
 
 def _renamed(kept: list[str], model: Any, names: set[str]) -> list[tuple[str, str, str, Any]]:
