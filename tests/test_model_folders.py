@@ -23,7 +23,7 @@ from gulliver.checkpoint import (
     read_weights,
 )
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, Region
+from gulliver.memory import Part, Region, region_of, set_region
 from gulliver.quantize import stream_quantized
 from gulliver.serve import SamplingParameters
 from tests.family_models import config_of
@@ -220,6 +220,31 @@ def test_a_closed_model_does_not_answer(fp8: tuple[Path, Path]) -> None:
         next(stream)
     with pytest.raises(GulliverError, match="closed"):
         llm.generate(PROMPTS[0])
+
+
+def test_a_tensor_is_split_by_the_shapes_of_whole_parameters(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    words = {"vocab_size": 64, "additional_vocab_size": 8}
+    config = transformers.CONFIG_MAPPING["molmo2_text"](**sizes, **heads, **words)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    wanted = transformers.AutoModel.from_pretrained(tmp_path).state_dict()
+    with open_weights(tmp_path) as weights:
+        assert "layers.0.self_attn.att_proj.weight" in weights.infos
+    model = transformers.AutoModel.from_config(config)
+    names = list(model.state_dict())
+    del model.layers[0]  # as where another stage has it
+    model.layers = nn.ModuleDict({"1": model.layers[0]})
+    attention = model.layers["1"].self_attn
+    for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
+        rows, columns = layer.weight.shape
+        layer.weight = nn.Parameter(torch.empty(rows // 2, columns))
+        set_region(layer.weight, Region((rows, columns), 0, ((rows // 2, rows),)))
+    load_huggingface(model, tmp_path, elsewhere=names)
+    for name, value in model.state_dict(keep_vars=True).items():
+        region = region_of(value)
+        right = wanted[name] if region is None else wanted[name][value.shape[0] :]
+        assert torch.equal(value, right), name
 
 
 @pytest.mark.parametrize("temperature", [1e-37, 1e-40, 5e-324])

@@ -1,4 +1,4 @@
-"""Boosted models are filled from folders whose files have other tensors, with transformers' values."""
+"""Boosted models get transformers' values from folders whose files have other tensors."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from gulliver.checkpoint._files import read_json
 from gulliver.checkpoint._regions import Place, copy_bytes, overlap, place_of
 from gulliver.checkpoint._weights import FileWeights, TensorInfo, Weights, open_weights
 from gulliver.errors import GulliverError
-from gulliver.memory import Part
+from gulliver.memory import Part, whole_shape
 
 SCALED = "_scale_inv"
 """Ending of the name of an FP8 tensor's scales."""
@@ -199,7 +199,10 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
             p: [torch.empty(info_of(s).shape, dtype=info_of(s).dtype, device="meta") for s in found]
             for p, found in sources.items()
         }
-        made = _convert(converter, first, model, shapes)
+        try:
+            made = _convert(converter, first, model, shapes)
+        except AttributeError:  # a parameter of another stage, whose shape is not known here
+            continue
         slabs = _slabs(converter, sources, info_of, tensor) if len(made) == 1 else None
 
         def compute(c: Any = converter, f: str = first, s: Any = sources) -> dict[str, Tensor]:
@@ -251,8 +254,21 @@ def _convert(
 ) -> dict[str, Tensor]:
     one = deepcopy(converter)
     one.collected_tensors.update(tensors)
-    made = one.convert(first, model=model, config=model.config)
+    made = one.convert(first, model=_WholeShapes(model), config=model.config)
     return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
+
+
+class _WholeShapes:
+    """Gives conversions the shapes of whole parameters, of which a model may have regions."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty(whole_shape(self._model.get_parameter(name)), device="meta")
 
 
 def _slabs(
