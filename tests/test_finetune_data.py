@@ -362,6 +362,18 @@ def test_a_template_that_is_missing_is_refused_and_can_be_given(tmp_path: Path) 
         load_tokenizer(folder, tmp_path / "none")
 
 
+def test_a_greeting_is_read_and_not_learnt(tmp_path: Path) -> None:
+    greeting = {"role": "assistant", "content": "good day!"}
+    path = written(tmp_path, [{"messages": [greeting, *CHAT]}])
+    tokenizer = tokenizer_of(template=PLAIN)
+    data, _ = read(path, tokenizer)
+    assert not data.bad
+    assert learnt_text(tokenizer, data.train[0]) == "forty-two!<|end|>sleeps.<|end|>"
+    assert "good day!" in tokenizer.decode(data.train[0].ids)
+    everything, _ = read(path, tokenizer, answers_only="no")
+    assert everything.train[0].learnt == len(everything.train[0]) - 1
+
+
 def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path: Path) -> None:
     strange = [{"role": "system", "content": "a"}, *CHAT]
     path = written(tmp_path, [{"messages": CHAT}, {"messages": strange}])

@@ -13,17 +13,21 @@ from unittest.mock import patch
 import pytest
 import torch
 from benchmarks._finetune_worker import LEAST, at_least
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from gulliver.booster import _limited
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.finetune import FinetuneConfig, check_finetune, finetune, make_example
+from gulliver.finetune._base import Base
 from gulliver.finetune._finetune import Finetuner
 from gulliver.finetune._run import Run
 from gulliver.finetune._step import Learner
+from tests.family_models import config_of
 from tests.finetune_killed import POINTS
 from tests.finetune_runs import STEPS, losses, plain_loop, run_in_world, saved_tensors, small
+from tests.model_folders import with_scales
 from tests.pool import Pool
 from tests.programs import module, run_program
 
@@ -154,8 +158,6 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
 def test_an_adapter_loads_in_peft_and_its_merged_model_is_the_same(
     tmp_path: Path, example: Example
 ) -> None:
-    from peft import PeftModel
-
     config = small(example, tmp_path / "run", method="lora", merge=True, learning_rate=1e-2)
     outcome = finetune(config)
     assert outcome.finished
@@ -347,3 +349,79 @@ def test_steps_of_a_run_are_those_of_its_options(tmp_path: Path, example: Exampl
     assert outcome.step == len(losses(log)) > STEPS
     epoch = sum(line["items"] for line in log if "items" in line) // 2
     assert epoch == json.loads((config.out / "config.json").read_text())["data"]["learnt"]
+
+
+FOLDERS = ("gpt_neox", "mixtral", "fp8")
+
+
+def _in_other_names(example: Example, root: Path, kind: str) -> tuple[Path, Path]:
+    """A folder whose files have other tensors than the model, and one of the same values."""
+    tokenizer = AutoTokenizer.from_pretrained(example[0])
+    family = "llama" if kind == "fp8" else kind
+    config = config_of("causal", family, vocab_size=len(tokenizer), max_position_embeddings=128)
+    config.initializer_range, config.num_hidden_layers = 0.2, 2
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    folder, exact = root / "folder", root / "exact"
+    if kind == "fp8":
+        with_scales(model, folder, exact)
+    else:
+        model.save_pretrained(folder)
+        model.save_pretrained(exact)
+    for path in (folder, exact):
+        tokenizer.save_pretrained(path)
+    return folder, exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_model_is_loaded_as_transformers_does_with_and_without_a_limit(
+    tmp_path: Path, example: Example, kind: str, dtype: torch.dtype
+) -> None:
+    folder, exact = _in_other_names(example, tmp_path, kind)
+    wanted = AutoModelForCausalLM.from_pretrained(exact, dtype=dtype).state_dict()
+    assert Base(folder).dtype == torch.float32
+    for scratch, alone in ((None, True), (tmp_path, True), (tmp_path, False)):
+        found = Base(folder).load(dtype, torch.device("cpu"), scratch, alone).state_dict()
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert found[name].dtype == value.dtype
+            assert torch.equal(found[name], value), (name, scratch, alone)
+
+
+@pytest.mark.deadline(240)
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind", ["gpt_neox", "fp8", pytest.param("mixtral", marks=pytest.mark.full)]
+)
+def test_folders_in_other_names_are_trained_and_written_as_those_of_their_values(
+    tmp_path: Path, example: Example, kind: str, method: str
+) -> None:
+    folder, exact = _in_other_names(example, tmp_path, kind)
+    rows = example[1].read_text().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text("".join(rows[:16]))
+    limit = {"memory": "200MiB", "disk": f"{tmp_path}:1GiB"}
+    ways = [(exact, {}), (folder, {}), (folder, limit)]
+    results = []
+    for number, (model, way) in enumerate(ways):
+        config = small(
+            (model, tmp_path / "rows.jsonl"), tmp_path / str(number), **way, steps=1, samples=0
+        )
+        merge = method == "lora"
+        finetune(replace(config, method=method, merge=merge, learning_rate=1e-2, result="last"))
+        written = json.loads((config.out / "model" / "config.json").read_text())
+        assert "quantization_config" not in written
+        results.append((_weights(config.out / "model"), losses(Run(config.out).log.read())))
+    before = _weights(exact)
+    assert any(not torch.equal(value, before[name]) for name, value in results[0][0].items())
+    for weights, loss in results[1:]:
+        assert loss == results[0][1]
+        for name, value in results[0][0].items():
+            assert torch.equal(weights[name], value), name
+    if method == "lora":
+        plain = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)
+        merged = PeftModel.from_pretrained(
+            plain, str(tmp_path / "1" / "adapter")
+        ).merge_and_unload()
+        for name, value in merged.state_dict().items():
+            torch.testing.assert_close(results[1][0][name], value, rtol=1e-5, atol=1e-6)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gulliver
@@ -23,16 +23,16 @@ from gulliver.checkpoint import (
     read_weights,
 )
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, Region
+from gulliver.memory import Part, Region, region_of, set_region
 from gulliver.quantize import stream_quantized
 from gulliver.serve import SamplingParameters
 from tests.family_models import config_of
+from tests.model_folders import with_scales
 from tests.texts import tokenizer_of
 
 transformers = pytest.importorskip("transformers")
 
 SEEDS = 20
-BLOCK = 16
 VISION = {
     "swin": {"image_size": 32, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2]},
     "vit": {
@@ -116,35 +116,6 @@ def test_any_region_of_a_converted_tensor_is_that_of_the_whole(kind: str, tmp_pa
             assert torch.equal(value, whole.narrow(dim, low, high - low)), (name, dim, low, high)
 
 
-def with_scales(model: Any, folder: Path, exact: Path) -> None:
-    """Writes a model in block-scaled FP8, and in another folder the values it stands for."""
-    model.save_pretrained(folder)
-    model.save_pretrained(exact)
-    for path in (folder, exact):
-        tokenizer_of().save_pretrained(path)
-    plain, scaled = load_file(folder / "model.safetensors"), {}
-    for name, value in list(plain.items()):
-        if ".layers." not in name or value.dim() != 2:
-            continue
-        rows, columns = value.shape
-        high, wide = -(-rows // BLOCK), -(-columns // BLOCK)
-        padded = torch.zeros(high * BLOCK, wide * BLOCK)
-        padded[:rows, :columns] = value
-        blocks = padded.view(high, BLOCK, wide, BLOCK)
-        scale = blocks.abs().amax((1, 3)) / 448
-        held = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-        plain[name] = (held.float() * scale[:, None, :, None]).view_as(padded)[:rows, :columns]
-        plain[name] = plain[name].contiguous()
-        scaled[name] = held.view(padded.shape)[:rows, :columns].contiguous()
-        scaled[f"{name}_scale_inv"] = scale
-    save_file(plain, exact / "model.safetensors", {"format": "pt"})
-    save_file(plain | scaled, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    block = [BLOCK, BLOCK]
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": block}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def served(kind: str = "llama", **more: Any) -> Any:
     config = config_of("causal", kind, vocab_size=len(tokenizer_of()), **more)
     config.initializer_range = 0.2
@@ -156,6 +127,8 @@ def served(kind: str = "llama", **more: Any) -> Any:
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("fp8")
     with_scales(served(), root / "fp8", root / "exact")
+    for name in ("fp8", "exact"):
+        tokenizer_of().save_pretrained(root / name)
     return root / "fp8", root / "exact"
 
 
@@ -247,6 +220,31 @@ def test_a_closed_model_does_not_answer(fp8: tuple[Path, Path]) -> None:
         next(stream)
     with pytest.raises(GulliverError, match="closed"):
         llm.generate(PROMPTS[0])
+
+
+def test_a_tensor_is_split_by_the_shapes_of_whole_parameters(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    words = {"vocab_size": 64, "additional_vocab_size": 8}
+    config = transformers.CONFIG_MAPPING["molmo2_text"](**sizes, **heads, **words)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    wanted = transformers.AutoModel.from_pretrained(tmp_path).state_dict()
+    with open_weights(tmp_path) as weights:
+        assert "layers.0.self_attn.att_proj.weight" in weights.infos
+    model = transformers.AutoModel.from_config(config)
+    names = list(model.state_dict())
+    del model.layers[0]  # as where another stage has it
+    model.layers = nn.ModuleDict({"1": model.layers[0]})
+    attention = model.layers["1"].self_attn
+    for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
+        rows, columns = layer.weight.shape
+        layer.weight = nn.Parameter(torch.empty(rows // 2, columns))
+        set_region(layer.weight, Region((rows, columns), 0, ((rows // 2, rows),)))
+    load_huggingface(model, tmp_path, elsewhere=names)
+    for name, value in model.state_dict(keep_vars=True).items():
+        region = region_of(value)
+        right = wanted[name] if region is None else wanted[name][value.shape[0] :]
+        assert torch.equal(value, right), name
 
 
 @pytest.mark.parametrize("temperature", [1e-37, 1e-40, 5e-324])

@@ -304,6 +304,41 @@ def test_models_health_metrics_and_unknown_paths(server: Any, client: Any, http:
         assert "/v1/chat/completions" in answer.json()["error"]["message"]
 
 
+def offsets_of(tokenizer: Any, ids: list[int], before: int) -> list[int]:
+    """Whole characters before each token: bytes of one that is not whole yet do not count."""
+    found = [before]
+    for count in range(1, len(ids)):
+        text = tokenizer.decode(ids[:count], skip_special_tokens=True)
+        found.append(found[-1] if text.endswith("\ufffd") else before + len(text))
+    return found
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_count_characters_of_the_text(client: Any, llm: LLM, echo: bool) -> None:
+    tokenizer: Any = llm.tokenizer
+    letters = {
+        str(t): 100 for one in "漢é" for t in tokenizer.encode(one, add_special_tokens=False)
+    }
+    assert len(letters) == 5, "each byte is a token"
+    prompt, texts = "字 is", ""
+    for seed in range(10):
+        choice = client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=24,
+            seed=seed,
+            logprobs=1,
+            echo=echo,
+            logit_bias=letters,
+            **IDS,
+        ).choices[0]
+        wanted = offsets_of(tokenizer, choice.token_ids, len(prompt) if echo else 0)
+        assert choice.logprobs.text_offset == wanted
+        assert len(set(wanted)) < len(wanted), "some tokens are parts of characters"
+        texts += choice.text
+    assert set("漢é") & set(texts)
+
+
 def test_a_key_keeps_strangers_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GULLIVER_API_KEY", "from-the-environment")
     with serving(api_key="se cret") as (server, _, _):

@@ -136,7 +136,7 @@ def test_files_that_are_not_whole_are_refused_before_a_rank_is_started(tmp_path:
     name = "model.layers.1.mlp.up_proj.weight"
     whole = weights.pop(name)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(GulliverError, match=f"has no {name}"):
+    with pytest.raises(GulliverError, match=f"lack {name}"):
         plan_ranks(folder, None, 2, 1, None)
     save_file({**weights, name: whole[:3].clone()}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(GulliverError, match=rf"{name} is \[3, 32\], the model's"):

@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 from gulliver.checkpoint._dtensors import is_dtensor
 from gulliver.memory import (
     ASKS,
+    PendingParameter,
     add_writer,
     any_read_lock,
     before_any_write,
@@ -62,7 +63,9 @@ def _storages(optimizer: torch.optim.Optimizer) -> set[int]:
 def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yields what a step changes."""
     for group in optimizer.param_groups:
-        yield from (_local(parameter) for parameter in group["params"])
+        # A pending parameter has no memory yet, and asking for it would gather its shards.
+        params = (p for p in group["params"] if type(p) is not PendingParameter)
+        yield from (_local(parameter) for parameter in params)
     for state in optimizer.state.values():
         yield from _tensors(state)
 

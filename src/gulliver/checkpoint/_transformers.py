@@ -25,7 +25,7 @@ from gulliver.checkpoint._files import read_json
 from gulliver.checkpoint._regions import Place, copy_bytes, overlap, place_of
 from gulliver.checkpoint._weights import FileWeights, TensorInfo, Weights, open_weights
 from gulliver.errors import GulliverError
-from gulliver.memory import Part
+from gulliver.memory import Part, whole_shape
 
 SCALED = "_scale_inv"
 """Ending of the name of an FP8 tensor's scales."""
@@ -94,6 +94,7 @@ class ModelWeights(Weights):
         computed: slabs by name: the first element, one past the last, and what computes them under
             which name.
         infos: dtypes and shapes by name.
+        scaled: names in the files, by name, of tensors that are computed of them and their scales.
     """
 
     def __init__(
@@ -102,10 +103,16 @@ class ModelWeights(Weights):
         straight: dict[str, str],
         computed: dict[str, _Slabs],
         infos: dict[str, TensorInfo],
+        scaled: dict[str, str],
     ) -> None:
         self.path, self.files, self.infos = base.path, base.files, infos
         self.straight, self._computed, self._base = straight, computed, base
+        self._scaled = scaled
         self._last: tuple[_Compute, dict[str, Tensor]] | None = None
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return self.straight | self._scaled
 
     def add_alias(self, name: str, kept: str) -> None:
         super().add_alias(name, kept)
@@ -158,6 +165,7 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
     straight: dict[str, str] = {}
     computed: dict[str, _Slabs] = {}
     infos: dict[str, TensorInfo] = {}
+    scaled: dict[str, str] = {}
 
     def info_of(source: str) -> TensorInfo:
         known = weights.infos[source]
@@ -174,6 +182,7 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
     def add(name: str, source: str) -> None:
         infos[name] = info_of(source)
         if source in scales:
+            scaled[name] = source
             computed[name] = [(0, infos[name].numel, name, lambda: {name: tensor(source)})]
         else:
             straight[name] = source
@@ -190,7 +199,10 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
             p: [torch.empty(info_of(s).shape, dtype=info_of(s).dtype, device="meta") for s in found]
             for p, found in sources.items()
         }
-        made = _convert(converter, first, model, shapes)
+        try:
+            made = _convert(converter, first, model, shapes)
+        except AttributeError:  # a parameter of another stage, whose shape is not known here
+            continue
         slabs = _slabs(converter, sources, info_of, tensor) if len(made) == 1 else None
 
         def compute(c: Any = converter, f: str = first, s: Any = sources) -> dict[str, Tensor]:
@@ -199,7 +211,7 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
         for name, value in made.items():
             infos[name] = TensorInfo(value.dtype, tuple(value.shape))
             computed[name] = slabs or [(0, value.numel(), name, compute)]
-    return ModelWeights(weights, straight, computed, infos)
+    return ModelWeights(weights, straight, computed, infos, scaled)
 
 
 def _renamed(kept: list[str], model: Any, names: set[str]) -> list[tuple[str, str, str, Any]]:
@@ -242,8 +254,21 @@ def _convert(
 ) -> dict[str, Tensor]:
     one = deepcopy(converter)
     one.collected_tensors.update(tensors)
-    made = one.convert(first, model=model, config=model.config)
+    made = one.convert(first, model=_WholeShapes(model), config=model.config)
     return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
+
+
+class _WholeShapes:
+    """Gives conversions the shapes of whole parameters, of which a model may have regions."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty(whole_shape(self._model.get_parameter(name)), device="meta")
 
 
 def _slabs(

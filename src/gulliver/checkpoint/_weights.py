@@ -90,6 +90,11 @@ class Weights(ABC):
             GulliverError: a file is broken.
         """
 
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Names in the files of tensors that are one tensor there, too."""
+        return {name: name for name in self.infos}
+
     def add_alias(self, name: str, kept: str) -> None:
         """Makes the tensor `kept` known under another name, too."""
         self.infos[name] = self.infos[kept]
@@ -392,8 +397,8 @@ def is_step_or_run(path: Path) -> bool:
     found = {entry.name for entry in path.iterdir()}
     if any(STEP.fullmatch(name) for name in found):
         return True
-    # Other programs write files of these names next to a model's weights.
-    return bool({MANIFEST, LATEST} & found) and _named(path) is None
+    # Other programs write files of these names next to a model, whose configuration is there, too.
+    return bool({MANIFEST, LATEST} & found) and "config.json" not in found
 
 
 def _named(folder: Path) -> Path | None:

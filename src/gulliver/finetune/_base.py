@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gulliver.checkpoint import open_weights, read_json
+from gulliver.booster import lazy_parameters
+from gulliver.checkpoint import float_config, load_huggingface, open_weights, read_json
 from gulliver.errors import GulliverError, missing_extra
 from gulliver.finetune._mapped import map_weights
+from gulliver.parallel.tensor import materialize
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOOKED_AT = 1 << 20
@@ -43,7 +45,7 @@ class Base:
         except ImportError:
             raise missing_extra("fine-tuning needs transformers", "finetune") from None
         try:
-            found = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            found = float_config(self.folder)
         except (ValueError, OSError, KeyError) as error:
             raise GulliverError(f"--model {self.folder}: {_line(error)}") from None
         if type(found) not in transformers.AutoModelForCausalLM._model_mapping:
@@ -62,11 +64,11 @@ class Base:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Dtype that most elements of the weights have."""
+        """Dtype that most elements of the weights have, apart from those that have scales."""
         counts = Counter[torch.dtype]()
         with open_weights(self.folder) as weights:
             for info in weights.infos.values():
-                if info.dtype.is_floating_point:
+                if info.dtype.is_floating_point and info.dtype.itemsize > 1:
                     counts[info.dtype] += info.numel
         return counts.most_common(1)[0][0] if counts else torch.float32
 
@@ -95,21 +97,21 @@ class Base:
         Raises:
             GulliverError: the weights are missing or broken, or there is no room for a copy.
         """
-        if scratch is not None and device.type == "cpu":
-            with _quiet():
-                mapped = map_weights(self._built, self.folder, dtype, scratch, alone)
-            if mapped is not None:
-                return mapped
-        import transformers
-
         try:
             with _quiet():
-                model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                    self.folder, config=self.config, dtype=dtype, local_files_only=True
-                )
+                if scratch is not None and device.type == "cpu":
+                    mapped = map_weights(self._built, self.folder, dtype, scratch, alone)
+                    if mapped is not None:
+                        return mapped
+                with lazy_parameters():
+                    model = self._built(dtype)
         except (OSError, ValueError, RuntimeError) as error:
             raise GulliverError(f"--model {self.folder}: {_line(error)}") from None
-        return model.to(device)
+        materialize(model, device)
+        odd = load_huggingface(model.to(device), self.folder, strict=False)
+        if odd.missing:
+            raise GulliverError(f"--model {self.folder} is of another model, or not whole: {odd}")
+        return model
 
     def _built(self, dtype: torch.dtype) -> nn.Module:
         import transformers

@@ -2,7 +2,7 @@
 
 [Note: weights larger than memory] Under a memory limit a model may be larger than memory before it
 is boosted. Its parameters are then views of files that are mapped: of the safetensors files
-themselves where they have the dtype that is trained, else of a nameless file that they are
+themselves where they hold the tensors as they are trained, else of a nameless file that they are
 converted into first. Pages that were read may be dropped again by the system, and `boost` moves
 them chunk by chunk to where they will live. Several ranks take rank 0's values of what is frozen,
 which would make private copies of the files' pages, so there each rank has a file of its own.
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from gulliver.booster import lazy_parameters
-from gulliver.checkpoint import open_weights, read_tensors
+from gulliver.checkpoint import load_huggingface, model_weights, read_tensors
 from gulliver.io import named_errors, require_space
 
 ALIGNMENT = 64
@@ -43,44 +43,44 @@ def map_weights(
         alone: whether this is the only rank.
 
     Returns:
-        The model; None where the files name its tensors in another way than it does.
+        The model; None where the files lack one of its tensors.
 
     Raises:
-        GulliverError: there is no room for a copy.
+        GulliverError: there is no room for a copy, or a value does not fit the dtype.
     """
     with lazy_parameters():
         model = build(dtype)
-    with open_weights(folder) as weights:
-        infos, files = weights.infos, weights.files
+    with model_weights(folder, model) as weights:
+        infos, files, sources = weights.infos, weights.files, weights.sources
     # A tied parameter has several names, of which a file may have any.
     names = dict[Tensor, list[str]]()
-    for name, value in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
         names.setdefault(value, []).append(name)
     found = {v: next((n for n in known if n in infos), "") for v, known in names.items()}
     if any(not name or infos[name].shape != tuple(v.shape) for v, name in found.items()):
         return None
     tensors = {n: t for file in files for n, t in read_tensors(file).items()}  # views, too
-    if not alone or any(infos[n].dtype != p.dtype for p, n in found.items() if p.is_meta):
-        tensors |= _copied({name: tensors[name] for name in found.values()}, dtype, scratch)
-    made = {p: nn.Parameter(tensors[name]) for p, name in found.items() if p.is_meta}
+    made = {p: tensors.get(sources.get(name, "")) for p, name in found.items() if p.is_meta}
+    views = alone and all(t is not None and t.dtype == p.dtype for p, t in made.items())
+    made = made if views else _reserved(made, scratch)
+    parameters = {p: nn.Parameter(value) for p, value in made.items() if value is not None}
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[key] = made[parameter]
-    with torch.no_grad():
-        for value, name in found.items():
-            if not value.is_meta:
-                value.copy_(tensors[name])
+                module._parameters[key] = parameters[parameter]
+    rest = {n: v for n, v in state.items() if not v.is_meta} if views else model
+    if rest:
+        load_huggingface(rest, folder, strict=False, elsewhere=state, like=model)
     return model
 
 
-def _copied(tensors: Mapping[str, Tensor], dtype: torch.dtype, scratch: Path) -> dict[str, Tensor]:
-    """The same tensors in another dtype, views of a file without a name."""
-    kinds = {n: dtype if t.is_floating_point() else t.dtype for n, t in tensors.items()}
-    starts, size = dict[str, int](), 0
-    for name, tensor in tensors.items():
-        starts[name] = size
-        size += -(-tensor.numel() * kinds[name].itemsize // ALIGNMENT) * ALIGNMENT
+def _reserved(like: Iterable[Tensor], scratch: Path) -> dict[Tensor, Tensor | None]:
+    """Memory for tensors, in views of a file without a name."""
+    starts, size = dict[Tensor, int](), 0
+    for tensor in like:
+        starts[tensor] = size
+        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     require_space(scratch, size)
     with named_errors(scratch, needed=size):
         handle, path = tempfile.mkstemp(prefix=".gulliver-", dir=scratch)
@@ -91,9 +91,7 @@ def _copied(tensors: Mapping[str, Tensor], dtype: torch.dtype, scratch: Path) ->
         finally:
             os.close(handle)
             os.unlink(path)
-    made = dict[str, Tensor]()
-    for name, tensor in tensors.items():
-        stop = starts[name] + tensor.numel() * kinds[name].itemsize
-        made[name] = whole[starts[name] : stop].view(kinds[name]).view(tensor.shape)
-        made[name].copy_(tensor)
-    return made
+    return {
+        tensor: whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, start in starts.items()
+    }

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gulliver.checkpoint import (
     Weights,
-    export_huggingface,
     fitted,
+    model_weights,
     open_weights,
     read_json,
     step_folder,
@@ -75,8 +75,8 @@ def write_result(job: Job, run: Run, model: nn.Module, world: World, best: int) 
             if job.config.merge and not whole.is_dir():
                 _write_merged(job, model, tensors, whole)
         elif not whole.is_dir():
-            config = _model_config(job)
-            export_huggingface(step, whole, dtype=_dtype(job), config=config)
+            with model_weights(step, None) as weights:
+                write_untied(weights, whole, config=_model_config(job), dtype=_dtype(job))
         if whole.is_dir():
             _carry(job, whole)
         card = model_card(job, run, number, which)
@@ -121,7 +121,12 @@ def _write_adapter(job: Job, model: nn.Module, tensors: Mapping[str, Tensor], fo
 
 
 def _write_merged(job: Job, model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    with Merged(open_weights(job.base.folder), deltas(model, tensors)) as weights:
+    base, added, plain = job.base.folder, deltas(model, tensors), job.base.on_meta()
+    with model_weights(base, plain) as weights:
+        names = weights.sources
+    if added.keys() <= names.keys():  # the names of the files are those that most programs know
+        added, plain = {names[name]: delta for name, delta in added.items()}, None
+    with Merged(model_weights(base, plain), added) as weights:
         write_untied(weights, folder, config=_model_config(job), dtype=_dtype(job))
 
 
@@ -157,6 +162,7 @@ class Merged(Weights):
 def _model_config(job: Job) -> dict[str, Any]:
     """The model's own configuration, with the dtype that its result has."""
     values = dict(read_json(job.base.folder / "config.json"))
+    values.pop("quantization_config", None)
     key = "dtype" if "dtype" in values else "torch_dtype"
     values[key] = str(_dtype(job)).removeprefix("torch.")
     return values
