@@ -250,7 +250,7 @@ def test_a_source_that_is_named_twice_and_columns_of_its_own(mess: Mess, tmp_pat
     assert {(row["text"], row["licence"], row["aes"]) for row in rows} == {("one", "CC0", None)}
     reasons = {(one.path, one.first): one.reason for one in report.left_out}
     assert "states" in reasons["a.mp4", clip.frames]
-    assert "earlier row" in reasons["./a.mp4", None]
+    assert "a.mp4" in reasons["./a.mp4", None]
     assert reasons["b.mp4", None] == "does not exist"
 
 

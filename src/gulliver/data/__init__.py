@@ -5,7 +5,7 @@ from gulliver.data._bucket_config import BucketConfig
 from gulliver.data._budgets import Budget, Samples, Seconds, Tokens
 from gulliver.data._clips import BrokenClip, Bucket, Clip, ClipBatch, ClipDataset, collate
 from gulliver.data._documents import document_shapes, pack_documents
-from gulliver.data._frames import STILL_FPS, Frame, open_video, stacked, upright_frames
+from gulliver.data._frames import STILL_FPS, Frame, open_video, rate_shown, stacked, upright_frames
 from gulliver.data._loader import DataLoader, LoaderStatistics
 from gulliver.data._nested import move_tensors
 from gulliver.data._planner import DataCentricPlanner
@@ -77,6 +77,7 @@ __all__ = [
     "open_video",
     "pack_documents",
     "probe_file",
+    "rate_shown",
     "read_utf8",
     "replay_ours",
     "replay_published",

@@ -127,6 +127,12 @@ def upright_frames(path: Path) -> Iterator[Frame]:
             yield Frame(frame, turn, rate)
 
 
+def rate_shown(stated: float, frames: int, span: float) -> float:
+    """Frames per second: as stated, or by the seconds from the first to the last if that is off."""
+    shown = (frames - 1) / span if span > 0 else stated
+    return stated if stated and abs(shown / stated - 1) < 0.01 else shown
+
+
 def stacked(frames: list[Frame]) -> np.ndarray:
     """Stacks frames into one array, uint8 [T, H, W, 3].
 

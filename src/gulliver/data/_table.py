@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gulliver.data._bucket_config import ENOUGH_PIXELS, BucketConfig, Sizes
 from gulliver.data._clips import BrokenClip, Bucket, Clip
-from gulliver.data._frames import STILL_FPS, Frame, stacked, upright_frames
+from gulliver.data._frames import STILL_FPS, Frame, rate_shown, stacked, upright_frames
 from gulliver.data._records import NUMBERS, Record, read_records
 from gulliver.data._scores import check_scores, with_scores
 from gulliver.errors import GulliverError
@@ -353,12 +353,15 @@ def probe_file(path: Path) -> Probe:
     Raises:
         GulliverError: it is missing, unreadable, or holds no frame.
     """
+    times: list[float] = []
     counted, size, rate = 0, (0, 0), 0.0
     for frame in upright_frames(path):
         counted, size, rate = counted + 1, (frame.height, frame.width), frame.rate
+        times += [] if frame.decoded.time is None else [frame.decoded.time]
     if counted == 0:
         raise GulliverError("has no frames")
-    return Probe(counted, *size, rate or STILL_FPS)
+    span = max(times) - min(times) if times else 0.0
+    return Probe(counted, *size, rate_shown(rate, len(times), span) or STILL_FPS)
 
 
 def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> Bucket:

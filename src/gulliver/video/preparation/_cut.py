@@ -48,7 +48,7 @@ from gulliver.video.preparation._work import Outcome, usable_cores, work_on
 
 SOURCE = ("source", "source_first", "source_end")
 """Columns of a clip: path of its source, its first frame there, and the frame after its last."""
-VERSION = 2
+VERSION = 3
 """Number that changes when the same settings give other clips."""
 
 
@@ -136,7 +136,9 @@ def cut(
     folder = clips_folder(out)
     remove_leftovers(folder)
     clips = table.clips()
-    first = {_identity(path): row for row, (_, path) in reversed([*enumerate(clips)])}
+    # Of a file and the links to it the one with a caption of its own counts, then the file itself.
+    ranked = sorted(range(len(clips)), key=lambda row: (*_rank(clips[row][1]), row))
+    first = {_identity(clips[row][1]): row for row in reversed(ranked)}
     mine = [row for row, (_, path) in enumerate(clips) if first[_identity(path)] == row]
     work = partial(cut_source, folder=folder, settings=settings)
     with work_on(
@@ -156,7 +158,7 @@ def cut(
         ):
             if row not in found:
                 twin = clips[first[_identity(path)]][0]
-                left.append(Left(name, None, None, f"is the file of an earlier row, {twin}"))
+                left.append(Left(name, None, None, f"is the same file as {twin}"))
                 continue
             cells = {name: record[name] for name in kept}
             cells["source"] = os.path.relpath(path.absolute(), out.absolute().parent)
@@ -190,6 +192,11 @@ def _check(table: Table, out: Path, settings: CutSettings) -> None:
 
 def _identity(path: Path) -> str:
     return os.path.realpath(path)
+
+
+def _rank(path: Path) -> tuple[bool, bool]:
+    """Says of a path whether it lacks a caption file of its own, and whether it is a link."""
+    return not path.with_suffix(".txt").is_file(), _identity(path) != os.path.abspath(path)
 
 
 # --- one source ----------------------------------------------------------------------------------
@@ -303,9 +310,20 @@ def make_plan(footage: Footage, stem: str, settings: CutSettings) -> Plan:
             name = f"{stem}-{len(clips):04}{SUFFIXES[settings.codec]}"
             frames = tuple(map(int, shown[at:until]))
             clips.append(PlannedClip(name, begin, stop, clip_size(*size, settings), frames))
+            if settings.fps is None:
+                left += _unseen(begin, stop, frames, rate)
     plan = Plan(footage.frames, rate, tuple(clips), tuple(left))
     assert _covers(plan), "a frame would be lost silently"
     return plan
+
+
+def _unseen(
+    begin: int, stop: int, frames: tuple[int, ...], rate: Fraction
+) -> list[tuple[int, int, str]]:
+    """Lists the frames between those of a clip that it shows at no moment."""
+    ends = [begin - 1, *frames, stop]
+    reason = f"stays for less than 1/{float(rate):g} s, the time of a frame of its clip"
+    return [(at + 1, after, reason) for at, after in pairwise(ends) if after > at + 1]
 
 
 def _covers(plan: Plan) -> bool:

@@ -31,7 +31,7 @@ class CutSettings(Options):
     """Most length of a clip; longer scenes are divided evenly."""
     fps: Annotated[float | None, Range(0.1, 1000)] = None
     """Frames per second of the clips, by the times of the frames; by default those of the file, and
-    of a file of variable rate the rate of its most usual distance."""
+    of a file of variable rate the one at which each frame is shown, up to 120."""
     shorter_side: Annotated[int | None, Range(2, 2**14)] = None
     """Pixels of the shorter side, for pictures that are larger."""
     codec: Literal["h264", "ffv1"] = "h264"

@@ -1,16 +1,26 @@
-"""What a file's header and its packets say, without decoding a frame."""
+"""What a file's header and its packets say: the one clock of scans, cuts and scores.
+
+[Note: when frames are shown]
+Packets are stored in the order of decoding. Their presentation times, in order, are the times of
+frames 0, 1, 2, ...; times of decoding only say where files were joined, and Matroska leaves some of
+them out. AVI has no presentation times, and those that FFmpeg makes up for it are wrong where
+frames are reordered. There a frame is shown when a packet is decoded as many places later as the
+decoder holds frames back, which its first frame tells.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gulliver.data import open_video
+from gulliver.data import open_video, upright_frames
+from gulliver.errors import GulliverError
 
 JOINED = ("mpegts", "mpeg")
 """Formats that are joined by appending files, so that anything may change midway."""
@@ -18,6 +28,10 @@ FEW = 3
 """Frames that may be missing at the end of a file without a word."""
 HIDING = frozenset(("vp8", "mpeg4", "msmpeg4v3", "cavs"))
 """Codecs that have packets without a frame of their own."""
+STEADY = 0.25
+"""Share of a frame's time that frames of a constant rate may be early or late."""
+USUAL_FPS = 25.0
+"""Frames per second of a file that says nothing about its times."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +41,7 @@ class Packets:
     `times` are those at which frames are shown, in seconds, in order; `stated` is the header's
     number of frames, 0 where it has none, and `seconds` its duration. `restarts` is how often times
     begin anew: `times` go on there. `missing` are the seconds between the last packet and the end
-    that a header of Matroska states.
+    that a header of Matroska states. `presented` is whether packets have presentation times.
     """
 
     codec: str
@@ -41,6 +55,7 @@ class Packets:
     format: str = ""
     restarts: int = 0
     missing: float = 0.0
+    presented: bool = True
 
     @property
     def problems(self) -> list[str]:
@@ -88,6 +103,16 @@ class Packets:
         """Whether it is known of each packet when its frame is shown."""
         return len(self.times) == self.packets > 0 and not self.restarts
 
+    def time_of(self, number: int, frame: Any) -> float:
+        """Seconds at which frame `number`, as it was decoded, is shown."""
+        if self.presented and not self.restarts and frame.time is not None:
+            return float(frame.time)
+        if number < len(self.times):
+            return float(self.times[number])
+        step = 1 / (_usual(self.times) or self.rate or USUAL_FPS)
+        last = float(self.times[-1]) if len(self.times) else -step
+        return last + (number + 1 - len(self.times)) * step
+
     def moments(self, count: int) -> np.ndarray:
         """Middles of as many equal parts of the clip: in seconds, or in frames without times."""
         begin, length = 0.0, float(max(1, self.packets or self.stated))
@@ -99,12 +124,8 @@ class Packets:
 
     @property
     def is_variable(self) -> bool:
-        """Whether some frames stay a quarter longer than others, beyond what clocks round."""
-        steps = np.diff(self.times)
-        steps = steps[steps > 0]
-        if len(steps) < 2:
-            return False
-        return bool(np.ptp(steps) > max(0.25 * np.median(steps), 0.0025))
+        """Whether no constant rate shows the frames when they are due."""
+        return len(self.times) > 2 and steady_rate(self.times, self.rate) is None
 
     def duration(self, frames: int, fps: float) -> float:
         """Seconds from the first frame to the end of the last."""
@@ -119,40 +140,81 @@ def read_packets(path: Path) -> Packets:
     Raises:
         GulliverError: it is missing, empty or unreadable, or holds no video.
     """
-    times, coded, packets, damaged, end = [], [], 0, False, 0.0
+    shown, coded, packets, damaged, end = [], [], 0, False, 0.0
     with open_video(path) as (container, stream):
+        clock = float(stream.time_base or 0)
+        presented = container.format.name != "avi"
         try:
             for packet in container.demux(stream):
                 if not packet.size or packet.is_discard:
                     continue
                 packets += 1
                 damaged = damaged or packet.is_corrupt
-                if packet.pts is not None and packet.time_base:
-                    times.append(float(packet.pts * packet.time_base))
-                    sent = packet.pts if packet.dts is None else packet.dts
-                    coded.append(float(sent * packet.time_base))
-                    end = max(end, times[-1] + float((packet.duration or 0) * packet.time_base))
+                time = packet.pts if presented else packet.dts
+                if time is not None and clock:
+                    shown.append(time * clock)
+                    coded.append(np.nan if packet.dts is None else packet.dts * clock)
+                    end = max(end, shown[-1] + (packet.duration or 0) * clock)
         except (_ffmpeg_error(), OSError, ValueError):
             # What was read before counts.
             damaged = True
-        clock = float(stream.time_base or 0)
         seconds = stream.duration * clock if stream.duration else (container.duration or 0) / 1e6
-        shown, restarts = _unrolled(np.array(times), np.array(coded))
+        times, restarts = _unrolled(np.array(shown), np.array(coded))
+        stated = stream.frames
+        if not presented and len(times) > 1:
+            # The header of an AVI file also counts the times that a frame is held.
+            held = (times[-1] - times[0]) / clock > len(times) - 0.5
+            times, stated = _delayed(path, times, clock), 0 if held else stated
         missing = 0.0 if damaged else _stated_end(container, stream) - end
         return Packets(
             codec=stream.codec_context.codec.canonical_name,
             audio=bool(container.streams.audio),
             packets=packets,
-            times=shown,
+            times=times,
             damaged=damaged,
-            stated=stream.frames,
+            stated=stated,
             seconds=float(seconds),
             # Of times that begin anew FFmpeg makes a rate that no part has.
-            rate=_usual(shown) if restarts else _said_rate(stream),
+            rate=_usual(times) if restarts else _said_rate(stream),
             format=container.format.name,
             restarts=restarts,
             missing=max(0.0, missing),
+            presented=presented,
         )
+
+
+def _delayed(path: Path, times: np.ndarray, clock: float) -> np.ndarray:
+    """Returns when frames are shown of packets that are decoded at `times`."""
+    try:
+        first = next(upright_frames(path), None)
+    except GulliverError:
+        first = None
+    if first is None or first.decoded.dts is None:
+        return times
+    delay = int(np.searchsorted(times, (first.decoded.dts - 0.5) * clock))
+    last = times[-1] + np.arange(1, delay + 1) / (_usual(times) or USUAL_FPS)
+    return np.concatenate([times[delay:], last])
+
+
+def steady_rate(times: np.ndarray, said: float) -> Fraction | None:
+    """Returns the constant rate at which frames are shown; None where there is none.
+
+    Args:
+        times: seconds at which frames are shown, in order.
+        said: rate that the file states, or 0.
+    """
+    span = float(times[-1] - times[0]) if len(times) > 1 else 0.0
+    mean = (len(times) - 1) / span if span > 0 else 0.0
+    for rate in (said, mean, 0.0 if len(times) > 1 else USUAL_FPS):
+        late = (times - times[0]) * float(as_fraction(rate)) - np.arange(len(times))
+        if rate and np.abs(late).max() <= STEADY:
+            return as_fraction(rate)
+    return None
+
+
+def as_fraction(rate: float) -> Fraction:
+    """Returns the nearest fraction with a denominator that frame rates have."""
+    return Fraction(rate).limit_denominator(1001)
 
 
 def _said_rate(stream: Any) -> float:
@@ -170,12 +232,13 @@ def _unrolled(times: np.ndarray, coded: np.ndarray) -> tuple[np.ndarray, int]:
 
     Args:
         times: seconds at which packets are shown, in the order of the file.
-        coded: seconds at which they are decoded, which never go back within a part.
+        coded: seconds at which they are decoded, which never go back within a part; or NaN.
 
     Returns:
         The times in order, and how often they begin anew.
     """
-    places = np.flatnonzero(np.diff(coded) < 0) + 1
+    known = np.flatnonzero(~np.isnan(coded))
+    places = known[1:][np.diff(coded[known]) < 0]
     if not len(places):
         return np.sort(times), 0
     parts = [np.sort(part) for part in np.split(times, places)]

@@ -15,12 +15,10 @@ import numpy as np
 
 from gulliver.data import Frame
 from gulliver.video.preparation._cut_settings import CutSettings
-from gulliver.video.preparation._scenes import Footage
+from gulliver.video.preparation._scenes import Footage, shown_at
 
 SUFFIXES = {"h264": ".mp4", "ffv1": ".mkv"}
 FORMATS = {".mp4": "mp4", ".mkv": "matroska"}
-EARLY = 0.49
-"""Share of a frame's time that a frame may be shown too early: to the nearest, but never a tie."""
 
 
 def rate_of(footage: Footage, settings: CutSettings) -> Fraction:
@@ -32,9 +30,6 @@ def rate_of(footage: Footage, settings: CutSettings) -> Fraction:
 
 def slots(footage: Footage, first: int, end: int, rate: Fraction) -> np.ndarray:
     """Chooses the frames that a scene shows at a constant rate.
-
-    At each moment it is the frame that the file shows then: the newest that has begun, where one
-    that begins within half a frame's time counts, as times are rounded in files.
 
     Args:
         footage: times of the file.
@@ -48,10 +43,7 @@ def slots(footage: Footage, first: int, end: int, rate: Fraction) -> np.ndarray:
     if footage.constant and footage.rate == rate:
         return np.arange(first, end)
     times = footage.times[first : end + 1] - footage.times[first]
-    count = max(1, round(float(times[-1] * rate)))
-    moments = np.arange(count) / float(rate)
-    early = EARLY * min(1 / float(rate), 1 / float(footage.rate))
-    return first + np.searchsorted(times[:-1], moments + early, "right") - 1
+    return first + shown_at(times, rate, footage.rate)
 
 
 def clip_size(height: int, width: int, settings: CutSettings) -> tuple[int, int]:

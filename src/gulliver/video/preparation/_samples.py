@@ -72,12 +72,10 @@ def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Sample
     problem = "; ".join(packets.problems) if packets.breaks_off else None
     before: Frame | None = None
     shown: Frame | None = None
-    number = -1
+    number, time = -1, 0.0
     try:
         for number, frame in enumerate(upright_frames(path)):
-            time = frame.decoded.time if packets.has_times else float(number)
-            if time is None:
-                time = packets.times[min(number, packets.packets - 1)]
+            time = packets.time_of(number, frame.decoded) if packets.has_times else float(number)
             # At a moment the last frame is shown whose time is not after it.
             while shown is not None and len(taken) < moments and time > wanted[len(taken)]:
                 taken.append((_small(shown, side), _small(frame, side)))
@@ -91,7 +89,7 @@ def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Sample
     if shown is None:
         raise GulliverError("has no frames")
     if len(taken) < moments:
-        problem = problem or packets.ends_early(number + 1, shown.decoded.time) or None
+        problem = problem or packets.ends_early(number + 1, time) or None
         last = _small(shown, side)
         rest = (last, last if before is None else _small(before, side))
         taken += [rest] * (moments - len(taken))

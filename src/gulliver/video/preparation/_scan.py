@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gulliver.data import STILL_FPS, Frame, upright_frames
+from gulliver.data import STILL_FPS, Frame, rate_shown, upright_frames
 from gulliver.errors import GulliverError
 from gulliver.io import named_errors
 from gulliver.video.preparation._packets import Packets, read_packets
@@ -268,13 +268,9 @@ def _rate(counted: Packets, frames: int, first: Frame) -> float:
     """Frames per second, by the times at which frames are shown where the header says another."""
     if frames == 1:
         return STILL_FPS
-    rate = counted.rate or first.rate
     times = counted.times
     span = float(times[-1] - times[0]) if len(times) > 1 else 0.0
-    if span <= 0:
-        return rate or STILL_FPS
-    shown = (len(times) - 1) / span
-    return rate if rate and abs(shown / rate - 1) < 0.01 else shown
+    return rate_shown(counted.rate or first.rate, len(times), span) or STILL_FPS
 
 
 def _degrees(frame: Frame) -> int:

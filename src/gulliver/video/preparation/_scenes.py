@@ -6,7 +6,7 @@ is given frame after frame here, and numbers of frames come back: it never opens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,16 +17,23 @@ import numpy as np
 from gulliver.data import Frame, upright_frames
 from gulliver.errors import GulliverError, missing_extra
 from gulliver.video.preparation._cut_settings import THRESHOLDS, CutSettings
-from gulliver.video.preparation._packets import read_packets
+from gulliver.video.preparation._packets import (
+    STEADY,
+    USUAL_FPS,
+    Packets,
+    as_fraction,
+    read_packets,
+    steady_rate,
+)
 
 SMALL = 96
 """Pixels of the shorter side of the pictures that detectors see."""
 HELD = 0.25
 """Mean change of a pixel, in levels, below which a picture is the one before, held."""
-STEADY = 0.25
-"""Share of a frame's time that frames of a constant rate may be early or late."""
-USUAL_FPS = 25.0
-"""Frames per second of a file that says nothing about its times."""
+EARLY = 0.49
+"""Share of a frame's time that a frame may be shown too early: to the nearest, but never a tie."""
+MOST_FPS = 120.0
+"""Most frames per second of the clips of a file of variable rate."""
 
 
 class SourceError(GulliverError):
@@ -41,7 +48,7 @@ class Footage:
         starts: first frames of the scenes; the first is 0.
         sizes: height and width of each scene, upright.
         times: seconds at which each frame is shown from the first on, and the end [frames + 1].
-        rate: frames per second; of a variable rate the one of the most usual distance.
+        rate: frames per second; of a variable rate the one of the shortest distance.
         constant: whether frame n is shown at n / rate.
     """
 
@@ -76,12 +83,12 @@ def survey(path: Path, settings: CutSettings) -> Footage:
     if packets.breaks_off:
         raise SourceError("; ".join(packets.problems))
     detector = None if settings.detector == "none" else Detector(settings)
-    clock, starts = _Clock(), set[int]()
+    times, starts = list[float](), set[int]()
     sizes: dict[int, tuple[int, int]] = {}
-    size, number, shown = None, -1, None
+    size, stays = None, 0.0
     for number, frame in enumerate(source_frames(path)):
-        clock.add(frame)
-        shown = frame.decoded.time
+        times.append(packets.time_of(number, frame.decoded))
+        stays = float((frame.decoded.duration or 0) * (frame.decoded.time_base or 0))
         if (frame.height, frame.width) != size:
             # A clip has one size: joined recordings are taken apart.
             size = sizes[number] = frame.height, frame.width
@@ -90,14 +97,14 @@ def survey(path: Path, settings: CutSettings) -> Footage:
             detector.add(frame)
     if not sizes:
         raise SourceError("has no frames")
-    if early := packets.ends_early(number + 1, shown):
+    if early := packets.ends_early(len(times), times[-1]):
         raise SourceError(early)
     if detector is not None:
         starts.update(detector.cuts())
     ordered = sorted(starts)
     changes = np.array(sorted(sizes))
     held = [sizes[int(changes[np.searchsorted(changes, n, "right") - 1])] for n in ordered]
-    return Footage(tuple(ordered), tuple(held), *clock.read())
+    return Footage(tuple(ordered), tuple(held), *_measured(times, stays, packets))
 
 
 def source_frames(path: Path) -> Iterator[Frame]:
@@ -197,55 +204,53 @@ def _change(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one.astype(np.int16) - other).mean())
 
 
-class _Clock:
-    """Times of frames, as the file states them; where it does not, they are evenly spaced."""
+def _measured(
+    times: list[float], stated: float, packets: Packets
+) -> tuple[np.ndarray, Fraction, bool]:
+    """Returns times from the first frame on with the end, the rate, and whether it is constant.
 
-    def __init__(self) -> None:
-        self._times: list[float] = []
-        self._last = self._rate = 0.0
-
-    def add(self, frame: Frame) -> None:
-        """Notes when the next frame is shown."""
-        decoded = frame.decoded
-        self._rate = frame.rate or self._rate
-        usual = 1 / (self._rate or USUAL_FPS)
-        known = decoded.pts is not None and decoded.time_base
-        time = float(decoded.pts * decoded.time_base) if known else -np.inf
-        if self._times and time <= self._times[-1]:
-            time = self._times[-1] + usual
-        self._times.append(time if np.isfinite(time) else 0.0)
-        stated = float((decoded.duration or 0) * (decoded.time_base or 0))
-        self._last = stated if stated > 0 else usual
-
-    def read(self) -> tuple[np.ndarray, Fraction, bool]:
-        """Returns the times from the first frame on with the end, the rate, and if it is kept."""
-        times = np.array([*self._times, self._times[-1] + self._last]) - self._times[0]
-        for rate in self._candidates(times[:-1]):
-            if _is_steady(times[:-1], rate):
-                return np.arange(len(times)) / float(rate), rate, True
-        return times, _usual_rate(times), False
-
-    def _candidates(self, times: np.ndarray) -> Iterable[Fraction]:
-        if self._rate:
-            yield _as_fraction(self._rate)
-        if len(times) > 1:
-            yield _as_fraction((len(times) - 1) / times[-1])
-        else:
-            yield _as_fraction(USUAL_FPS)
+    Args:
+        times: seconds at which the frames are shown.
+        stated: seconds that the last frame stays by the file, or 0.
+        packets: those of the file.
+    """
+    # Broken files may go back: such a frame is shown for no time.
+    shown = np.maximum.accumulate(np.array(times) - times[0])
+    if rate := steady_rate(shown, packets.rate):
+        return np.arange(len(shown) + 1) / float(rate), rate, True
+    steps = np.diff(shown)
+    shortest = float(steps[steps > 0].min()) if (steps > 0).any() else 1 / USUAL_FPS
+    ends = np.append(shown, shown[-1] + max(stated, shortest))
+    return ends, _fastest_rate(ends, shortest), False
 
 
-def _is_steady(times: np.ndarray, rate: Fraction) -> bool:
-    late = times * float(rate) - np.arange(len(times))
-    return bool(np.abs(late).max() <= STEADY)
+def _fastest_rate(times: np.ndarray, shortest: float) -> Fraction:
+    """Returns the rate of the shortest distance of frames, a whole one if it is nearly that.
+
+    Distances that are rounded count as their mean, if each frame is shown at that rate still.
+    """
+    steps = np.diff(times)
+    near = 1 / float(steps[(steps > 0) & (steps < (1 + STEADY) * shortest)].mean())
+    for rate in (round(near), near):
+        if 0 < rate <= MOST_FPS and abs(rate - near) < 0.02 * near:
+            found = as_fraction(rate)
+            if len(np.unique(shown_at(times, found, found))) == len(steps):
+                return found
+    return as_fraction(min(MOST_FPS, 1 / shortest))
 
 
-def _usual_rate(times: np.ndarray) -> Fraction:
-    """Returns the rate of the most usual distance of frames, a whole one if it is nearly that."""
-    steps, counts = np.unique(np.diff(times).round(3), return_counts=True)
-    rate = 1 / max(float(steps[counts.argmax()]), 1e-3)
-    whole = max(1, round(rate))
-    return Fraction(whole) if abs(rate - whole) < 0.02 * whole else _as_fraction(rate)
+def shown_at(times: np.ndarray, rate: Fraction, fastest: Fraction) -> np.ndarray:
+    """Returns the frame that is shown at each moment of a constant rate.
 
+    It is the newest that has begun, where one that begins within half a frame's time counts, as
+    times are rounded in files.
 
-def _as_fraction(rate: float) -> Fraction:
-    return Fraction(rate).limit_denominator(1001)
+    Args:
+        times: seconds at which frames are shown from the first on, and the end.
+        rate: moments per second.
+        fastest: rate of the file.
+    """
+    count = max(1, round(float(times[-1] * rate)))
+    moments = np.arange(count) / float(rate)
+    early = EARLY / float(max(rate, fastest))
+    return np.searchsorted(times[:-1], moments + early, "right") - 1
