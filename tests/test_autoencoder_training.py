@@ -287,7 +287,7 @@ def test_frames_are_held_out_pictures_mixed_in_and_clips_kept_in_memory(films: P
     data = AutoencoderDataConfig(
         table=films, held_out_frames=0.25, repeats=8, image_share=0.5, in_memory=True
     )
-    training, held_out, name = make_sources(table, data, 0)
+    training, held_out, name, _ = make_sources(table, data, 0)
     assert name == "2 held-out windows of 1 clips"
     assert len(training) == 24
     buckets = [training.bucket_of(index) for index in range(24)]

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from gulliver.booster import (
+    Booster,
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+)
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from tests.hybrid_models import batch, build
@@ -131,13 +137,21 @@ class _Counting(nn.Module):
         super().__init__()
         self.a, self.n = nn.Linear(3, 4), nn.BatchNorm1d(4)
         self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("latest", torch.zeros(4), persistent=False)
         self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("expanded", torch.ones(()).expand(4))
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.seen += x.sum()
-        return (self.n(self.a(x)) * self.table).square().sum() * (1 + self.seen.tanh())
+            mean = x.detach().mean().expand(4)
+            self.average.data.mul_(0.9).add_(mean, alpha=0.1)  # raises no version counter
+            self.latest.data.copy_(mean)
+        return (self.n(self.a(x) + self.average) * self.table).square().sum() * (
+            1 + self.seen.tanh()
+        )
 
 
 def _buffers(world: World) -> None:
@@ -145,6 +159,7 @@ def _buffers(world: World) -> None:
     for plugin in (
         TorchDDPPlugin(verbose=False),
         *(LowLevelZeroPlugin(stage, verbose=False) for stage in range(4)),
+        GeminiPlugin(memory_limit="1GiB", verbose=False),
         LowLevelZeroPlugin(1, verbose=False, broadcast_buffers=False),
     ):
         torch.manual_seed(0)
@@ -161,12 +176,12 @@ def _buffers(world: World) -> None:
         with torch.no_grad():
             model.eval()(data(8))  # here DDP gives its ranks the values of rank 0
         trained.append({n: t.detach().clone() for n, t in plain.state_dict().items()})
-        trained[-1]["seen"] = plain.seen
-    for stage in range(4):
+        trained[-1] |= {"seen": plain.seen, "latest": plain.latest}
+    for number in range(5):
         for name, value in trained[0].items():
-            torch.testing.assert_close(trained[1 + stage][name], value, rtol=1e-9, atol=1e-12)
-    alike = torch.allclose(trained[-1]["n.running_mean"], trained[0]["n.running_mean"])
-    assert alike == (world.rank == 0)
+            torch.testing.assert_close(trained[1 + number][name], value, rtol=1e-9, atol=1e-12)
+    for name in ("n.running_mean", "average", "latest"):
+        assert torch.allclose(trained[-1][name], trained[0][name]) == (world.rank == 0)
 
 
 def test_ranks_have_the_running_statistics_of_rank_0_as_with_ddp(pool: Pool) -> None:

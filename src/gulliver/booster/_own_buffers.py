@@ -18,10 +18,10 @@ _LOOKED = WeakSet[ZeroOptimizer]()
 
 
 class OwnBuffers:
-    """Looks once in a run whether saved buffers that forwards have changed differ between ranks.
+    """Looks once in a run whether saved buffers differ between ranks, as forwards change them.
 
-    Nothing is compared of buffers that no rank has changed, nor of those that are not saved, such
-    as caches that each rank sizes for itself.
+    Nothing is compared of buffers that are not saved, such as caches that each rank sizes for
+    itself. Contents are compared, because not every write raises a tensor's version.
 
     To ask all ranks costs what is on its way between two steps its hiding place, so loaders that
     follow, such as one for each epoch, do not ask again.
@@ -35,22 +35,17 @@ class OwnBuffers:
     def __init__(self, model: nn.Module, optimizer: ZeroOptimizer) -> None:
         self._model, self._group, self._optimizer = model, optimizer.group, optimizer
         self._looked = group_size(self._group) == 1 or optimizer in _LOOKED
-        self._before = {name: (b, b._version) for name, b in persistent_buffers(model).items()}
 
     def look(self) -> None:
         """Warns of buffers that differ, the first time that it is called; every rank calls it."""
         if self._looked:
             return
-        self._looked, now = True, persistent_buffers(self._model)
+        self._looked = True
         _LOOKED.add(self._optimizer)
-        changed = [name for name, buffer in now.items() if self._is_changed(name, buffer)]
-        self._before.clear()
-        anywhere = {name for names in gather_objects(changed, self._group) for name in names}
-        if not anywhere:
-            return
-        mine = {name: _digest(now[name]) for name in sorted(anywhere & now.keys())}
+        mine = {name: _digest(buffer) for name, buffer in persistent_buffers(self._model).items()}
         found = gather_objects(mine, self._group)
-        apart = [n for n in sorted(anywhere) if len({other.get(n) for other in found}) > 1]
+        names = sorted({name for other in found for name in other})
+        apart = [n for n in names if len({other.get(n) for other in found}) > 1]
         if apart and current_world().is_main:
             more = f" and {len(apart) - NAMED} more" if len(apart) > NAMED else ""
             warnings.warn(
@@ -59,10 +54,6 @@ class OwnBuffers:
                 "is best kept outside of the model, or reduced after each step",
                 stacklevel=3,
             )
-
-    def _is_changed(self, name: str, buffer: Tensor) -> bool:
-        seen, version = self._before.get(name, (None, -1))
-        return buffer is not seen or buffer._version != version
 
 
 def _digest(buffer: Tensor) -> bytes:

@@ -309,8 +309,8 @@ class LowLevelZeroPlugin(Plugin):
             parameters, those of an optimizer that is not known in one call.
         assume_per_parameter: shard such an optimizer by whole parameters, on the user's word that
             its update of a parameter looks at that parameter only: its values, gradient and state.
-        broadcast_buffers: whether every step gives all ranks rank 0's values of the buffers that
-            training changed, such as running statistics, as torch's DDP does.
+        broadcast_buffers: whether every step gives all ranks rank 0's values of the buffers,
+            such as running statistics, as torch's DDP does.
         folder: where tuning writes ``chunks.json`` and a picture, ``chunks.png``; None for neither.
         verbose: print the plan when the model is boosted, and what tuning found.
         memory_limit: memory for state and activations on each rank, under stage 3, as

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gulliver.booster._limited import LimitedManager, keep_to_limit
-from gulliver.booster._model import RUNNING, broadcast_all, no_optimizer, unwrapped
+from gulliver.booster._model import broadcast_all, no_optimizer, unwrapped
 from gulliver.booster._wires import BucketHook, zero_wires
 from gulliver.booster.hybrid import HybridMesh, HybridOptimizer, WholeModel, say
 from gulliver.comm import Torus, World, all_reduce
@@ -107,11 +107,11 @@ def share_zero(
 
 
 def tune(plan: Plan, model: nn.Module, boosted: ZeroOptimizer, verbose: bool) -> None:
-    """Keeps running statistics alike, and lets the first steps find the size of chunks."""
+    """Keeps buffers alike, and lets the first steps find the size of chunks."""
     zero = plan.zero
     assert zero is not None, "the plan is of ZeRO"
     if zero.broadcast_buffers and boosted.size > 1:
-        boosted.buffers = BufferSync(model, boosted.group, RUNNING)
+        boosted.buffers = BufferSync(model, boosted.group)
     if zero.tuning != "off" and boosted.size > 1 and boosted.names:
         folder = None if zero.report is None else Path(zero.report)
         report = say() if verbose else None

@@ -135,7 +135,7 @@ class ZeroPlan:
         tuning: ``auto`` tunes the size in the first steps, ``again`` although an earlier job did.
         gather_ahead: number of chunks that stage 3 gathers ahead of the one in use.
         overlap: whether collectives travel while the ranks compute.
-        broadcast_buffers: whether all ranks take rank 0's running statistics at every step.
+        broadcast_buffers: whether all ranks take rank 0's buffers at every step.
         assume_elementwise: whether an optimizer that is not known may be sharded.
         assume_per_parameter: whether it may be sharded by whole parameters.
         step_in_backward: whether a chunk is stepped as soon as its gradient is complete; with

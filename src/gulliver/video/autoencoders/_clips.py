@@ -163,11 +163,12 @@ class MixedClips:
 
 
 class Sources(NamedTuple):
-    """Clips to train on, clips that are held out, and what these are called."""
+    """Clips to train on, clips that are held out, what these are called, and their table."""
 
     training: Any
     held_out: Any
     name: str
+    table: ClipTable | None = None
 
 
 def make_sources(dataset: Any, config: AutoencoderDataConfig, seed: int) -> Sources:
@@ -184,7 +185,8 @@ def make_sources(dataset: Any, config: AutoencoderDataConfig, seed: int) -> Sour
     if isinstance(dataset, ClipTable):
         training, held_out = split_table(dataset, config, seed)
         clips = f"{len({window.row for window in held_out.windows})} clips"
-        sources = Sources(training, held_out, f"{len(held_out)} held-out windows of {clips}")
+        name = f"{len(held_out)} held-out windows of {clips}"
+        sources = Sources(training, held_out, name, dataset)
     else:
         held = MovingDigits("heldout", 256, shapes=dict.fromkeys(dataset.buckets, 1.0))
         sources = Sources(dataset, held, "held-out handwriting")

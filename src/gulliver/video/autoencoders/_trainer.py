@@ -310,9 +310,11 @@ class AutoencoderTrainer:
         self.saved = self.done
         average = self.average
         state: dict[str, Any] = {} if self.adversary is None else self.adversary.state()
+        table = self.sources.table
         state["run"] = {
             "step": self.done,
             "sampler": self.sampler_state,
+            "rows": None if table is None else table.fingerprint,
             "ema_updates": 0 if average is None else average.updates,
             "config": resolved(self.config),
         }
@@ -340,7 +342,9 @@ class AutoencoderTrainer:
             state={**state, "run": None},
             random=False,  # every step draws from seeds of its own
         )
-        run = loaded.values["run"]
+        run, table = loaded.values["run"], self.sources.table
+        if table is not None and "rows" in run:  # older checkpoints have none
+            table.check_rows(run["rows"])
         if self.average is not None:
             load(folder, {"ema": self.average.leaves()})
             self.average.updates = run["ema_updates"]
