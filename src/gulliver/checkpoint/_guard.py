@@ -61,6 +61,9 @@ def _storages(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yields what a step changes."""
+    if changed := getattr(optimizer, ASKS, None):
+        yield from changed()
+        return
     for group in optimizer.param_groups:
         yield from (_local(parameter) for parameter in group["params"])
     for state in optimizer.state.values():
