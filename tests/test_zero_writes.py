@@ -12,6 +12,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gulliver.booster import Booster, GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
+from gulliver.checkpoint import AsyncCheckpointer
 from gulliver.checkpoint._guard import guarded_storages
 from gulliver.comm import World, all_reduce
 from gulliver.errors import GulliverError
@@ -378,3 +380,25 @@ def _logged_state(world: World) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_state_of_parameters_is_that_of_their_pieces(pool: Pool, size: int) -> None:
     pool.run(_logged_state, size)
+
+
+class _Odd(nn.Linear):
+    """A layer with state that no file of a boosted model can hold."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+
+def test_extra_state_is_warned_of_at_boost() -> None:
+    net = nn.Sequential(_Odd(6, 1))
+    with pytest.warns(UserWarning, match="get_extra_state"):
+        Booster(LowLevelZeroPlugin(stage=1, verbose=False)).boost(
+            net, torch.optim.SGD(net.parameters(), lr=0.1)
+        )
+
+
+def test_a_complex_tensor_that_no_file_holds_is_named(tmp_path: Path) -> None:
+    checkpointer = AsyncCheckpointer(tmp_path)
+    with pytest.raises(GulliverError, match=r"phase.*complex128"):
+        checkpointer.save(1, {"phase": torch.ones(2, dtype=torch.complex128)})
+    checkpointer.close()
