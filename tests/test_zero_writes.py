@@ -7,10 +7,12 @@ The twin is a plain model in the same process that sees the data of all ranks.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +21,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gulliver.booster import Booster, GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
-from gulliver.comm import World
+from gulliver.checkpoint import AsyncCheckpointer
+from gulliver.checkpoint._guard import guarded_storages
+from gulliver.comm import World, all_reduce
 from gulliver.errors import GulliverError
+from gulliver.memory import storage_of
 from tests.pool import Pool
 
 WIDTH, DEPTH = 8, 4
@@ -339,3 +344,61 @@ def test_modules_that_cannot_be_sharded_are_refused_at_boost(made: nn.Module) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(GulliverError, match=r"batch|TorchScript"):
         Booster(LowLevelZeroPlugin(stage=1, verbose=False)).boost(model, optimizer)
+
+
+def _logged_state(world: World) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    for stage in range(4):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        twin = copy.deepcopy(net)
+        theirs = torch.optim.AdamW(twin.parameters(), lr=0.1)
+        given = torch.optim.AdamW(net.parameters(), lr=0.1)
+        booster = Booster(LowLevelZeroPlugin(stage=stage, chunk_mb=CHUNK_MB, verbose=False))
+        net, optimizer, *_ = booster.boost(net, given)
+        for _ in range(2):
+            booster.backward(net(x).square().mean(), optimizer)
+            twin(x).square().mean().backward()
+            for either in (optimizer, theirs):
+                either.step()
+                either.zero_grad()
+        storages = guarded_storages()  # a save asks on each rank for itself: nothing is gathered
+        for sharded in optimizer.chunks:
+            assert storage_of(sharded.chunk.home) in storages
+        pairs = zip(optimizer.param_groups[0]["params"], twin.parameters(), strict=True)
+        found = [(optimizer.state[p].get("exp_avg"), theirs.state[q]["exp_avg"]) for p, q in pairs]
+        mine = sum(e.square().sum() for e, _ in found if e is not None)
+        total = torch.as_tensor(mine, dtype=torch.float32).reshape(())
+        if stage and world.size > 1:
+            all_reduce(total, "sum")
+        torch.testing.assert_close(total, sum(e.square().sum() for _, e in found))
+        for refused in (given.state_dict, lambda: given.load_state_dict(theirs.state_dict())):  # noqa: B023
+            with pytest.raises(GulliverError, match="save_optimizer"):
+                refused()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_state_of_parameters_is_that_of_their_pieces(pool: Pool, size: int) -> None:
+    pool.run(_logged_state, size)
+
+
+class _Odd(nn.Linear):
+    """A layer with state that no file of a boosted model can hold."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+
+def test_extra_state_is_warned_of_at_boost() -> None:
+    net = nn.Sequential(_Odd(6, 1))
+    with pytest.warns(UserWarning, match="get_extra_state"):
+        Booster(LowLevelZeroPlugin(stage=1, verbose=False)).boost(
+            net, torch.optim.SGD(net.parameters(), lr=0.1)
+        )
+
+
+def test_a_complex_tensor_that_no_file_holds_is_named(tmp_path: Path) -> None:
+    checkpointer = AsyncCheckpointer(tmp_path)
+    with pytest.raises(GulliverError, match=r"phase.*complex128"):
+        checkpointer.save(1, {"phase": torch.ones(2, dtype=torch.complex128)})
+    checkpointer.close()

@@ -62,6 +62,9 @@ def _storages(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yields what a step changes."""
+    if changed := getattr(optimizer, ASKS, None):
+        yield from changed()
+        return
     for group in optimizer.param_groups:
         # A pending parameter has no memory yet, and asking for it would gather its shards.
         params = (p for p in group["params"] if type(p) is not PendingParameter)

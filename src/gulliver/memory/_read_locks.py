@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 ASKS = "asks_before_write"
-"""Attribute of an optimizer that calls `before_write` itself, part by part."""
+"""Attribute of an optimizer that calls `before_write` itself, part by part; it is a function that
+yields the tensors that a step changes."""
 
 
 class ReadLock(Protocol):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,9 @@ class ZeroOptimizer(BoostedOptimizer):
         self.scaler = LossScaler() if fp16 else None
         scatter_state(self.shards, state)
         inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        # Of the optimizer that boost was given, too, only the wrapper's way is right.
+        inner.register_state_dict_pre_hook(_refuse_state)
+        inner.register_load_state_dict_pre_hook(_refuse_state)
 
     # What the state knows.
 
@@ -409,11 +412,11 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: state lies in chunks, of which one rank may hold a part."""
-        raise GulliverError("the state lies in chunks: booster.save_optimizer(optimizer, path)")
+        _refuse_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: state lies in chunks, of which one rank may hold a part."""
-        raise GulliverError("the state lies in chunks: booster.load_optimizer(optimizer, path)")
+        _refuse_state()
 
     def export_state(self, keep: bool = True) -> State:
         """The whole state by parameter name; every rank calls it, those that `keep` get it."""
@@ -496,3 +499,10 @@ class ZeroOptimizer(BoostedOptimizer):
     def held_bytes(self) -> ByteCounter:
         """Counts the bytes that this rank holds of them now, and has held at most."""
         return self.shards.pool.counter
+
+
+def _refuse_state(*_: Any) -> NoReturn:
+    raise GulliverError(
+        "the state lies in chunks: use booster.save_optimizer(optimizer, path) and "
+        "booster.load_optimizer(optimizer, path) with the optimizer that boost returned"
+    )

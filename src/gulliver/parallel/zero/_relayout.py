@@ -77,7 +77,8 @@ def _hand_over(
                     inner.state[target] = dict(inner.state[owned])
                     if shards.tiers is not None:
                         shards.place_state(chunk)  # now that both are there
-            inner.state.pop(owned, None)
+            if shards.tiers is not None:  # elsewhere both have one entry, of their parameter
+                inner.state.pop(owned, None)
 
 
 def _move_state(

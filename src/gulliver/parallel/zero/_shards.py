@@ -41,6 +41,7 @@ from gulliver.parallel.zero._reducer import GradientReducer
 from gulliver.parallel.zero._sending import ZeroWires
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._sizes import TensorSize, chunk_layouts, shard_dtype
+from gulliver.parallel.zero._state_keys import StateByParameter
 from gulliver.parallel.zero._tiers import Tiers
 
 _ALWAYS = nullcontext()
@@ -105,6 +106,9 @@ class ShardedState:
         self.manager, self.inside, self.unequal = manager, "", False
         self.pool = BufferPool() if manager is None else LentBuffers(manager)
         self.tiers = None if manager is None else Tiers(inner)
+        self.parameter_of: dict[nn.Parameter, nn.Parameter] = {}
+        if self.tiers is None:  # there state lies on meta between steps
+            inner.state = StateByParameter(self.parameter_of)
         self.by_chunk = steps_by_chunk(inner)
         self.uses: Sequence[str] = ()
         self.on_gradient: Callable[[str], None] | None = None
@@ -230,6 +234,7 @@ class ShardedState:
             )
             if self.tiers is not None:
                 self.tiers.hide(sharded)
+            self.parameter_of.update((q, chunk.parameters[p.name]) for p, q in sharded.pieces)
 
     def _cut(self, chunk: Chunk, piece: Piece) -> Tensor:
         run = chunk.home[piece.start : piece.end]
@@ -318,6 +323,8 @@ class ShardedState:
     def list_pieces(self) -> None:
         """Makes the lists of pieces that the optimizer's groups are given, once for all steps."""
         mine = {piece.name: owned for c in self.chunks for piece, owned in c.pieces}
+        for old in self.parameter_of.keys() - mine.values():
+            del self.parameter_of[old]
         self._every = [[mine[n] for n in members if n in mine] for members in self.members]
         self._by_chunk = []
         for sharded in self.chunks:
@@ -461,6 +468,12 @@ class ShardedState:
                 for value in self.inner.state.get(owned, {}).values():
                     if isinstance(value, Tensor):
                         yield value
+
+    def changed(self) -> Iterator[Tensor]:
+        """Tensors that steps write, for a checkpoint: groups show parameters, which may be away."""
+        if self.tiers is None:
+            yield from self.written(range(len(self.chunks)))
+            yield from (c.chunk.data for c in self.chunks if self.stage < 3)
 
     # What users write to parameters.
 

@@ -46,7 +46,7 @@ class Updates:
         self._shards = shards
         self.allowed = False
         self.seconds = 0.0
-        setattr(shards.inner, ASKS, True)
+        setattr(shards.inner, ASKS, shards.changed)
         shards.inner.register_step_pre_hook(self._refuse)
 
     def _refuse(self, *_: Any) -> None:
