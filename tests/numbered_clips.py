@@ -88,7 +88,7 @@ def clip(folder: Path, name: str, variable: bool, seed: int) -> Numbered:
     Args:
         folder: folder of the file.
         name: name in `CODINGS`.
-        variable: whether frames stay for one to four times as long as others.
+        variable: whether frames stay for 1, 2 or 4 times 1 / rate.
         seed: seed of its length, rate and times.
     """
     draw = np.random.default_rng([seed, len(name), variable])
@@ -96,7 +96,7 @@ def clip(folder: Path, name: str, variable: bool, seed: int) -> Numbered:
     rate = Fraction(int(draw.choice([20, 25])))
     steps = np.ones(count, int)
     if variable:
-        steps = draw.choice([1, 1, 1, 2, 4], count)
+        steps = draw.choice([1, 2, 2, 2, 4], count)
         steps[:2] = 1, 2
     starts = np.concatenate([[0], np.cumsum(steps)])
     path = folder / f"{name}-{'variable' if variable else 'constant'}-{seed}{CODINGS[name].suffix}"
