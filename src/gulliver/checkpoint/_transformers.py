@@ -44,7 +44,7 @@ def model_weights(
     """Opens weights under the names of a model.
 
     Args:
-        path: as for `open_weights`; steps and runs have the model's own names already.
+        path: path as for `open_weights`; steps and runs have the model's own names already.
         model: the model; one that is not of transformers is taken to have the names of the files.
         names: names of the whole model, where `model` has other ones; None for its state's.
 
