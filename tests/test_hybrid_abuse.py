@@ -97,6 +97,10 @@ def _momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
 
 
+def _adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)
+
+
 def _train(cell: Cell, how: dict[str, Any], hybrid: bool) -> dict[str, Any]:
     plugin, dtype = cell.grid.plugin, torch.float64
     shared = plugin.get("tp_size", 1) * plugin.get("sp_size", 1) > 1
@@ -104,7 +108,7 @@ def _train(cell: Cell, how: dict[str, Any], hybrid: bool) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         if any(part in name for part in how.get("frozen", ())):
             parameter.requires_grad_(False)
-    optimizer: Any = (_momentum if how.get("momentum") else make_optimizer)(model)
+    optimizer: Any = how.get("optimizer", make_optimizer)(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     booster, place = Booster(), 0
     if hybrid:
@@ -158,7 +162,8 @@ def _loop_errors(world: World, cell: Cell, how: dict[str, Any]) -> float:
 
 LOOPS = {
     "accumulated, looked at between": {"look": True},
-    "no_sync, momentum, value": {"no_sync": True, "momentum": True, "value": 1e-3},
+    "no_sync, momentum, value": {"no_sync": True, "optimizer": _momentum, "value": 1e-3},
+    "state before the first step": {"optimizer": _adagrad},
     "frozen embedding and block": {"frozen": ("embed", "layers.0.")},
 }
 
@@ -426,16 +431,11 @@ def test_wrong_uses_are_refused_on_every_rank(pool: Pool, plugin: dict[str, Any]
             assert "\n" not in said[use]
 
 
-def _idle_stage(world: World) -> str:
-    model = build("llama", layers=4)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("norm" in name and ".0." not in name and ".1." not in name)
-    return _said(_boost, STAGES, model=model)
-
-
-def test_a_frozen_stage_is_refused_on_every_rank(pool: Pool) -> None:
-    for message in pool.run(_idle_stage, 2):
-        assert "place 0 of the pipeline" in message
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_frozen_first_stage_trains_as_one_process(pool: Pool, stage: int) -> None:
+    cell = Cell("llama", grid("frozen", 2, **STAGES, zero_stage=stage))
+    frozen = {"frozen": ("embed", "layers.0.", "layers.1.")}
+    assert max(pool.run(_loop_errors, 2, cell, frozen)) <= BAR
 
 
 def _woken(world: World, plugin: dict[str, Any]) -> str:

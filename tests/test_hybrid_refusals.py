@@ -94,19 +94,12 @@ def _shape_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [modules, parameters, [[id(p) for p in g["params"]] for g in optimizer.param_groups]]
 
 
-def _frozen(model: nn.Module) -> nn.Module:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.1." in name)
-    return model
-
-
 def _dynamic(model: Any) -> Any:
     model.config.rope_parameters = {"rope_type": "dynamic"}
     return model
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "idle stage": ({**STAGES, "precision": "bf16"}, _frozen, "place 0 of the pipeline"),
     "rotary": ({**SHARED, "tp_size": 1, "precision": "bf16"}, _dynamic, "'dynamic'"),
     "no folder": ({**TENSOR, "weights": "nowhere"}, lambda m: m, "weights='nowhere' is no folder"),
     "schedule": ({**STAGES, "pp_style": "dualpipev"}, lambda m: m, "blocks"),
