@@ -368,7 +368,7 @@ def test_a_greeting_is_read_and_not_learnt(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(template=PLAIN)
     data, _ = read(path, tokenizer)
     assert not data.bad
-    assert learnt_text(tokenizer, data.train[0]) == "forty-two!<|end|>sleeps.<|end|>"
+    assert learnt_text(tokenizer, data.train[0]) == "forty-two!<|end|>\nsleeps.<|end|>\n"
     assert "good day!" in tokenizer.decode(data.train[0].ids)
     everything, _ = read(path, tokenizer, answers_only="no")
     assert everything.train[0].learnt == len(everything.train[0]) - 1
