@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import gulliver
 from gulliver.booster import lazy_parameters
 from gulliver.checkpoint import (
+    export_huggingface,
+    import_huggingface,
     is_step_or_run,
     load_huggingface,
     model_weights,
@@ -171,6 +173,24 @@ def test_fp8_blocks_at_an_edge_are_smaller(tmp_path: Path) -> None:
     for name, value in found.state_dict().items():
         if name in exact:
             assert torch.equal(value, exact[name]), name
+
+
+@pytest.mark.parametrize("through", ["folder", "step"])
+def test_fp8_that_is_converted_keeps_its_values(
+    fp8: tuple[Path, Path], tmp_path: Path, through: str
+) -> None:
+    source: Path = fp8[0]
+    if through == "step":
+        source = import_huggingface(fp8[0], tmp_path / "run", dtype=torch.float32)
+    export_huggingface(source, tmp_path / "out", dtype=torch.float32)
+    found, wanted = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", fp8[1])
+    )
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        assert torch.equal(value, wanted[name]), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
 
 
 def test_other_quantizations_are_refused(fp8: tuple[Path, Path], tmp_path: Path) -> None:

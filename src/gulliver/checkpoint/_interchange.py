@@ -34,6 +34,7 @@ from gulliver.checkpoint._manifest import (
     write_manifest,
 )
 from gulliver.checkpoint._publishing import checksummed, versions
+from gulliver.checkpoint._transformers import ModelWeights, model_weights
 from gulliver.checkpoint._tree import Leaf
 from gulliver.checkpoint._weights import (
     INDEX,
@@ -43,6 +44,7 @@ from gulliver.checkpoint._weights import (
     StepWeights,
     TensorInfo,
     Weights,
+    is_step_or_run,
     open_weights,
 )
 from gulliver.checkpoint._writing import (
@@ -202,7 +204,10 @@ def export_huggingface(
             written; nothing is left of it then.
     """
     target = Path(target)
-    with open_weights(path, entry, step) as weights:
+    folder = dtype is not None and step is None and not is_step_or_run(Path(path))
+    # Values of FP8 that are converted need their scales.
+    opened = model_weights(path, None) if folder else open_weights(path, entry, step)
+    with opened as weights:
         names = _unprefixed(weights, prefix)
         if target.suffix == SUFFIX:
             refuse_existing(target)
@@ -219,6 +224,8 @@ def _config_of(weights: Weights) -> Mapping[str, Any] | None:
     else:
         file = weights.path / CONFIG
         found = read_json(file) if file.is_file() else None
+        if isinstance(found, dict) and isinstance(weights, ModelWeights):
+            found.pop("quantization_config", None)
     return found if isinstance(found, Mapping) else None
 
 
@@ -323,7 +330,8 @@ def import_huggingface(
     refuse_existing(final)
     # Says so if the run is of a newer version, before anything is written.
     folder.latest()
-    with FileWeights(Path(path)) as weights:
+    scaled = dtype is not None and not is_step_or_run(Path(path))
+    with model_weights(path, None) if scaled else FileWeights(Path(path)) as weights:
         names = _unprefixed(weights, prefix)
         name = file_name(entry, 0, 1)
         plan = plan_file(folder.partial(step) / name, weights, names, dtype)
