@@ -75,8 +75,8 @@ MUTANTS = (
     Mutant(
         "zero: the norm is that of the own shard",
         "parallel/zero/_optimizer.py",
-        'all_reduce(total, "sum", self.group)',
-        "total *= self.size",
+        "            all_reduce(total, operation, self.group)\n",
+        "            total *= self.shards.parts\n",
         ("zero", "zero_loops"),
     ),
     Mutant(

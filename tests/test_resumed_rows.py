@@ -18,8 +18,6 @@ from gulliver.dreambooth import dreambooth
 from gulliver.errors import GulliverError
 from gulliver.finetune import finetune, make_example
 from gulliver.models import VideoAutoencoder
-from gulliver.serve.speculative import TrainDraftConfig, train_draft
-from gulliver.serve.speculative._train import _Training
 from gulliver.video import (
     AutoencoderDataConfig,
     DataConfig,
@@ -65,7 +63,7 @@ def video(films: Path, out: Path, change: str, **options: Any) -> None:
     data: dict[str, Any] = {"table": table, "shapes": SHAPES, "batch_size": 2}
     config = TrainConfig(out=out, steps=1, save_every=1, data=DataConfig(**data), **options)
     coder = replace(config.autoencoder, path=films / "coder.safetensors")
-    train(replace(config, autoencoder=coder, steps=1 + bool(change), resume=bool(change)))
+    train(replace(config, autoencoder=coder, resume=bool(change)))
 
 
 def planned(films: Path, out: Path, change: str) -> None:
@@ -74,15 +72,14 @@ def planned(films: Path, out: Path, change: str) -> None:
 
 def kept(films: Path, out: Path, change: str) -> None:
     """Trains on kept latents alone, which are made again of the changed table."""
-    table, folder = write_table(films, rows_of(change)), out.parent / f"kept{change}"
+    table, folder = write_table(films, rows_of(change)), out.parent / f"latents-{change}"
     coder = films / "coder.safetensors"
     encode(EncodeConfig(table=table, autoencoder=coder, out=folder, shapes=SHAPES))
     link = out.parent / "kept"
     link.unlink(missing_ok=True)
     link.symlink_to(folder)
     data = DataConfig(encoded=link, batch_size=2)
-    steps = 1 + bool(change)
-    train(TrainConfig(out=out, steps=steps, save_every=1, data=data, resume=bool(change)))
+    train(TrainConfig(out=out, steps=1, save_every=1, data=data, resume=bool(change)))
 
 
 def autoencoder(films: Path, out: Path, change: str) -> None:
@@ -91,7 +88,7 @@ def autoencoder(films: Path, out: Path, change: str) -> None:
     data = AutoencoderDataConfig(
         table=table, shapes=SHAPES, batch_size=2, repeats=2, image_share=0.5, held_out_clips=0.3
     )
-    config = TrainAutoencoderConfig(out=out, steps=1 + bool(change), save_every=1, data=data)
+    config = TrainAutoencoderConfig(out=out, steps=1, save_every=1, data=data)
     run_autoencoder(replace(config, resume=bool(change)))
 
 
@@ -103,7 +100,7 @@ def test_tables_with_other_rows_are_refused(films: Path, tmp_path: Path, begin: 
         with pytest.raises(GulliverError, match=rf"rows of \S*{named} are no longer"):
             begin(films, tmp_path / "run", change)
     begin(films, tmp_path / "run", "same")  # put back
-    assert Run(tmp_path / "run").read_log()[-1]["step"] == 2
+    assert Run(tmp_path / "run").read_log()[-1]["step"] == 1
 
 
 def texts(path: Path, change: str, rows: list[Any]) -> None:
@@ -126,35 +123,6 @@ def test_texts_of_finetuning_with_other_rows_are_refused(tmp_path: Path) -> None
             finetune(replace(config, steps=2, resume=True))
 
 
-def test_texts_of_drafts_with_other_rows_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.test_speculation_glide import small_target
-
-    target, data = small_target(tmp_path), tmp_path / "texts.jsonl"
-    rows = [{"text": "abcdefgh" * 3 + chr(97 + n) * n} for n in range(20)]
-    texts(data, "", rows)
-    config = TrainDraftConfig(
-        data=(data,), length=40, target=tmp_path, out=tmp_path / "out", hidden=32, steps=4,
-        batch_tokens=200, warmup=1, save_every=1,
-    )  # fmt: skip
-    step = _Training._step
-
-    def killed(self: Any, batch: Any) -> None:
-        if self.done == 2:
-            raise KeyboardInterrupt
-        step(self, batch)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(_Training, "_step", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train_draft(config, target, say=print)
-    for change in ("reordered", "replaced"):
-        texts(data, change, rows)
-        with pytest.raises(GulliverError, match="data"):
-            train_draft(replace(config, resume=True), target, say=print)
-
-
 def test_subjects_with_other_pictures_are_refused(tmp_path: Path) -> None:
     from tests.test_dreambooth_mistakes import _config, save_sd, save_subject, unplanned
 
@@ -173,4 +141,4 @@ def test_subjects_with_other_pictures_are_refused(tmp_path: Path) -> None:
                 with Image.open(second) as picture:
                     picture.transpose(Image.Transpose.ROTATE_180).save(second)
             with pytest.raises(GulliverError, match="--subject"):
-                dreambooth(replace(config, steps=2, resume=True))
+                dreambooth(replace(config, resume=True))
