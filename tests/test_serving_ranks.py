@@ -139,7 +139,7 @@ def test_files_that_are_not_whole_are_refused_before_a_rank_is_started(tmp_path:
     with pytest.raises(GulliverError, match=f"lack {name}"):
         plan_ranks(folder, None, 2, 1, None)
     save_file({**weights, name: whole[:3].clone()}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(GulliverError, match=rf"{name} is \[3, 32\], the model's"):
+    with pytest.raises(GulliverError, match=rf"{name} is \[3, 32\] in the files"):
         plan_ranks(folder, None, 1, 2, None)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

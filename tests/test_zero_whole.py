@@ -180,7 +180,7 @@ def reference(make: Callable[[nn.Module], list[torch.optim.Optimizer]], size: in
 
 def check_whole(optimizer: ZeroOptimizer) -> None:
     """Every parameter lies with one rank, in its own shape."""
-    if optimizer.parts == 1 or not optimizer.shards.whole:
+    if optimizer.shards.parts == 1 or not optimizer.shards.whole:
         return
     mine = []
     for sharded in optimizer.chunks:
