@@ -1,5 +1,6 @@
 """Worlds of ranks, and the collectives between them."""
 
+from gulliver.comm._agree import raise_on_any_rank
 from gulliver.comm._axes import Axes, Torus, make_axes
 from gulliver.comm._choice import (
     Choice,
@@ -105,6 +106,7 @@ __all__ = [
     "make_axes",
     "operations",
     "post",
+    "raise_on_any_rank",
     "rank_group_of",
     "reduce_choices",
     "reduce_scatter",

@@ -34,18 +34,15 @@ Choose = Callable[[str, int], Choice]
 
 @dataclass(frozen=True, eq=False)
 class Axes:
-    """Named axes over all ranks of the world.
+    """Named axes over all ranks of the world."""
 
-    Attributes:
-        sizes: outer to inner.
-        ranks: ranks of the world by their place along each axis; None in a world of one.
-        device_type: kind of device of the tensors.
-        rank_groups: this rank's line along each axis.
-    """
-
+    # Outer to inner.
     sizes: Mapping[str, int]
+    # Ranks of the world by their place along each axis; None in a world of one.
     ranks: Tensor | None
+    # Kind of device of the tensors.
     device_type: str
+    # This rank's line along each axis.
     rank_groups: Mapping[str, RankGroup]
 
     @cached_property
@@ -64,12 +61,7 @@ class Axes:
         return lasting_group(self.rank_group(name)) if self.ranks is not None else None
 
     def torus(self, *names: str, choose: Choose | None = None) -> Torus:
-        """The ranks along some axes; every rank of the world calls it, in one order.
-
-        Args:
-            names: names in the order of `sizes`; none for all.
-            choose: see `Torus`.
-        """
+        """The ranks along some axes; every rank of the world calls it, in one order."""
         names = names or tuple(self.sizes)
         self._check(names)
         return Torus.along(self, names, choose)

@@ -50,15 +50,7 @@ class OnStream:
 
 
 def run(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[Any]:
-    """Runs steps, on a GPU on the side stream.
-
-    Args:
-        tensors: tensors that the steps read and write.
-        steps: run on the current stream.
-
-    Returns:
-        What to wait for.
-    """
+    """Runs steps, on a GPU on the side stream."""
     if tensors[0].is_cuda:
         return [OnStream(tensors[0].device, tensors, steps)]
     steps()
@@ -107,17 +99,7 @@ def all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]) -> Non
 def exchange_and_add(
     output: Tensor, parts: Tensor, op: str, group: dist.ProcessGroup | None
 ) -> tuple[Any, Callable[[], None]]:
-    """Parts go to their ranks as they are and are added up there, in `output`'s dtype.
-
-    Args:
-        output: tensor for the sum, of a wider dtype than the parts.
-        parts: contiguous, ``[ranks, ...]``.
-        op: "max", or else the sum.
-        group: process group of the ranks.
-
-    Returns:
-        The messages under way, and what to do when they have arrived.
-    """
+    """Parts go to their ranks as they are and are added up there, in `output`'s dtype."""
     received = torch.empty_like(parts)
     work = dist.all_to_all_single(received, parts, group=group, async_op=True)
 

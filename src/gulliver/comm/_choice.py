@@ -20,20 +20,17 @@ Predict = Callable[[str, int], float]
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why.
+    """What was chosen, and why."""
 
-    Attributes:
-        collective: name of the collective.
-        nbytes: bytes of the whole tensor.
-        kind: the faster of the two.
-        predicted_flat_s: seconds over all ranks at once.
-        predicted_torus_s: seconds axis by axis.
-    """
-
+    # Name of the collective.
     collective: str
+    # Bytes of the whole tensor.
     nbytes: int
+    # The faster of the two.
     kind: Kind
+    # Seconds over all ranks at once.
     predicted_flat_s: float
+    # Seconds axis by axis.
     predicted_torus_s: float
 
     def __str__(self) -> str:
@@ -108,18 +105,15 @@ class Chooser:
 
 @dataclass(frozen=True)
 class ReduceChoice:
-    """How an all-reduce over gloo goes, and why.
+    """How an all-reduce over gloo goes, and why."""
 
-    Attributes:
-        nbytes: size of the tensor.
-        ranks: ranks of the world that take part.
-        kind: "ring", gloo's own, or "direct", an exchange from each rank to all others.
-        measured: seconds of each kind, where they were measured.
-    """
-
+    # Size of the tensor.
     nbytes: int
+    # Ranks of the world that take part.
     ranks: tuple[int, ...]
+    # "ring", gloo's own, or "direct", an exchange from each rank to all others.
     kind: Literal["direct", "ring"]
+    # Seconds of each kind, where they were measured.
     measured: Mapping[str, float]
 
     def __str__(self) -> str:
@@ -135,12 +129,7 @@ _reduce_choices: dict[tuple[int, tuple[int, ...]], ReduceChoice] = {}
 
 
 def use_links(cluster: Cluster | None) -> None:
-    """Takes the links of a cluster as those that all-reduces are chosen by.
-
-    Args:
-        cluster: links of the whole world, the same on all ranks: those that choose differently
-            wait for each other for ever. None forgets them.
-    """
+    """Takes the links of a cluster as those that all-reduces are chosen by."""
     global _cluster
     _cluster = cluster
     _reduce_choices.clear()

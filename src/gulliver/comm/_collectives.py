@@ -280,10 +280,8 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
 def broadcast(
     tensor: Tensor, src: int = 0, group: Group = None, wire: WireFormat = IDENTITY
 ) -> None:
-    """Replaces `tensor` on every rank by that of rank `src` of the group.
-
-    Packed in a wire format all ranks get the same bits, rank `src` too.
-    """
+    """Replaces `tensor` on every rank by that of rank `src` of the group."""
+    # Packed in a wire format all ranks get the same bits, rank `src` too.
     _check(tensor, "sum")
     check_wire(wire)
     wire = wire.of(tensor)
@@ -357,15 +355,13 @@ def _check_sum(dtype: torch.dtype) -> None:
 def _backend_is_cheaper(
     tensor: Tensor, op: Op, group: dist.ProcessGroup | None, any_order: bool
 ) -> bool:
-    """Whether gloo's own all-reduce takes less of the processor, with bits that will do.
-
-    It receives, adds and sends in one thread in C++, where a reduce-scatter and an all-gather of
-    ours wake Python for each message: at 128 KiB and 1 MiB it takes about half the
-    processor's time, which counts where the core that communicates computes too. Two terms have
-    one sum in either order; of more than two, gloo's order depends on the place in the tensor.
-    Its ring takes 2 (n-1) messages after one another where ours takes 2: which is faster depends on
-    the size and the links.
-    """
+    """Whether gloo's own all-reduce takes less of the processor, with bits that will do."""
+    # It receives, adds and sends in one thread in C++, where a reduce-scatter and an all-gather of
+    # ours wake Python for each message: at 128 KiB and 1 MiB it takes about half the processor's
+    # time, which counts where the core that communicates computes too. Two terms have one sum in
+    # either order; of more than two, gloo's order depends on the place in the tensor. Its ring
+    # takes 2 (n-1) messages after one another where ours takes 2: which is faster depends on the
+    # size and the links.
     if os.environ.get("GULLIVER_ALL_REDUCE", "auto") == "direct":
         return False
     if op == "max" or tensor.dtype not in (torch.float32, torch.float64):

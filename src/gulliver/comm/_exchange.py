@@ -3,10 +3,6 @@
 Every rank posts all its receives, then all its sends, at once: part j of the input goes straight to
 rank j. Each rank sends and receives (n-1)/n of the whole, as a ring does, in one
 latency instead of n-1. (Gloo's reduce-scatter sends twice as much: it is an all-reduce.)
-
-[Note: order of the sum] What arrived is added in the order of the ranks, when somebody waits for
-it. So the bits of a sum depend neither on timing nor on where in a buffer a number lies, and sums
-may be kept in a wider dtype than what travels.
 """
 
 from __future__ import annotations
@@ -25,6 +21,9 @@ from gulliver.comm._progress import Steps
 from gulliver.comm._steps import add_up
 
 
+# [Note: order of the sum] What arrived is added in the order of the ranks, when somebody waits for
+# it. So the bits of a sum depend neither on timing nor on where in a buffer a number lies, and sums
+# may be kept in a wider dtype than what travels.
 def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
     """Whether a group's backend for a tensor is one that this file is for."""
     return tensor.device.type == "cpu" and _place(group).gloo
@@ -33,14 +32,7 @@ def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
 def direct_all_gather(
     output: Tensor, input: Tensor, group: dist.ProcessGroup | None, purpose: Purpose = ANY
 ) -> Steps:
-    """An all-gather; every part is received where it belongs.
-
-    Args:
-        output: one part for each rank.
-        input: this rank's part, perhaps in its place in `output`.
-        group: process group of the ranks.
-        purpose: all ranks pass the same.
-    """
+    """An all-gather; every part is received where it belongs."""
     # Tags are taken when the collective is handed in, not when it is begun.
     return _all_gather(output, input, group, next_tag(group, 1, purpose))
 
@@ -48,15 +40,7 @@ def direct_all_gather(
 def direct_reduce_scatter(
     output: Tensor, input: Tensor, op: str, group: dist.ProcessGroup | None, purpose: Purpose = ANY
 ) -> Steps:
-    """A reduce-scatter.
-
-    Args:
-        output: this rank's part, perhaps of a wider dtype than the input.
-        input: one part for each rank.
-        op: sum, mean or max.
-        group: process group of the ranks.
-        purpose: all ranks pass the same.
-    """
+    """A reduce-scatter."""
     return _reduce_scatter(output, input, op, group, next_tag(group, 1, purpose))
 
 

@@ -1,16 +1,4 @@
-"""A flight recorder: what each rank handed in to a group, to tell ranks that do different things.
-
-[Note: different programs] All ranks must hand in the collectives of a group in one order. One that
-calls modules in another order, or alone, would send a part of one chunk where the others wait for
-another's: parts of one size would be taken, and others end gloo's process with SIGABRT. So whoever
-knows what a collective is for passes a `Purpose`. It is a part of the tags of its messages, which
-costs nothing: what does not belong together never meets, and waits. The last entries of each group
-are kept here. The watchdog (`_watchdog.py`) of a rank that has handed in nothing for a second puts
-them into the store and compares them with those of the others. Where they differ all ranks raise,
-or are ended where they wait in C++.
-
-It does not know of stores, nor how messages are sent.
-"""
+"""A flight recorder of the collectives that each rank starts, to find ranks that disagree."""
 
 from __future__ import annotations
 
@@ -37,18 +25,25 @@ Entries = dict[str, list[tuple[int, str]]]
 """Numbers of collectives, and what they are for, by the names of groups."""
 
 
+# [Note: different programs] All ranks must hand in the collectives of a group in one order. One
+# that calls modules in another order, or alone, would send a part of one chunk where the others
+# wait for another's: parts of one size would be taken, and others end gloo's process with SIGABRT.
+# So whoever knows what a collective is for passes a `Purpose`. It is a part of the tags of its
+# messages, which costs nothing: what does not belong together never meets, and waits. The last
+# entries of each group are kept here. The watchdog (`_watchdog.py`) of a rank that has handed in
+# nothing for a second puts them into the store and compares them with those of the others. Where
+# they differ all ranks raise, or are ended where they wait in C++.
+#
+# It does not know of stores, nor how messages are sent.
 @dataclass(frozen=True)
 class Purpose:
-    """What a collective is for.
+    """What a collective is for."""
 
-    Attributes:
-        text: continues "rank 1 ...".
-        code: number, 1 to 2046; no two purposes that may meet have the same.
-        wire: number of the format that elements travel in; see `gulliver.comm._wire.told`.
-    """
-
+    # Continues "rank 1 ...".
     text: str = ""
+    # Number, 1 to 2046; no two purposes that may meet have the same.
     code: int = 0
+    # Number of the format that elements travel in; see `gulliver.comm._wire.told`.
     wire: int = 0
 
 
@@ -80,14 +75,7 @@ OTHERWISE = "makes another call that all ranks have to make"
 
 
 class FlightRecorder:
-    """What this process handed in to its groups.
-
-    Attributes:
-        count: number of entries.
-        waiting: threads that have waited for long.
-        difference: a line about what ranks do differently, once it is known.
-        told: whether that has been raised.
-    """
+    """What this process handed in to its groups."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -97,15 +85,13 @@ class FlightRecorder:
         """Forgets a world that has ended."""
         self._rows: WeakKeyDictionary[Any, deque[tuple[int, str]]] = WeakKeyDictionary()
         self.count = self.waiting = 0
+        # A line about what ranks do differently, once it is known.
         self.difference = ""
+        # Whether that has been raised.
         self.told = False
 
     def note(self, group: Any, number: int, purpose: Purpose) -> None:
-        """Adds an entry.
-
-        Raises:
-            GulliverError: ranks are known to do different things.
-        """
+        """Adds an entry."""
         self.check()
         with self._lock:
             row = self._rows.get(group)
@@ -115,11 +101,7 @@ class FlightRecorder:
             self.count += 1
 
     def check(self) -> None:
-        """Raises what the ranks differ in, where that is known.
-
-        Raises:
-            GulliverError: ranks do different things.
-        """
+        """Raises what the ranks differ in, where that is known."""
         if self.difference:
             if not self.told:
                 self.told = True
@@ -136,11 +118,7 @@ flight_recorder = FlightRecorder()
 
 
 def wait_for(done: threading.Event) -> None:
-    """Waits for a collective, as long as the ranks do the same.
-
-    Raises:
-        GulliverError: they do not.
-    """
+    """Waits for a collective, as long as the ranks do the same."""
     if done.wait(PATIENCE_S):
         return
     flight_recorder.waiting += 1
@@ -152,12 +130,7 @@ def wait_for(done: threading.Event) -> None:
 
 
 def difference(sides: Mapping[int, Entries], standing: Mapping[int, str]) -> str:
-    """A line about the first collective of which ranks differ, or nothing.
-
-    Args:
-        sides: entries by rank.
-        standing: ranks that stand still in a call of torch's for the whole world, and its name.
-    """
+    """A line about the first collective of which ranks differ, or nothing."""
     groups = sorted({group for entries in sides.values() for group in entries})
     for group in groups:
         found = {rank: dict(e[group]) for rank, e in sides.items() if group in e}

@@ -3,15 +3,6 @@
 A gloo group costs three threads, one of which wakes a hundred times in a second whether or not
 anything arrives, and sockets to every member. So models that are boosted one after another must not
 bring groups of their own.
-
-[Note: when groups go] torch keeps every group until it is destroyed, and all ranks must agree when:
-a rank on which the last user of a group was collected does not know whether the others still send.
-So a group without users is kept, for whoever wants it next. Where the ranks meet anyway, at the end
-of a boost, they agree on those that nobody has asked for or uses on any rank, and destroy them. All
-others go with the world.
-
-It does not know what the groups are for: whoever asks names the use, and what has two uses at a
-time does not share a group, so that messages of one are never in the way of those of the other.
 """
 
 from __future__ import annotations
@@ -31,22 +22,27 @@ from gulliver.comm._rank_group import ALONE, RankGroup, rank_group_of
 Key = tuple[str, tuple[int, ...]]
 
 
+# [Note: when groups go] torch keeps every group until it is destroyed, and all ranks must agree
+# when: a rank on which the last user of a group was collected does not know whether the others
+# still send. So a group without users is kept, for whoever wants it next. Where the ranks meet
+# anyway, at the end of a boost, they agree on those that nobody has asked for or uses on any rank,
+# and destroy them. All others go with the world.
+#
+# It does not know what the groups are for: whoever asks names the use, and what has two uses at a
+# time does not share a group, so that messages of one are never in the way of those of the other.
 @dataclass
 class _Shared:
-    """A group, or what torch gives to ranks that are not in it.
+    """A group, or what torch gives to ranks that are not in it."""
 
-    Attributes:
-        group: process group of the ranks.
-        users: rank groups of this process that were given it; those that are gone are empty.
-        wanted: since the ranks agreed the last time.
-        of_members: made by its members alone, and given back by them; other ranks do not know it.
-        for_ever: the group was given out without a rank group, so nobody knows its users.
-    """
-
+    # Process group of the ranks.
     group: Any
+    # Rank groups of this process that were given it; those that are gone are empty.
     users: list[weakref.ref[RankGroup]] = field(default_factory=list)
+    # Since the ranks agreed the last time.
     wanted: bool = True
+    # Made by its members alone, and given back by them; other ranks do not know it.
     of_members: bool = False
+    # The group was given out without a rank group, so nobody knows its users.
     for_ever: bool = False
 
     @property
@@ -118,10 +114,8 @@ def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
 
 
 def return_rank_group(rank_group: RankGroup) -> None:
-    """Gives back a rank group of `host_rank_group`; its ranks call this together.
-
-    What was made for it goes once none of them uses it any more.
-    """
+    """Gives back a rank group of `host_rank_group`; its ranks call this together."""
+    # What was made for it goes once none of them uses it any more.
     groups = _made.get(dist.group.WORLD, {}) if dist.is_initialized() else {}
     mine = rank_group.process_group
     for key, shared in tuple(groups.items()):

@@ -28,17 +28,9 @@ def under_launcher() -> bool:
 
 
 def launch(module: str, arguments: list[str], ranks: int) -> int:
-    """Runs ``python -m module arguments`` on `ranks` ranks and waits for them.
-
-    SIGTERM and SIGINT reach the ranks, which have time to save. Nothing listens on an interface but
-    localhost, unless the environment names another one (see `listen_on_localhost`).
-
-    Returns:
-        0, or the exit code of the first rank that failed (128 + signal for one that was killed).
-
-    Raises:
-        GulliverError: a rank was killed from outside; it is named.
-    """
+    """Runs ``python -m module arguments`` on `ranks` ranks and waits for them."""
+    # SIGTERM and SIGINT reach the ranks, which have time to save. Nothing listens on an interface
+    # but localhost, unless the environment names another one (see `listen_on_localhost`).
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -23,20 +23,17 @@ NAMES = {2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
 
 @dataclass(frozen=True)
 class ChosenAxes:
-    """A torus, or none, and why.
+    """A torus, or none, and why."""
 
-    Attributes:
-        axes: name and size of each axis, outer to inner; empty for all ranks at once.
-        order: ranks in the order of their places on the axes; None for 0, 1, 2 ...
-        seconds: predicted seconds of the collectives along `best`, the fastest torus.
-        flat_s: predicted seconds with all ranks at once.
-        best: the fastest torus, chosen or not; empty where the ranks make none.
-    """
-
+    # Name and size of each axis, outer to inner; empty for all ranks at once.
     axes: dict[str, int]
+    # Ranks in the order of their places on the axes; None for 0, 1, 2 ...
     order: tuple[int, ...] | None
+    # Predicted seconds of the collectives along `best`, the fastest torus.
     seconds: float
+    # Predicted seconds with all ranks at once.
     flat_s: float
+    # The fastest torus, chosen or not; empty where the ranks make none.
     best: dict[str, int]
 
     def __str__(self) -> str:

@@ -1,12 +1,4 @@
-"""Point-to-point messages: how they are posted and told apart, and the buffers they arrive in.
-
-[Note: tags] Messages are told apart by tags that every operation takes from a counter of its group
-when it is handed in, and by what the operation is for, where that is known (see
-`_flight_recorder.py`). All ranks must hand in the operations of a group in one order; after that,
-nothing depends on the order in which they are posted.
-
-It does not know what the messages are for.
-"""
+"""Point-to-point messages: how they are posted and told apart, and the buffers they arrive in."""
 
 from __future__ import annotations
 
@@ -35,14 +27,14 @@ KEPT_BYTES = 128 << 20
 """Receive buffers that are kept for the next operation: fresh memory is slow to touch."""
 
 
+# [Note: tags] Messages are told apart by tags that every operation takes from a counter of its
+# group when it is handed in, and by what the operation is for, where that is known (see
+# `_flight_recorder.py`). All ranks must hand in the operations of a group in one order; after that,
+# nothing depends on the order in which they are posted.
+#
+# It does not know what the messages are for.
 class Messages:
-    """Point-to-point messages under way.
-
-    Args:
-        works: works of the backend.
-        keep: what must live until they are done.
-        finish: called once when they are, such as to unpack what arrived.
-    """
+    """Point-to-point messages under way."""
 
     def __init__(
         self, works: list[Any], keep: Any = None, finish: Callable[[], None] | None = None
@@ -72,12 +64,10 @@ def count_sent(count: float) -> None:
 
 
 def sent_bytes() -> int:
-    """Bytes of tensors that this process has sent to other ranks since it began.
-
-    Those of our own messages are counted as they are posted. What a backend does by itself counts
-    as a ring: (n - 1) / n of the tensor, of an all-reduce twice. Objects, broadcasts and the
-    messages of torch's DDP are not counted.
-    """
+    """Bytes of tensors that this process has sent to other ranks since it began."""
+    # Those of our own messages are counted as they are posted. What a backend does by itself counts
+    # as a ring: (n - 1) / n of the tensor, of an all-reduce twice. Objects, broadcasts and the
+    # messages of torch's DDP are not counted.
     return _sent_bytes
 
 
@@ -107,11 +97,7 @@ def others(rank: int, size: int) -> list[int]:
 
 
 def next_tag(group: dist.ProcessGroup | None, count: int = 1, purpose: Purpose = ANY) -> int:
-    """The first of `count` tags that follow each other and belong to the caller.
-
-    Raises:
-        GulliverError: ranks are known to do different things.
-    """
+    """The first of `count` tags that follow each other and belong to the caller."""
     key = group or dist.group.WORLD
     with _lock:
         number = _counters.get(key, 0)
@@ -123,10 +109,8 @@ def next_tag(group: dist.ProcessGroup | None, count: int = 1, purpose: Purpose =
 
 
 def note_exchange(group: dist.ProcessGroup | None, purpose: Purpose) -> None:
-    """Notes what all ranks of a group do by messages whose tags are their own.
-
-    Numbered by themselves, below those of collectives, whose tags stay what they are.
-    """
+    """Notes what all ranks of a group do by messages whose tags are their own."""
+    # Numbered by themselves, below those of collectives, whose tags stay what they are.
     key = group or dist.group.WORLD
     with _lock:
         _exchanges[key] = (_exchanges.get(key, 0) + 1) % TAGS

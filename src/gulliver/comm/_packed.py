@@ -14,14 +14,6 @@ so they have the same bits.
 Each is a generator, as in `_steps.py`, made of one exchange: over gloo point-to-point messages,
 over other backends their all-to-all. Over a torus it goes axis by axis, and what was added up along
 one axis is packed anew for the next.
-
-[Note: stochastic on the way back] Where sums of several axes go back, ranks of different rows pack
-the same sum. They must find the same bits, so there it is rounded to the nearest.
-
-[Note: error feedback] Who passes `error` has what the last packing lost added to what is packed
-now, and finds there what this one lost. So what small elements lose in one step is made up for in
-later ones (Seide et al., 1-bit SGD, 2014; Karimireddy et al., 2019, arXiv 1901.09847). That
-is of the terms: what the sums of an all-reduce lose on their way back is not made up for.
 """
 
 from __future__ import annotations
@@ -56,15 +48,15 @@ from gulliver.precision.wire import pack, packed_bytes, unpack
 Lengths = Sequence[int]
 
 
+# [Note: stochastic on the way back] Where sums of several axes go back, ranks of different rows
+# pack the same sum. They must find the same bits, so there it is rounded to the nearest.
+#
+# [Note: error feedback] Who passes `error` has what the last packing lost added to what is packed
+# now, and finds there what this one lost. So what small elements lose in one step is made up for in
+# later ones (Seide et al., 1-bit SGD, 2014; Karimireddy et al., 2019, arXiv 1901.09847). That is of
+# the terms: what the sums of an all-reduce lose on their way back is not made up for.
 class Packer:
-    """Packs and unpacks for one collective.
-
-    Args:
-        wire: format.
-        rank_groups: rank groups that it goes along, outer to inner.
-        purpose: purpose of the collective.
-        gloo: whether messages go point to point.
-    """
+    """Packs and unpacks for one collective."""
 
     def __init__(
         self, wire: WireFormat, rank_groups: Sequence[RankGroup], purpose: Purpose, gloo: bool
@@ -99,17 +91,7 @@ class Packer:
     def exchange(
         self, depth: int, way: str, outgoing: Sequence[Tensor], counts: Lengths
     ) -> tuple[Any, list[Tensor]]:
-        """Begins to send bytes to each rank of an axis, and to receive theirs.
-
-        Args:
-            depth: number of the axis.
-            way: "out" or "back".
-            outgoing: bytes for each rank; the own ones are not sent.
-            counts: bytes that come from each.
-
-        Returns:
-            What to wait for, and the bytes of each rank when it was.
-        """
+        """Begins to send bytes to each rank of an axis, and to receive theirs."""
         group = self.rank_groups[depth]
         if self.gloo:
             order = others(group.rank, group.size)
@@ -147,14 +129,7 @@ class Packer:
 def run(
     steps: Steps, packer: Packer, tensors: Sequence[Tensor], finish: Callable[[], None] | None
 ) -> Any:
-    """Begins a collective; returns what to wait for.
-
-    Args:
-        steps: the collective, not begun.
-        packer: what packs it.
-        tensors: tensors that it reads and writes.
-        finish: called by the thread that ends it.
-    """
+    """Begins a collective; returns what to wait for."""
 
     def whole() -> Steps:
         yield from steps
@@ -252,15 +227,7 @@ def _added_up(
     packer: Packer,
     lost: Sequence[Tensor] | Tensor | None,
 ) -> Steps:
-    """Adds the other ranks' terms of this rank's part to its own, in the order of the ranks.
-
-    Args:
-        total: this rank's own term, which becomes the sum.
-        parts: this rank's terms for each rank of the axis.
-        depth: number of the axis.
-        packer: packer of the collective.
-        lost: gets what packing has lost of each part.
-    """
+    """Adds the other ranks' terms of this rank's part to its own, in the order of the ranks."""
     group = packer.rank_groups[depth]
     empty = total.new_empty(0, dtype=torch.uint8)
     packed = [
@@ -286,11 +253,7 @@ def _added_up(
 
 
 def check_packed(op: str, wire: WireFormat) -> None:
-    """Refuses reductions that packed elements are not for.
-
-    Raises:
-        GulliverError: the reduction is no sum and no mean.
-    """
+    """Refuses reductions that packed elements are not for."""
     if op not in ("sum", "mean"):
         raise GulliverError(
             f"a reduction by {op!r} does not travel as {wire}: sums and means do, others as "

@@ -1,14 +1,4 @@
-"""Messages between ranks that know each other's sizes: to the next of a group, and to each.
-
-[Note: gloo and NCCL] Everything goes through `torch.distributed.batch_isend_irecv`. Over gloo its
-messages are posted one after the other, so the receives stand first: a message that finds its
-receive posted needs no further round trip. Over NCCL a batch is one grouped call, so that no rank's
-send waits for another's. All ranks post in the same order, which is what NCCL goes by; gloo goes by
-the tags too. What arrives is waited for before it is read or sent on: NCCL would keep that order by
-itself, gloo does not.
-
-Tags below `_messages.TAGS` are the callers' own; collectives count theirs from there on.
-"""
+"""Messages between ranks that know each other's sizes: to the next of a group, and to each."""
 
 from __future__ import annotations
 
@@ -33,6 +23,14 @@ Addressed = Iterable[tuple[int, Tensor]]
 """Ranks of the world, and the tensor that comes from or goes to each; contiguous, of any dtype."""
 
 
+# [Note: gloo and NCCL] Everything goes through `torch.distributed.batch_isend_irecv`. Over gloo its
+# messages are posted one after the other, so the receives stand first: a message that finds its
+# receive posted needs no further round trip. Over NCCL a batch is one grouped call, so that no
+# rank's send waits for another's. All ranks post in the same order, which is what NCCL goes by;
+# gloo goes by the tags too. What arrives is waited for before it is read or sent on: NCCL would
+# keep that order by itself, gloo does not.
+#
+# Tags below `_messages.TAGS` are the callers' own; collectives count theirs from there on.
 class Flight:
     """Messages under way; `wait` returns what arrives, when it and what was sent are done."""
 
@@ -54,18 +52,7 @@ def operations(
     tag: int,
     wire: WireFormat = IDENTITY,
 ) -> list[dist.P2POp]:
-    """Torch's operations for messages, receives first; for schedules that post them themselves.
-
-    Args:
-        incoming: ranks to receive from, and where to.
-        outgoing: ranks to send to, and what.
-        group: process group that they all belong to.
-        tag: number that both ends give to a message.
-        wire: identity: who posts by itself packs by itself, see `PackedTensors`.
-
-    Raises:
-        GulliverError: an unknown wire format, or another one.
-    """
+    """Torch's operations for messages, receives first; for schedules that post them themselves."""
     check_wire(wire)
     if wire.name != "identity":
         raise GulliverError(f"operations are not packed as {wire}: post the bytes of PackedTensors")
@@ -102,15 +89,10 @@ def post(
 
 
 class PackedTensors:
-    """Bytes of tensors that are sent or received in a wire format.
+    """Bytes of tensors that are sent or received in a wire format."""
 
-    Both ends know shape and dtype of every tensor, so both find the same bytes; whole numbers, and
-    what would not become smaller, travel as they are.
-
-    Args:
-        wire: format.
-        number: number from which random numbers of stochastic rounding follow.
-    """
+    # Both ends know shape and dtype of every tensor, so both find the same bytes; whole numbers,
+    # and what would not become smaller, travel as they are.
 
     def __init__(self, wire: WireFormat, number: int = 0) -> None:
         self.wire, self._number = wire, number
@@ -158,15 +140,7 @@ def _next_seed(number: int) -> int:
 def shift(
     rank_group: RankGroup, outgoing: Tensor, incoming: Tensor, tag: int, wire: WireFormat = IDENTITY
 ) -> Flight:
-    """Begins to send to the next of a rank group, and to receive from the one before.
-
-    Args:
-        rank_group: ranks, more than one.
-        outgoing: contiguous tensor, not to be written to before it was waited for.
-        incoming: contiguous tensor, as long as what the one before sends.
-        tag: number of the messages; those with one tag arrive in the order they were sent in.
-        wire: format that the elements travel in.
-    """
+    """Begins to send to the next of a rank group, and to receive from the one before."""
     check_wire(wire)
     _note(rank_group, wire)
     before, after = (
@@ -184,14 +158,7 @@ def exchange(
     counts: Sequence[int],
     wire: WireFormat = IDENTITY,
 ) -> list[Tensor]:
-    """An all-to-all of parts of any size, the sizes being known.
-
-    Args:
-        rank_group: ranks.
-        outgoing: flat tensors, one for each rank; the own one is returned as it is.
-        counts: elements that come from each rank.
-        wire: format that the elements travel in.
-    """
+    """An all-to-all of parts of any size, the sizes being known."""
     check_wire(wire)
     own = outgoing[rank_group.rank]
     if rank_group.size == 1:
@@ -207,10 +174,8 @@ def exchange(
 
 
 def _note(rank_group: RankGroup, wire: WireFormat) -> None:
-    """Notes what all ranks of a group exchange, so that those of another format are told.
-
-    Over NCCL nothing has tags, and formats are agreed upon when a model is boosted.
-    """
+    """Notes what all ranks of a group exchange, so that those of another format are told."""
+    # Over NCCL nothing has tags, and formats are agreed upon when a model is boosted.
     note_exchange(rank_group.process_group, told(ANY, wire))
 
 

@@ -4,16 +4,6 @@ A collective is a generator: it posts messages, yields them, and is resumed when
 then it uses them, and may post the next ones. Posting copies into sockets and what follows adds up,
 and both leave the interpreter meanwhile, so neither takes time from the thread that trains, as long
 as there is a core for them.
-
-[Note: two lanes] A collective waits only for its own messages, and collectives are begun in the
-order in which they are handed in, which is the same on all ranks of a group. Those of at most two
-exchanges go *in turn*: one thread begins them, whatever else is under way, another waits for what
-arrives, in that order, and resumes them. So the link serves first who came first, and sums do not
-run beside each other. It cannot block: each exchange is posted as soon as the one before it has
-arrived, and the first ones unconditionally. Of three exchanges it could: a rank that waits for an
-old collective before it begins a new one blocks those that wait for the new one, and have the third
-exchange of the old one still to post. So collectives along several axes go *apart*, in a thread
-each: the oldest unfinished one has a thread on every rank, and always goes on.
 """
 
 from __future__ import annotations
@@ -32,6 +22,15 @@ THREADS = 8
 """Collectives that go apart at once; more wait for their turn."""
 
 
+# [Note: two lanes] A collective waits only for its own messages, and collectives are begun in the
+# order in which they are handed in, which is the same on all ranks of a group. Those of at most two
+# exchanges go *in turn*: one thread begins them, whatever else is under way, another waits for what
+# arrives, in that order, and resumes them. So the link serves first who came first, and sums do not
+# run beside each other. It cannot block: each exchange is posted as soon as the one before it has
+# arrived, and the first ones unconditionally. Of three exchanges it could: a rank that waits for an
+# old collective before it begins a new one blocks those that wait for the new one, and have the
+# third exchange of the old one still to post. So collectives along several axes go *apart*, in a
+# thread each: the oldest unfinished one has a thread on every rank, and always goes on.
 class Arriving(Protocol):
     """Messages under way."""
 
@@ -51,12 +50,7 @@ class Exchange:
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Returns when the last step has been finished.
-
-        Raises:
-            RuntimeError: of the backend, when a step failed.
-            GulliverError: ranks do different things.
-        """
+        """Returns when the last step has been finished."""
         wait_for(self._done)
         if self._error is not None:
             raise self._error
@@ -119,12 +113,7 @@ _under_way: WeakSet[Exchange] = WeakSet()
 
 
 def start(steps: Steps, apart: bool = False) -> Exchange:
-    """Hands in a collective.
-
-    Args:
-        steps: not begun.
-        apart: whether it has more than two exchanges.
-    """
+    """Hands in a collective."""
     global _threads
     if _threads is None:
         _threads = _Threads()
@@ -144,14 +133,7 @@ def drive(steps: Steps) -> None:
 
 
 def drain(until: float) -> bool:
-    """Lets collectives that are under way end, whether or not anybody waits for them.
-
-    Args:
-        until: moment of `time.monotonic` at which no more is waited for.
-
-    Returns:
-        Whether all of them have ended.
-    """
+    """Lets collectives that are under way end, whether or not anybody waits for them."""
     every = [e._done.wait(max(0.0, until - time.monotonic())) for e in list(_under_way)]
     return all(every)
 

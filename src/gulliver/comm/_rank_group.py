@@ -11,20 +11,16 @@ from gulliver.precision.wire import IDENTITY, WireFormat
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that follow each other, the last one followed by the first.
+    """Ranks that follow each other, the last one followed by the first."""
 
-    Attributes:
-        ranks: ranks of the world, in the order of the group.
-        rank: number of this process among them.
-        process_group: process group that they all belong to; None for a group of one rank, and for
-            the whole world.
-        wire: format in which activations are shared among them, and their gradients; who shares
-            what must be exact, such as a sum of losses, does not look at it.
-    """
-
+    # Ranks of the world, in the order of the group.
     ranks: tuple[int, ...] = (0,)
+    # Number of this process among them.
     rank: int = 0
+    # Process group that they all belong to; None for a group of one rank, and for the whole world.
     process_group: dist.ProcessGroup | None = None
+    # Format in which activations are shared among them, and their gradients; who shares what must
+    # be exact, such as a sum of losses, does not look at it.
     wire: WireFormat = IDENTITY
     # Groups live as long as the rank groups that they were made for: see `_groups.py`.
     _origin: RankGroup | None = field(default=None, compare=False, repr=False)

@@ -88,10 +88,8 @@ def register() -> str:
 
 
 def listen_on_localhost() -> None:
-    """Lets backends of ranks that are started from here listen on the loopback interface only.
-
-    ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` that are set already are left alone.
-    """
+    """Lets backends of ranks that are started from here listen on the loopback interface only."""
+    # ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` that are set already are left alone.
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

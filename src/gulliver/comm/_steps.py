@@ -9,18 +9,6 @@ the next crosses the fast one.
 Each collective is a generator that yields the messages to wait for; `run` drives it here or in a
 thread. Read `reduce_scatter_steps`, then `all_gather_steps` (its mirror image), then
 `all_reduce_steps`.
-
-[Note: who owns what] Rank r owns part r, whether the way was flat or along axes. Seen as
-``[outer, inner, part]``, an inner exchange sends the strided block ``[:, i]`` to inner rank i. Its
-rows go as they lie, a message each, when they are long, and as one gathered copy when they are
-short: a message costs tens of microseconds, whatever its size. An all-reduce has no owners, so its
-blocks are contiguous.
-
-[Note: receives first] The receives of all steps are posted before anything is sent. A message that
-finds its receive posted needs no further round trip, which over a slow link is most of its time.
-
-[Note: order of the sum] Terms are added in the order of the ranks along each axis, so the bits
-depend on the shape of the torus, and on nothing else.
 """
 
 from __future__ import annotations
@@ -58,22 +46,29 @@ SEGMENTS, LEAST_SEGMENT, MOST_SEGMENT = 8, 512 << 10, 4 << 20
 """A tensor is cut into so many segments, of at least and at most so many bytes."""
 
 
+# [Note: who owns what] Rank r owns part r, whether the way was flat or along axes. Seen as
+# ``[outer, inner, part]``, an inner exchange sends the strided block ``[:, i]`` to inner rank i.
+# Its rows go as they lie, a message each, when they are long, and as one gathered copy when they
+# are short: a message costs tens of microseconds, whatever its size. An all-reduce has no owners,
+# so its blocks are contiguous.
+#
+# [Note: receives first] The receives of all steps are posted before anything is sent. A message
+# that finds its receive posted needs no further round trip, which over a slow link is most of its
+# time.
+#
+# [Note: order of the sum] Terms are added in the order of the ranks along each axis, so the bits
+# depend on the shape of the torus, and on nothing else.
 @dataclass
 class Exchange:
-    """One exchange of blocks ``[rows, length]`` along a rank group.
-
-    Attributes:
-        rank_group: ranks.
-        tag: the first of as many as there are rows.
-        receives: those that were posted and not waited for.
-        sends: the same.
-        keep: what must live until it is sent.
-    """
+    """One exchange of blocks ``[rows, length]`` along a rank group."""
 
     rank_group: RankGroup
+    # The first of as many as there are rows.
     tag: int
+    # Those that were posted and not waited for.
     receives: list[Any] = field(default_factory=list)
     sends: list[Any] = field(default_factory=list)
+    # What must live until it is sent.
     keep: list[Tensor] = field(default_factory=list)
 
     def receive(self, peer: int, block: Tensor) -> None:
@@ -112,15 +107,7 @@ class Exchange:
 
 
 def run(collectives: Sequence[Steps], at_once: bool) -> list[Any]:
-    """Drives collectives to their end.
-
-    Args:
-        collectives: those that were not begun.
-        at_once: there is nothing else to do meanwhile: a single one is driven right here.
-
-    Returns:
-        What to wait for.
-    """
+    """Drives collectives to their end."""
     if at_once and len(collectives) == 1:
         drive(collectives[0])
         return []
@@ -290,15 +277,7 @@ def all_reduce_steps(
 
 
 class _Level:
-    """One axis of an all-reduce: which interval of the tensor goes where, and back.
-
-    Args:
-        tensor: flat.
-        rank_group: the ranks along the axis.
-        interval: part of the tensor, summed along the inner axes.
-        whole: everybody sends all of it to everybody, and nothing comes back.
-        tags: numbers of the messages on the way out and the way back.
-    """
+    """One axis of an all-reduce: which interval of the tensor goes where, and back."""
 
     def __init__(
         self,
@@ -346,16 +325,7 @@ class _Level:
 
 
 def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> None:
-    """Reduces the terms of all ranks in their order.
-
-    Args:
-        total: gets the result; it may be `own`, or one of the first two slots if they are of its
-            dtype.
-        own: this rank's term.
-        slots: those of the others, in their order; they may be used up.
-        rank: the place of `own` among the terms.
-        op: sum, mean or max.
-    """
+    """Reduces the terms of all ranks in their order."""
     if not total.numel():
         return
     add: Callable[..., Any] = torch.maximum if op == "max" else torch.add
@@ -377,10 +347,8 @@ def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> Non
 
 
 def _along(parts: Tensor, rank_groups: Sequence[RankGroup], depth: int) -> Tensor:
-    """What travels along an axis in an all-gather: ``[rows, ranks, length]``.
-
-    The outer axes are gathered by then, hence the rows; along the inner ones it is this rank's.
-    """
+    """What travels along an axis in an all-gather: ``[rows, ranks, length]``."""
+    # The outer axes are gathered by then, hence the rows; along the inner ones it is this rank's.
     sizes = [rank_group.size for rank_group in rank_groups]
     inner = 0
     for rank_group in rank_groups[depth + 1 :]:

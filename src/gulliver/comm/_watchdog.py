@@ -3,15 +3,6 @@
 Every rank counts upwards under its own key of the shared store and watches the others' counts. A
 count that stands still for too long is a rank that ended or hangs. The main thread learns of it
 when its collective fails; where it is stuck inside one, the process is ended with one line.
-
-[Note: failures] A rank that raises in the middle of what all do together, such as the steps of a
-pipeline, lives on, and so do its connections: the others would wait for messages that it never
-sends. So it writes beside its count which passage failed, and why. Those that are in the same
-passage by their own count, and do not come out of it by themselves, are ended as above. gloo has
-no call that would wake a thread which waits for a message.
-
-Ranks that do different things wait for each other for ever; see the note at
-`_flight_recorder.py`. All raise one line about it, told beside the counts, too.
 """
 
 from __future__ import annotations
@@ -41,40 +32,38 @@ MESSAGE_LENGTH = 500
 """Characters of an error that the other ranks are told."""
 
 
+# [Note: failures] A rank that raises in the middle of what all do together, such as the steps of a
+# pipeline, lives on, and so do its connections: the others would wait for messages that it never
+# sends. So it writes beside its count which passage failed, and why. Those that are in the same
+# passage by their own count, and do not come out of it by themselves, are ended as above. gloo has
+# no call that would wake a thread which waits for a message.
+#
+# Ranks that do different things wait for each other for ever; see the note at
+# `_flight_recorder.py`. All raise one line about it, told beside the counts, too.
 @dataclass
 class _Word:
-    """What a rank says of itself in the store.
+    """What a rank says of itself in the store."""
 
-    Attributes:
-        beat: sign that it lives, a number that grows.
-        passage: number of the passage that failed; 0 for none.
-        error: what that passage failed with.
-        end: why it ends before its time; empty where it goes on or is done.
-        done: whether it ended as it should.
-        lost: another rank that was lost to it, and why it ends.
-        reason: why that rank ends.
-        differs: what ranks do differently.
-    """
-
+    # Sign that it lives, a number that grows.
     beat: int = 0
+    # Number of the passage that failed; 0 for none.
     passage: int = 0
+    # What that passage failed with.
     error: str = ""
+    # Why it ends before its time; empty where it goes on or is done.
     end: str = ""
+    # Whether it ended as it should.
     done: bool = False
+    # Another rank that was lost to it, and why it ends.
     lost: int | None = None
+    # Why that rank ends.
     reason: str = ""
+    # What ranks do differently.
     differs: str = ""
 
 
 class Watchdog:
-    """Heartbeats of one rank, in a daemon thread.
-
-    Args:
-        store: shared by the ranks and used by nobody else.
-        rank: number of this process.
-        size: ranks of the world.
-        silence_s: a rank whose count stood still for so long is lost.
-    """
+    """Heartbeats of one rank, in a daemon thread."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, silence_s: float) -> None:
         self._store, self.rank, self.size, self.silence_s = store, rank, size, silence_s
@@ -96,11 +85,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self, failure: str | None = None) -> None:
-        """Says good-bye, so that nobody takes this rank for lost.
-
-        Args:
-            failure: why it ends before its time; the others learn of it at once.
-        """
+        """Says good-bye, so that nobody takes this rank for lost."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -130,10 +115,9 @@ class Watchdog:
             self._tell()
 
     def wait_for_reason(self) -> str | None:
-        """Waits until a lost or failed rank is known, no longer than a silence takes to be seen.
-
-        For those whose collective has failed: a rank that ended as it should is lost to them, too.
-        """
+        """Waits until a lost or failed rank is known, no longer than a silence takes to be seen."""
+        # For those whose collective has failed: a rank that ended as it should is lost to them,
+        # too.
         self._suspected.set()
         until = time.monotonic() + self.silence_s * 1.5 + GRACE_S
         while time.monotonic() < until and not self._known.wait(0.1):

@@ -126,15 +126,13 @@ def shutdown() -> None:
 
 
 def _leave() -> None:
-    """Leaves the world at the end of a program that has run to its end.
-
-    The interpreter ends threads where they stand. One that stands in a backend's code, watching or
-    finishing a gather that nobody waited for, takes the process down with it; so all of them are
-    done before. After an error nothing is waited for: messages may be on their way that never
-    arrive. The others are told, and the process ends without ending the threads. So it does where a
-    collective does not end, as after errors that were caught on some ranks only: its status is 1,
-    for what the program has asked for was not done.
-    """
+    """Leaves the world at the end of a program that has run to its end."""
+    # The interpreter ends threads where they stand. One that stands in a backend's code, watching
+    # or finishing a gather that nobody waited for, takes the process down with it; so all of them
+    # are done before. After an error nothing is waited for: messages may be on their way that never
+    # arrive. The others are told, and the process ends without ending the threads. So it does where
+    # a collective does not end, as after errors that were caught on some ranks only: its status is
+    # 1, for what the program has asked for was not done.
     error = getattr(sys, "last_type", None)
     if not dist.is_initialized() or (error is not None and hasattr(sys, "ps1")):
         return
@@ -163,12 +161,7 @@ def _leave_failed(why: str, status: int) -> NoReturn:
 
 @contextmanager
 def guard() -> Iterator[None]:
-    """Names the rank that is gone or failed when a collective inside fails because of it.
-
-    Raises:
-        GulliverError: another rank ended, stopped answering, failed in a passage of `together`, or
-            does something else than this one.
-    """
+    """Names the rank that is gone or failed when a collective inside fails because of it."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
@@ -182,10 +175,8 @@ def guard() -> Iterator[None]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Marks what no rank can finish without the others: they learn of an error inside, and end.
-
-    All ranks mark the same passages in the same order, and an error in one is final.
-    """
+    """Marks what no rank can finish without the others: they learn of an error inside, and end."""
+    # All ranks mark the same passages in the same order, and an error in one is final.
     watchdog = _watchdog
     if watchdog is None:
         yield

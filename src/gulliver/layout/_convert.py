@@ -33,20 +33,17 @@ from gulliver.solve import Conversion, ConversionStep, Sharding, convert_least
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The least-cost way from one layout to another.
+    """The least-cost way from one layout to another."""
 
-    Attributes:
-        moves: steps in order; empty where nothing is to be done.
-        seconds: predicted seconds of each move.
-        item: bytes of an element.
-        peak_bytes: bytes that a rank holds at most at once, read and written.
-        cluster: name of the machines that the seconds are of.
-    """
-
+    # Steps in order; empty where nothing is to be done.
     moves: tuple[ConversionStep, ...]
+    # Predicted seconds of each move.
     seconds: tuple[float, ...]
+    # Bytes of an element.
     item: int
+    # Bytes that a rank holds at most at once, read and written.
     peak_bytes: int
+    # Name of the machines that the seconds are of.
     cluster: str
 
     @property
@@ -151,20 +148,9 @@ def convert(
     cluster: Cluster | None = None,
     room: int | None = None,
 ) -> DTensor:
-    """A tensor in another layout, on the least-cost way; all ranks of its mesh call it.
-
-    The gradient comes back in the layout of `tensor` (replicated where that is partial), on the
-    least-cost way too.
-
-    Args:
-        tensor: values of shape ``[...]`` on a mesh.
-        placements: layout wanted, one for each axis of the mesh.
-        cluster: machines; None for those here, as measured or as described.
-        room: most bytes that a rank may hold at once; None for any number.
-
-    Raises:
-        GulliverError: as of `plan_conversion`; or gradients of partial values that are no sum.
-    """
+    """A tensor in another layout, on the least-cost way; all ranks of its mesh call it."""
+    # The gradient comes back in the layout of `tensor` (replicated where that is partial), on the
+    # least-cost way too.
     if not isinstance(tensor, DTensor):
         raise GulliverError(f"convert takes a DTensor, not a {type(tensor).__name__}")
     wanted = tuple(placements)

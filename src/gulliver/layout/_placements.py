@@ -14,16 +14,7 @@ SUMS = ("sum", "avg", "max")
 
 
 def sharding_of(placements: Sequence[Placement], dims: int) -> Sharding:
-    """What the search calls a layout of DTensor's.
-
-    Args:
-        placements: one for each axis of the mesh; where several cut one dim, the first is
-            outermost, as DTensor has it.
-        dims: dims of the tensor.
-
-    Raises:
-        GulliverError: a dim that the tensor does not have, or a placement of another kind.
-    """
+    """What the search calls a layout of DTensor's."""
     cuts: list[list[int]] = [[] for _ in range(dims)]
     terms: list[int] = []
     for axis, placement in enumerate(placements):
@@ -45,13 +36,7 @@ def sharding_of(placements: Sequence[Placement], dims: int) -> Sharding:
 
 
 def placements_of(sharding: Sharding, axes: int, op: str = "sum") -> tuple[Placement, ...]:
-    """DTensor's placements of a layout whose cuts are in the order of the axes.
-
-    Args:
-        sharding: layout.
-        axes: axes of the mesh.
-        op: how terms are reduced.
-    """
+    """DTensor's placements of a layout whose cuts are in the order of the axes."""
     found: list[Placement] = [Replicate()] * axes
     for dim, cut in enumerate(sharding.cuts):
         if list(cut) != sorted(cut):
@@ -66,11 +51,7 @@ def placements_of(sharding: Sharding, axes: int, op: str = "sum") -> tuple[Place
 
 
 def reduction_of(*layouts: Sequence[Placement]) -> str:
-    """The one reduction of all partial values; sum where there is none.
-
-    Raises:
-        GulliverError: two reductions, or one that is not converted.
-    """
+    """The one reduction of all partial values; sum where there is none."""
     found = {p.reduce_op for layout in layouts for p in layout if isinstance(p, Partial)}
     if len(found) > 1:
         raise GulliverError(

@@ -29,16 +29,12 @@ OPS: dict[str, Literal["sum", "mean", "max"]] = {"sum": "sum", "avg": "mean", "m
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor on a mesh, and this rank on it.
-
-    Attributes:
-        mesh: ranks.
-        shape: size of each dim of the whole tensor.
-        op: reduction of partial values: sum, avg or max.
-    """
+    """A tensor on a mesh, and this rank on it."""
 
     mesh: DeviceMesh
+    # Size of each dim of the whole tensor.
     shape: tuple[int, ...]
+    # Reduction of partial values: sum, avg or max.
     op: str = "sum"
 
     @cached_property

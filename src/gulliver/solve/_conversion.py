@@ -40,14 +40,11 @@ Kind = Literal["slice", "gather", "exchange", "reduce", "scatter", "swap", "spli
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor lies on a mesh.
+    """How a tensor lies on a mesh."""
 
-    Attributes:
-        cuts: axes that cut each dim of the tensor, outer to inner.
-        terms: axes whose ranks hold terms of a sum, rising.
-    """
-
+    # Axes that cut each dim of the tensor, outer to inner.
     cuts: tuple[tuple[int, ...], ...]
+    # Axes whose ranks hold terms of a sum, rising.
     terms: tuple[int, ...] = ()
 
     def with_cut(self, dim: int, axes: tuple[int, ...]) -> Self:
@@ -65,20 +62,17 @@ class Sharding:
 
 @dataclass(frozen=True)
 class ConversionStep:
-    """One step of a conversion.
+    """One step of a conversion."""
 
-    Attributes:
-        kind: what is done.
-        axes: axes of the mesh that take part, outer to inner as the links are: rising.
-        before: layout that it starts from.
-        after: layout that it leads to.
-        elements: elements of the largest box of a rank before and after.
-    """
-
+    # What is done.
     kind: Kind
+    # Axes of the mesh that take part, outer to inner as the links are: rising.
     axes: tuple[int, ...]
+    # Layout that it starts from.
     before: Sharding
+    # Layout that it leads to.
     after: Sharding
+    # Elements of the largest box of a rank before and after.
     elements: tuple[int, int]
 
 
@@ -87,32 +81,22 @@ Seconds = Callable[[ConversionStep], float]
 
 @dataclass(frozen=True)
 class Conversion:
-    """A way from one layout to another.
+    """A way from one layout to another."""
 
-    Attributes:
-        moves: steps in order; empty where the layouts are one.
-        seconds: sum over the moves.
-        peak: elements that a rank holds at most at once, read and written.
-        states: layouts that the search has looked at.
-    """
-
+    # Steps in order; empty where the layouts are one.
     moves: tuple[ConversionStep, ...]
+    # Sum over the moves.
     seconds: float
+    # Elements that a rank holds at most at once, read and written.
     peak: int
+    # Layouts that the search has looked at.
     states: int
 
 
 def extent(length: int, parts: Sequence[int], place: Sequence[int]) -> tuple[int, int]:
-    """First and last (exclusive) index that one rank has of a dim.
-
-    Cuts are those of `torch.chunk`: all parts as long as the first, the last ones shorter or
-    empty; inner cuts cut what the outer ones leave.
-
-    Args:
-        length: elements of the dim.
-        parts: sizes of the axes that cut it, outer to inner.
-        place: the rank's coordinate on each.
-    """
+    """First and last (exclusive) index that one rank has of a dim."""
+    # Cuts are those of `torch.chunk`: all parts as long as the first, the last ones shorter or
+    # empty; inner cuts cut what the outer ones leave.
     low, high = 0, length
     for size, at in zip(parts, place, strict=True):
         part = -(-(high - low) // size)
@@ -138,22 +122,7 @@ def convert_least(
     seconds: Seconds,
     room: int | None = None,
 ) -> Conversion | None:
-    """Finds the way of least seconds.
-
-    Args:
-        shape: size of each dim of the whole tensor.
-        mesh: sizes of the axes, slowest links first.
-        before: layout of the tensor.
-        after: layout wanted.
-        seconds: function that prices a move; never negative.
-        room: most elements that a rank may hold at once, read and written; None for any number.
-
-    Returns:
-        The way, or None where none fits the room.
-
-    Raises:
-        GulliverError: a layout has other dims than the tensor, or an axis twice or not of the mesh.
-    """
+    """Finds the way of least seconds."""
     for layout in (before, after):
         axes = [*itertools.chain(*layout.cuts), *layout.terms]
         if len(layout.cuts) != len(shape) or not set(axes) <= set(range(len(mesh))):

@@ -29,15 +29,7 @@ SCORES = 1 << 26
 def frame_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, tokens: int, scale: float | None = None
 ) -> Tensor:
-    """Computes attention in which tokens see those of their own frame and of earlier ones.
-
-    Args:
-        q: queries ``[batch, heads, frames x tokens, head dim]``.
-        k: keys of the same shape.
-        v: values of the same shape.
-        tokens: number of tokens of a frame.
-        scale: factor of the scores; None is ``1 / sqrt(head dim)``.
-    """
+    """Computes attention in which tokens see those of their own frame and of earlier ones."""
     given = q, k, v
     if has_torch_function(given):
         return handle_torch_function(frame_causal_attention, given, q, k, v, tokens, scale)
@@ -94,10 +86,8 @@ def _of_rows(
 def _of_features(
     q: Sharded, k: Sharded, v: Sharded, mask: Tensor | None, causal: int, scale: float | None
 ) -> Sharded:
-    """Features of one head are cut: scores need all of them, each output only its own values.
-
-    `causal` is the number of tokens of a frame, of which none sees a later one; 0 for no order.
-    """
+    """Features of one head are cut: scores need all of them, each output only its own values."""
+    # `causal` is the number of tokens of a frame, of which none sees a later one; 0 for no order.
     if not is_plain(q):
         refuse("attention with cut features", q)
     queries, keys = (t.holder.whole(t, ("features", 0)) for t in (q, k))
@@ -128,16 +118,7 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
 def _causal(
     q: Tensor, k: Tensor, v: Tensor, runs: list[Interval], tokens: int, scale: float | None
 ) -> Tensor:
-    """Attends to the keys up to the end of each query's frame.
-
-    Args:
-        q: queries held here.
-        k: keys up to the last query's frame at least.
-        v: values of those keys.
-        runs: positions of the queries among all tokens.
-        tokens: number of tokens of a frame; 1 hides every later token.
-        scale: factor of the scores.
-    """
+    """Attends to the keys up to the end of each query's frame."""
     parts, at = [], 0
     for start, stop in runs:
         held = q[..., at : at + stop - start, :]

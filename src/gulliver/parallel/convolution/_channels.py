@@ -22,15 +22,7 @@ def convolve_channels(
     groups: int,
     convolve: Callable[[Tensor, Tensor], Tensor],
 ) -> Sharded:
-    """Convolves an activation whose channels are cut.
-
-    Args:
-        x: activation ``[batch, channels, ...]``.
-        weight: whole weight.
-        bias: whole bias, or None.
-        groups: number of groups of channels.
-        convolve: function of an input and a weight.
-    """
+    """Convolves an activation whose channels are cut."""
     if groups != 1:
         refuse(f"a convolution of {groups} groups", x, "cut height, width or time instead")
     return _summed(x, weight, bias, 1, convolve)

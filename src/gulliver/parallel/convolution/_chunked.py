@@ -39,13 +39,10 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class ChunkedConvolutions:
-    """The convolutions of a module that are computed in pieces; `off` makes them plain again.
-
-    Attributes:
-        plans: plan of each convolution's last call, by name.
-    """
+    """The convolutions of a module that are computed in pieces; `off` makes them plain again."""
 
     def __init__(self, module: nn.Module, budget: int | None, limit: int) -> None:
+        # Plan of each convolution's last call, by name.
         self.plans: dict[str, ConvPlan] = {}
         self._hooked: list[nn.Module] = []
         for name, part in module.named_modules():
@@ -110,19 +107,7 @@ def chunked_convolution(
     mode: str = "zeros",
     call: Any = None,
 ) -> Tensor:
-    """Computes a convolution in pieces where it does not fit the budget as a whole.
-
-    Args:
-        input: input, with or without a dim of samples.
-        weight: weight of the convolution.
-        bias: bias, or None.
-        stride: stride of each spatial dim.
-        padding: padding of each spatial dim, "same" or "valid".
-        dilation: dilation of each spatial dim.
-        groups: number of groups.
-        mode: padding mode: zeros, reflect, replicate or circular.
-        call: object with the budget and the index limit, told of the plan.
-    """
+    """Computes a convolution in pieces where it does not fit the budget as a whole."""
     if has_torch_function_unary(input):
         arguments = input, weight, bias, stride, padding, dilation, groups
         return handle_torch_function(

@@ -207,18 +207,7 @@ def _windowed(
     keep: bool = True,
     value: float = 0.0,
 ) -> Sharded:
-    """Computes this part's outputs of windows along the cut dim.
-
-    Args:
-        x: activation.
-        window: window along its cut dim.
-        after: positions of padding behind the last.
-        name: name of the operation.
-        call: function of the positions that the windows see, padded along the cut dim.
-        weight: weight that tells the operation from others of its name.
-        keep: whether backward will need what the windows saw.
-        value: value of the padding.
-    """
+    """Computes this part's outputs of windows along the cut dim."""
     rows, sizes = window_rows(x, window, after, name, weight)
     start, stop = rows.outputs
     if start == stop:

@@ -20,15 +20,7 @@ from gulliver.errors import GulliverError
 
 
 def encoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:
-    """Returns the function from videos to latents, or to their moments.
-
-    Args:
-        autoencoder: autoencoder.
-        frames: frames of the clip, for those that have to know; None for 4 k + 1.
-
-    Raises:
-        GulliverError: there is no encoder.
-    """
+    """Returns the function from videos to latents, or to their moments."""
     own = getattr(autoencoder, "stream_encoder", None)
     if own is not None:
         return own if frames is None else _told(own, frames)
@@ -36,11 +28,7 @@ def encoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[T
 
 
 def decoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:
-    """Returns the function from latents to videos; see `encoder_of`.
-
-    Raises:
-        GulliverError: there is no decoder.
-    """
+    """Returns the function from latents to videos; see `encoder_of`."""
     own = getattr(autoencoder, "stream_decoder", None)
     if own is not None:
         return own if frames is None else _told(own, frames)
@@ -48,11 +36,7 @@ def decoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[T
 
 
 def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
-    """Returns the networks of an autoencoder by name; a module without any is one itself.
-
-    Raises:
-        GulliverError: it has pieces of its own, and no network that is called with a tensor alone.
-    """
+    """Returns the networks of an autoencoder by name; a module without any is one itself."""
     found = getattr(autoencoder, "networks", None)
     if not isinstance(found, dict):
         parts = {name: getattr(autoencoder, name, None) for name in ("encoder", "decoder")}

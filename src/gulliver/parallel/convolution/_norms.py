@@ -1,13 +1,4 @@
-"""Group norms whose statistics are of all parts.
-
-[Note: merging statistics] Mean and sum of squares would cancel: with a mean much larger than the
-deviation no digit of the variance is left. Every part counts its own mean and its sum of squared
-distances from it, and these are merged exactly (Chan, Golub, LeVeque, 1983): with the counts `n_r`,
-``mean = sum n_r mean_r / n`` and ``M = sum M_r + n_r (mean_r - mean)^2``.
-
-The backward needs two sums over the group, of the gradient and of its product with the normalised
-input; the ranks add theirs up. Gradients of weight and bias are this part's share, as everywhere.
-"""
+"""Group norms whose statistics are of all parts."""
 
 from __future__ import annotations
 
@@ -32,6 +23,13 @@ from gulliver.parallel.convolution._sharded import (
 )
 
 
+# [Note: merging statistics] Mean and sum of squares would cancel: with a mean much larger than the
+# deviation no digit of the variance is left. Every part counts its own mean and its sum of squared
+# distances from it, and these are merged exactly (Chan, Golub, LeVeque, 1983): with the counts
+# `n_r`, ``mean = sum n_r mean_r / n`` and ``M = sum M_r + n_r (mean_r - mean)^2``.
+#
+# The backward needs two sums over the group, of the gradient and of its product with the normalised
+# input; the ranks add theirs up. Gradients of weight and bias are this part's share, as everywhere.
 @handles("group_norm", "instance_norm")
 def _group_norm(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args

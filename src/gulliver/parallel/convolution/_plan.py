@@ -8,12 +8,6 @@ positions only read their borders twice; pieces of output channels read the whol
 pieces of input channels are partial sums that have to be added up. So they are cut in this order,
 the longest spatial dim first, each no further than needed. Grouped convolutions are cut into whole
 groups before the channels of a group are.
-
-[Note: the index limit] Kernels that count elements in 32 bits compute nonsense, or crash, from 2^31
-elements on, on whichever side is the larger. So the limit holds for the input of a piece and for
-its output, whatever the budget is.
-
-It knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -30,32 +24,34 @@ INDEX_LIMIT = 2**31 - 1
 """Most elements that a kernel with 32-bit indices can count."""
 
 
+# [Note: the index limit] Kernels that count elements in 32 bits compute nonsense, or crash, from
+# 2^31 elements on, on whichever side is the larger. So the limit holds for the input of a piece and
+# for its output, whatever the budget is.
+#
+# It knows nothing of tensors.
 @dataclass(frozen=True)
 class Convolution:
-    """The sizes of a convolution.
+    """The sizes of a convolution."""
 
-    Attributes:
-        batch: number of samples.
-        inputs: number of input channels.
-        outputs: number of output channels.
-        extents: input positions along each spatial dim.
-        kernel: kernel size along each spatial dim.
-        stride: stride along each spatial dim.
-        padding: positions of padding before and behind each spatial dim.
-        dilation: dilation along each spatial dim.
-        groups: number of groups of channels.
-        item: bytes of an element.
-    """
-
+    # Number of samples.
     batch: int
+    # Number of input channels.
     inputs: int
+    # Number of output channels.
     outputs: int
+    # Input positions along each spatial dim.
     extents: tuple[int, ...]
+    # Kernel size along each spatial dim.
     kernel: tuple[int, ...]
+    # Stride along each spatial dim.
     stride: tuple[int, ...]
+    # Positions of padding before and behind each spatial dim.
     padding: tuple[Interval, ...]
+    # Dilation along each spatial dim.
     dilation: tuple[int, ...]
+    # Number of groups of channels.
     groups: int = 1
+    # Bytes of an element.
     item: int = 4
 
     @property
@@ -73,41 +69,33 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the output, and the parts of the input that it is the sum over.
-
-    Attributes:
-        batch: samples.
-        outputs: output channels.
-        terms: input channels of each term of the sum, and which of the weight's inputs they meet.
-        groups: number of groups.
-        box: output positions along each spatial dim.
-    """
+    """A part of the output, and the parts of the input that it is the sum over."""
 
     batch: Interval
     outputs: Interval
+    # Input channels of each term of the sum, and which of the weight's inputs they meet.
     terms: tuple[tuple[int, int, int, int], ...]
+    # Number of groups.
     groups: int
+    # Output positions along each spatial dim.
     box: tuple[Interval, ...]
 
 
 @dataclass(frozen=True)
 class ConvPlan:
-    """The pieces of one convolution.
+    """The pieces of one convolution."""
 
-    Attributes:
-        sizes: sizes of the convolution.
-        batch: number of pieces of the batch.
-        groups: number of pieces of the groups.
-        outputs: number of pieces of a group's output channels.
-        inputs: number of pieces of a group's input channels.
-        space: number of pieces of each spatial dim.
-    """
-
+    # Sizes of the convolution.
     sizes: Convolution
+    # Number of pieces of the batch.
     batch: int = 1
+    # Number of pieces of the groups.
     groups: int = 1
+    # Number of pieces of a group's output channels.
     outputs: int = 1
+    # Number of pieces of a group's input channels.
     inputs: int = 1
+    # Number of pieces of each spatial dim.
     space: tuple[int, ...] = field(default=())
 
     @property
@@ -162,16 +150,7 @@ class ConvPlan:
 def plan_convolution(
     sizes: Convolution, budget: int | None = None, limit: int = INDEX_LIMIT
 ) -> ConvPlan:
-    """Plans the fewest pieces, in the order of their price.
-
-    Args:
-        sizes: sizes of the convolution.
-        budget: bytes of the input and the output of a piece together; None for no budget.
-        limit: most elements of either.
-
-    Raises:
-        GulliverError: not even one output position and channel fits.
-    """
+    """Plans the fewest pieces, in the order of their price."""
     plan = ConvPlan(sizes, space=(1,) * len(sizes.extents))
     longest = sorted(range(len(sizes.extents)), key=lambda d: -sizes.out_extents[d])
     order = ["batch", "groups", *longest, "outputs", "inputs"]

@@ -26,20 +26,17 @@ from gulliver.parallel.convolution._ranks import Imagined
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a forward would take if one dim were cut.
+    """What a forward would take if one dim were cut."""
 
-    Attributes:
-        dim: dim that is cut.
-        seconds: predicted seconds of the busiest rank.
-        sent: bytes that it sends.
-        exchanges: number of its exchanges.
-        operations: number of its floating-point operations.
-    """
-
+    # Dim that is cut.
     dim: str
+    # Predicted seconds of the busiest rank.
     seconds: float
+    # Bytes that it sends.
     sent: int
+    # Number of its exchanges.
     exchanges: int
+    # Number of its floating-point operations.
     operations: int
 
     def __str__(self) -> str:
@@ -52,18 +49,7 @@ class Predicted:
 def predict(
     network: nn.Module, x: Tensor, dims: dict[str, int], ranks: int, cluster: Cluster
 ) -> list[Predicted]:
-    """Predicts a forward for every dim that can be cut, the fastest first.
-
-    Args:
-        network: network, as it is called plainly.
-        x: input; only its shape and dtype count.
-        dims: dims of the input by name.
-        ranks: number of ranks.
-        cluster: rates of devices and links.
-
-    Raises:
-        GulliverError: no dim can be cut; what the first one was refused for.
-    """
+    """Predicts a forward for every dim that can be cut, the fastest first."""
     found, refused = [], None
     for name, dim in dims.items():
         if -dim > x.dim() or dim >= x.dim() or (name == "time" and x.dim() < 5):

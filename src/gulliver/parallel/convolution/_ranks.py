@@ -6,12 +6,6 @@ belongs. A halo is a fetch of a little more than one has, a gather a fetch of ev
 reduce-scatter the adjoint of a gather. Intervals follow from sizes that all ranks know, so nobody
 asks; extents that do not divide, a halo longer than the neighbour's part and ranks without work are
 nothing special.
-
-[Note: one order on all ranks] Messages are told apart by their order, in backward too. Autograd
-runs the nodes of a graph in the reverse order of their making, whatever their timing, so it is the
-same on all ranks as long as each makes the same nodes. A rank without work therefore computes one
-window of zeros and keeps nothing of it (`Rows.all`), and what it then holds is an empty part of
-the graph, not an empty tensor.
 """
 
 from __future__ import annotations
@@ -45,16 +39,13 @@ NORM_GROUPS = 32
 """Groups of most group norms."""
 
 
+# [Note: one order on all ranks] Messages are told apart by their order, in backward too. Autograd
+# runs the nodes of a graph in the reverse order of their making, whatever their timing, so it is
+# the same on all ranks as long as each makes the same nodes. A rank without work therefore computes
+# one window of zeros and keeps nothing of it (`Rows.all`), and what it then holds is an empty part
+# of the graph, not an empty tensor.
 class Ranks(Holder):
-    """Parts of an activation on the ranks of a group.
-
-    Args:
-        rank_group: ranks.
-        channels: whether it is the channels that are cut.
-
-    Attributes:
-        size: number of ranks.
-    """
+    """Parts of an activation on the ranks of a group."""
 
     where = "ranks"
 
@@ -74,10 +65,8 @@ class Ranks(Holder):
         return Sharded(whole.narrow(dim, start, stop - start), cut, self)
 
     def layout(self, extent: int) -> Sizes:
-        """Returns the sizes of all parts of an extent.
-
-        Of channels those of a group of the usual 32 of a norm stay together.
-        """
+        """Returns the sizes of all parts of an extent."""
+        # Of channels those of a group of the usual 32 of a norm stay together.
         groups = self.channels and extent % NORM_GROUPS == 0
         return even(extent, self.size, extent // NORM_GROUPS if groups else 1)
 
@@ -208,17 +197,7 @@ class Ranks(Holder):
 
 
 class Imagined(Ranks):
-    """One of several ranks that are not there: counts what it would send, for predictions.
-
-    Args:
-        rank: rank to stand for.
-        size: number of ranks.
-        channels: whether it is the channels that are cut.
-
-    Attributes:
-        sent: bytes that this rank would send.
-        calls: number of exchanges.
-    """
+    """One of several ranks that are not there: counts what it would send, for predictions."""
 
     def __init__(self, rank: int, size: int, channels: bool = False) -> None:
         self.rank, self.size, self.channels = rank, size, channels

@@ -1,20 +1,7 @@
 """Trains through a stream: backward in time, segment by segment, in the memory of one.
 
-    latents = stream_trained(autoencoder.moments, clip.split(16, dim=2))
-    loss(latents).backward()                                # one segment's activations at a time
-
-[Note: backward through a stream] A segment's outputs hang on its frames and on what every layer has
-kept of the frames before, and its own kept frames go to the next. So a segment is a function
-
-    (frames, kept) -> (outputs, kept of the next)
-
-and a stream is a chain of these, as a recurrent network is: its backward runs from the last segment
-to the first, and what comes back for the kept frames of one is the gradient that the segment before
-begins with. Forward therefore keeps the borders alone, a few frames of each layer; the activations
-of a segment are computed again when backward comes to it (`torch.utils.checkpoint`), and dropped
-when it has passed. Gradients are those of the whole clip, at the price of one more forward.
-
-Read `stream_trained`. It does not know of losses; outputs of all segments are there at once.
+latents = stream_trained(autoencoder.moments, clip.split(16, dim=2))
+loss(latents).backward()                                # one segment's activations at a time
 """
 
 from __future__ import annotations
@@ -31,6 +18,19 @@ from gulliver.parallel.convolution._maskless import without_masks
 from gulliver.parallel.convolution._stream import Kept, Stream, with_last
 
 
+# [Note: backward through a stream] A segment's outputs hang on its frames and on what every layer
+# has kept of the frames before, and its own kept frames go to the next. So a segment is a function
+#
+#     (frames, kept) -> (outputs, kept of the next)
+#
+# and a stream is a chain of these, as a recurrent network is: its backward runs from the last
+# segment to the first, and what comes back for the kept frames of one is the gradient that the
+# segment before begins with. Forward therefore keeps the borders alone, a few frames of each layer;
+# the activations of a segment are computed again when backward comes to it
+# (`torch.utils.checkpoint`), and dropped when it has passed. Gradients are those of the whole clip,
+# at the price of one more forward.
+#
+# Read `stream_trained`. It does not know of losses; outputs of all segments are there at once.
 def stream_trained(
     network: Callable[[Tensor], Tensor], parts: Iterable[Tensor], dim: int = 2
 ) -> Tensor:

@@ -41,11 +41,7 @@ def own_samples(plain: Any, x: Sharded, rest: tuple[Any, ...]) -> Any:
 
 
 def refuse_mixing_layers(network: nn.Module, name: str) -> None:
-    """Refuses layers that count over all clips, or draw others on every rank.
-
-    Raises:
-        GulliverError: there is one, in the mode that it is in now.
-    """
+    """Refuses layers that count over all clips, or draw others on every rank."""
     for where, part in network.named_modules():
         if isinstance(part, BATCH_NORMS) and (part.training or part.running_mean is None):
             raise GulliverError(
@@ -62,18 +58,7 @@ def refuse_mixing_layers(network: nn.Module, name: str) -> None:
 def verify_independent(
     network: nn.Module, plain: Any, name: str, given: tuple[Any, ...], group: RankGroup
 ) -> None:
-    """Tries whether the clips of a batch have nothing to do with each other; all ranks call it.
-
-    Args:
-        network: network.
-        plain: forward of the network.
-        name: what it is called.
-        given: arguments of the call, clips first.
-        group: ranks, which refuse alike.
-
-    Raises:
-        GulliverError: what comes of a clip depends on the one beside it.
-    """
+    """Tries whether the clips of a batch have nothing to do with each other; all ranks call it."""
     try:
         wrong = _depends(network, plain, *given)
     except Exception as error:

@@ -160,10 +160,8 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def _elsewhere(x: Sharded, dim: int) -> Sharded:
-    """Returns the only position of a cut dim as a factor of another dim.
-
-    Parts that do not hold it then hold nothing of the other dim.
-    """
+    """Returns the only position of a cut dim as a factor of another dim."""
+    # Parts that do not hold it then hold nothing of the other dim.
     if not is_plain(x) or x.cut.extent != 1:
         refuse("dropping the cut dim", x)
     at = x.cut.dim

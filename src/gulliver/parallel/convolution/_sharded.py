@@ -12,11 +12,6 @@ ranks, `Stream` (`_stream.py`) keeps what earlier calls have seen.
 
 Read `Cut`, `Sharded`, `Holder`. It does not know the functions: those that only move elements are
 in `_shapes.py`, those that compute in `_compute.py`, `_norms.py` and `_attention.py`.
-
-[Note: a cut inside a merged dim] Attention flattens frames, rows and columns to tokens. If rows are
-cut, the tokens of a rank are no run of all tokens, but a run in each frame. So a cut dim is kept as
-three factors, ``outer x extent x inner``, of which the middle one is cut: it survives `flatten`,
-and `unflatten` finds it again. Where nothing is outside, the inner factor is cut along with it.
 """
 
 from __future__ import annotations
@@ -63,20 +58,22 @@ CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16
 """Functions whose results do where nothing has to be copied."""
 
 
+# [Note: a cut inside a merged dim] Attention flattens frames, rows and columns to tokens. If rows
+# are cut, the tokens of a rank are no run of all tokens, but a run in each frame. So a cut dim is
+# kept as three factors, ``outer x extent x inner``, of which the middle one is cut: it survives
+# `flatten`, and `unflatten` finds it again. Where nothing is outside, the inner factor is cut along
+# with it.
 @dataclass(frozen=True)
 class Cut:
-    """The dim that is cut, and how.
+    """The dim that is cut, and how."""
 
-    Attributes:
-        dim: dim of the whole, counted from the front.
-        sizes: positions that each part has.
-        outer: factor of the dim outside of the positions.
-        inner: factor of the dim inside of them.
-    """
-
+    # Dim of the whole, counted from the front.
     dim: int
+    # Positions that each part has.
     sizes: tuple[int, ...]
+    # Factor of the dim outside of the positions.
     outer: int = 1
+    # Factor of the dim inside of them.
     inner: int = 1
 
     @property
@@ -95,30 +92,20 @@ class Cut:
 
 
 class Holder(ABC):
-    """Layout of the parts, and the ways from one to the others.
+    """Layout of the parts, and the ways from one to the others."""
 
-    Attributes:
-        rank: number of the part that is held here.
-        where: kind of the parts, for messages.
-        grows: whether more positions may come, so that a shape of one position says little.
-        graded: whether gradients were enabled when the network was called.
-    """
-
+    # Number of the part that is held here.
     rank: int
+    # Kind of the parts, for messages.
     where: str
+    # Whether more positions may come, so that a shape of one position says little.
     grows = False
+    # Whether gradients were enabled when the network was called.
     graded = False
 
     @abstractmethod
     def rows(self, x: Sharded, window: Window, after: int, key: Key) -> tuple[Rows, Sizes]:
-        """Returns what this part's windows see, and the sizes of the outputs' parts.
-
-        Args:
-            x: plain cut activation.
-            window: window along its cut dim.
-            after: positions of padding behind the last, negative where they are left out.
-            key: name of the operation that asks, the same whenever it asks.
-        """
+        """Returns what this part's windows see, and the sizes of the outputs' parts."""
 
     @abstractmethod
     def whole(self, x: Sharded, key: Key) -> Tensor:
@@ -145,20 +132,16 @@ Statistics = tuple[float, Tensor, Tensor]
 
 @dataclass
 class Rows:
-    """Neighbouring positions along one dim, in pieces that need not be copied together.
+    """Neighbouring positions along one dim, in pieces that need not be copied together."""
 
-    Attributes:
-        parts: tensors, one after the other; at least one.
-        start: first position.
-        dim: dim that they follow each other along.
-        wanted: positions that are asked for, some perhaps in the padding.
-        outputs: outputs that they are for.
-    """
-
+    # Tensors, one after the other; at least one.
     parts: list[Tensor]
     start: int
+    # Dim that they follow each other along.
     dim: int
+    # Positions that are asked for, some perhaps in the padding.
     wanted: Interval
+    # Outputs that they are for.
     outputs: Interval
 
     def take(self, start: int, stop: int, value: float = 0.0) -> Tensor:
@@ -193,25 +176,16 @@ class Rows:
 
 @dataclass
 class Views:
-    """Mark that an activation and its views share.
+    """Mark that an activation and its views share."""
 
-    Attributes:
-        several: whether there are views.
-        apart: whether the local tensor of one is a copy, which sees no writes to the others.
-    """
-
+    # Whether there are views.
     several: bool = False
+    # Whether the local tensor of one is a copy, which sees no writes to the others.
     apart: bool = False
 
 
 class Sharded(Tensor):
-    """An activation of which this process holds a part.
-
-    Args:
-        local: part that is held here.
-        cut: dim that is cut.
-        holder: object that knows the other parts.
-    """
+    """An activation of which this process holds a part."""
 
     local: Tensor
     cut: Cut
@@ -274,12 +248,11 @@ _NOT_IN_PLACE = "views along this dim are copies, so call the function that retu
 
 
 def _keep_gradients(name: str, x: Sharded, given: Any) -> None:
-    """Refuses to compute where autograd is switched off inside of a module that is trained.
-
-    [Note: autograd off inside of a module] A shell has no graph of its own: that of the local
-    tensors is made by the functions themselves. What an autograd.Function or a reentrant checkpoint
-    computes with a shell is in no graph at all, and its backward would never be called.
-    """
+    """Refuses to compute where autograd is switched off inside of a module that is trained."""
+    # [Note: autograd off inside of a module] A shell has no graph of its own: that of the local
+    # tensors is made by the functions themselves. What an autograd.Function or a reentrant
+    # checkpoint computes with a shell is in no graph at all, and its backward would never be
+    # called.
     # A checkpoint that isn't reentrant detaches what it keeps.
     if not x.holder.graded or torch.is_grad_enabled() or name == "detach":
         return
@@ -351,11 +324,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 def refuse(what: str, x: Sharded, right: str = "", cause: BaseException | None = None) -> NoReturn:
-    """Refuses what cannot be exact.
-
-    Raises:
-        GulliverError: always.
-    """
+    """Refuses what cannot be exact."""
     fix = right or "leave this module plain, or cut another dim"
     raise GulliverError(
         f"{what} of an activation {tuple(x.shape)} whose dim {x.cut.dim} is cut over "
@@ -420,11 +389,7 @@ def own_of(whole: Tensor, cut: Cut, holder: Holder) -> Tensor:
 def window_rows(
     x: Sharded, window: Window, after: int, name: str, weight: Tensor | None = None
 ) -> tuple[Rows, Sizes]:
-    """Asks the holder for what windows along the cut dim see; see `Holder.rows`.
-
-    Raises:
-        GulliverError: the cut dim is merged with others.
-    """
+    """Asks the holder for what windows along the cut dim see; see `Holder.rows`."""
     if not is_plain(x):
         refuse(f"torch's {name} along a merged dim", x)
     return x.holder.rows(x, window, after, (name, 0 if weight is None else id(weight)))

@@ -53,22 +53,18 @@ DIMS: dict[str, int] = {"samples": 0, "height": -2, "width": -1, "time": -3, "ch
 
 @dataclass
 class SharedNetworks:
-    """Networks that the ranks of a group run together; `off` makes them plain again.
-
-    Attributes:
-        rank_group: ranks.
-        dim: dim that is cut, or "auto".
-        cluster: cluster to predict for; None for the one that was probed.
-        show: function that is told of every choice.
-        chosen: dim that was chosen for each network and shape.
-        predictions: predictions that each choice was made from.
-    """
+    """Networks that the ranks of a group run together; `off` makes them plain again."""
 
     rank_group: RankGroup
+    # Dim that is cut, or "auto".
     dim: str
+    # Cluster to predict for; None for the one that was probed.
     cluster: Cluster | None = None
+    # Function that is told of every choice.
     show: Callable[[str], None] | None = None
+    # Dim that was chosen for each network and shape.
     chosen: dict[Any, str] = field(default_factory=dict)
+    # Predictions that each choice was made from.
     predictions: dict[Any, list[Predicted]] = field(default_factory=dict)
     _networks: list[Any] = field(default_factory=list)
     _independent: set[str] = field(default_factory=set)

@@ -91,17 +91,7 @@ def stream_decode(
 def stream_module(
     network: Callable[[Tensor], Tensor], clips: Clips, dim: int = 2, norms: Norms = "refuse"
 ) -> Iterator[Tensor]:
-    """Runs any network over stretches of time; see `stream_encode`.
-
-    Args:
-        network: module or function made of convolutions, norms, resampling and attention.
-        clips: stretches of its input.
-        dim: dim of time.
-        norms: "refuse" or "passes".
-
-    Raises:
-        GulliverError: an unknown name, or several passes over what can be read once.
-    """
+    """Runs any network over stretches of time; see `stream_encode`."""
     if norms not in ("refuse", "passes"):
         raise GulliverError(f"norms={norms!r}: {nearest(norms, ('refuse', 'passes'))}")
     counted: dict[tuple[Key, int], Statistics] = {}
@@ -162,20 +152,17 @@ class _Counted(Exception):
 
 @dataclass
 class KeptRows:
-    """Rows that a layer keeps from stretch to stretch.
+    """Rows that a layer keeps from stretch to stretch."""
 
-    Attributes:
-        window: window of the layer.
-        done: outputs that were given.
-        start: first position of the tail.
-        tail: positions that later outputs need.
-        bound: position that a slice ends at.
-    """
-
+    # Window of the layer.
     window: Window
+    # Outputs that were given.
     done: int = 0
+    # First position of the tail.
     start: int = 0
+    # Positions that later outputs need.
     tail: Tensor | None = None
+    # Position that a slice ends at.
     bound: int | None = None
 
 
@@ -183,18 +170,7 @@ Kept = KeptRows | list[KeptRows] | Tensor
 
 
 class Stream(Holder):
-    """Parts of an activation in time: what came before is part 0, what is new part 1.
-
-    Args:
-        counted: statistics of norms over time that are known.
-        counting: whether to count those of the first norm that is not known.
-
-    Attributes:
-        asked: norm that was not known.
-        found: statistics of it in each stretch.
-        kept: frames that each layer keeps, by its name.
-        waiting: frames that gave nothing yet.
-    """
+    """Parts of an activation in time: what came before is part 0, what is new part 1."""
 
     rank = 1
     where = "time"
@@ -202,13 +178,17 @@ class Stream(Holder):
 
     def __init__(self, counted: dict[Any, Statistics], counting: bool = False) -> None:
         self.counted, self.counting = counted, counting
+        # Norm that was not known.
         self.asked: Any = None
+        # Statistics of it in each stretch.
         self.found: list[Statistics] = []
         self.final = False
+        # Frames that each layer keeps, by its name.
         self.kept: dict[Any, Any] = {}
         self._new: dict[Any, Any] = {}
         self._seen: dict[Key, int] = {}
         self._past = 0
+        # Frames that gave nothing yet.
         self.waiting: Tensor | None = None
 
     def taken_up(self, kept: dict[Any, Any], waiting: Tensor | None) -> Stream:
@@ -307,11 +287,7 @@ class Stream(Holder):
         return before, after if self.final else 0
 
     def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
-        """Returns counted statistics.
-
-        Raises:
-            GulliverError: they are not to be counted, or the norm is to be trained.
-        """
+        """Returns counted statistics."""
         name = self._name(key)
         if name in self.counted:
             if self.graded:

@@ -17,25 +17,17 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Window:
-    """A window that slides along one dim.
+    """A window that slides along one dim."""
 
-    Attributes:
-        first: position at which the window of output 0 begins; negative in padding.
-        stride: distance between the windows of neighbouring outputs.
-        span: number of positions that a window covers.
-    """
-
+    # Position at which the window of output 0 begins; negative in padding.
     first: int = 0
+    # Distance between the windows of neighbouring outputs.
     stride: int = 1
+    # Number of positions that a window covers.
     span: int = 1
 
     def count(self, extent: int, after: int = 0) -> int:
-        """Returns the number of outputs.
-
-        Args:
-            extent: number of positions.
-            after: number of positions of padding behind the last; negative where they are left out.
-        """
+        """Returns the number of outputs."""
         return max(0, (extent + after - self.first - self.span) // self.stride + 1)
 
     def needs(self, start: int, stop: int) -> Interval:

@@ -32,22 +32,7 @@ def agree(
     device: torch.device,
     check: bool,
 ) -> str:
-    """Compares the batches of ranks that share a model; every one of them calls this.
-
-    Args:
-        batch: batch of this rank.
-        state: state of this rank.
-        rank_groups: rank groups, one after the other, such as those of several axes; what one of
-            them finds goes on to the next, so that all ranks of all of them find it.
-        device: device of the tensors that are sent.
-        check: whether batches are compared; False takes them for equal.
-
-    Returns:
-        The states of all ranks of the first group of several as one text, equal on all of them.
-
-    Raises:
-        GulliverError: a rank, which is named, has another batch than the first.
-    """
+    """Compares the batches of ranks that share a model; every one of them calls this."""
     seen, told, wrong = digest(batch) if check else 0, "", None
     shared = [rank_group for rank_group in rank_groups if rank_group.size > 1]
     for rank_group in shared:

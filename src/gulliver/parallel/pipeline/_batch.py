@@ -2,11 +2,6 @@
 
 Tensors are cut along dim 0 into parts whose sizes are as even as can be, so a last, short batch
 is as exact as any.
-
-[Note: weighted losses] A mean of the micro-batches' mean losses is not the mean of the batch where
-they count different numbers of labels. So the loss of the batch is their mean weighted by what each
-was a mean over: samples, or labels that are not ignored (`weigh`). As gradients are linear in the
-loss, weighting each loss before its backward makes them exact, too.
 """
 
 from __future__ import annotations
@@ -28,16 +23,17 @@ WEIGHTS = ("samples", "labels", "shifted_labels")
 Batch = Mapping[str, Any] | Sequence[Any] | Tensor
 
 
+# [Note: weighted losses] A mean of the micro-batches' mean losses is not the mean of the batch
+# where they count different numbers of labels. So the loss of the batch is their mean weighted by
+# what each was a mean over: samples, or labels that are not ignored (`weigh`). As gradients are
+# linear in the loss, weighting each loss before its backward makes them exact, too.
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some of the samples of a batch.
+    """Some of the samples of a batch."""
 
-    Attributes:
-        given: samples in the form of the batch, for the criterion.
-        samples: number of samples; 0 where nobody cut it from a batch.
-    """
-
+    # Samples in the form of the batch, for the criterion.
     given: Any
+    # Number of samples; 0 where nobody cut it from a batch.
     samples: int
 
     @property
@@ -64,17 +60,7 @@ def _shape(value: Any) -> str:
 
 
 def split(batch: Batch, parts: int) -> list[MicroBatch]:
-    """Cuts a batch into micro-batches.
-
-    Args:
-        batch: keyword arguments of the model, or positional ones, or one tensor. Tensors of as
-            many rows as there are samples are cut, others must have one row or none and go to
-            all, as what is no tensor does.
-        parts: number of micro-batches.
-
-    Raises:
-        GulliverError: fewer samples than parts, or tensors of different numbers of rows.
-    """
+    """Cuts a batch into micro-batches."""
     rows = {path: len(v) for path, v in leaves(batch) if isinstance(v, Tensor) and v.ndim > 0}
     if not rows:
         raise GulliverError("the batch has no tensor to cut into micro-batches along dim 0")
@@ -122,15 +108,11 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight of each micro-batch's loss in the batch's.
+    """The weight of each micro-batch's loss in the batch's."""
 
-    Attributes:
-        own: weights of the loss that the model computes itself.
-        given: weights of a criterion's loss; None: not known, as it may count otherwise than the
-            model.
-    """
-
+    # Weights of the loss that the model computes itself.
     own: list[float]
+    # Weights of a criterion's loss; None: not known, as it may count otherwise than the model.
     given: list[float] | None
 
 
@@ -146,20 +128,7 @@ def weigh(
     own: OwnLoss | None,
     criterion: bool = False,
 ) -> Weights:
-    """Returns the weight of each micro-batch's loss in the batch's.
-
-    Args:
-        micros: micro-batches of a batch.
-        by: unit that the loss is a mean over: ``samples``, ``labels`` that are not ignored,
-            ``shifted_labels`` (without the first of each sample), or a function of a micro-batch
-            that counts. None chooses.
-        own: description of the model's own loss; None: not known.
-        criterion: whether the loss is not, or need not be, the model's own.
-
-    Raises:
-        GulliverError: labels are ignored unevenly, or divided by a number of items, and what the
-            loss counts is not known.
-    """
+    """Returns the weight of each micro-batch's loss in the batch's."""
     samples = _normal([float(micro.samples) for micro in micros])
     found = _said(micros, by, samples)
     given = found or (samples if _even(micros, samples) else None)
@@ -256,11 +225,9 @@ def _close(first: Sequence[float], second: Sequence[float]) -> bool:
 
 
 def merge(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Merges the outputs of micro-batches into those of the batch.
-
-    Tensors are joined along dim 0; numbers of no dim, as losses are, are averaged by the weights;
-    of what is no tensor nothing is kept.
-    """
+    """Merges the outputs of micro-batches into those of the batch."""
+    # Tensors are joined along dim 0; numbers of no dim, as losses are, are averaged by the weights;
+    # of what is no tensor nothing is kept.
     first = outputs[0]
     if isinstance(first, Tensor):
         if first.ndim == 0:

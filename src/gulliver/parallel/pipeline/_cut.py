@@ -23,18 +23,15 @@ from gulliver.solve import chain_times, partition_chain
 
 @dataclass(frozen=True)
 class Cut:
-    """A model's blocks, dealt to stages.
+    """A model's blocks, dealt to stages."""
 
-    Attributes:
-        bounds: stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
-        costs: cost of each block, with what lies around it, in any unit.
-        times: cost of each stage, in that unit.
-        lower: no cut has a slowest stage below this.
-    """
-
+    # Stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
     bounds: tuple[int, ...]
+    # Cost of each block, with what lies around it, in any unit.
     costs: tuple[float, ...]
+    # Cost of each stage, in that unit.
     times: tuple[float, ...]
+    # No cut has a slowest stage below this.
     lower: float
 
     @property

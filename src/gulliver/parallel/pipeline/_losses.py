@@ -72,10 +72,8 @@ class Losses:
 
 
 def _nothing(output: Any, loss: Tensor) -> Tensor:
-    """Returns a loss of zero, with a gradient of zero for all that the output came from.
-
-    Not a constant: the schedule calls its backward, and earlier stages wait for gradients.
-    """
+    """Returns a loss of zero, with a gradient of zero for all that the output came from."""
+    # Not a constant: the schedule calls its backward, and earlier stages wait for gradients.
     values = output.values() if isinstance(output, dict) else output
     entries = [output] if isinstance(output, Tensor) else [v for v in values if v is not None]
     for value in entries:

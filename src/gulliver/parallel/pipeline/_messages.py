@@ -1,15 +1,4 @@
-"""Messages between neighbouring stages: tensors of any shape, dtype and number.
-
-[Note: headers] A receiver must know what comes. What crosses a cut is the same from step to step
-for micro-batches of the same shapes in the same states, so it is told once: before the first
-message of each kind goes a header on the CPU with the shapes, dtypes, and which of the tensors want
-gradients. Both ends then remember it; a message of known kind has no header, which would cost a
-latency each time, and a tensor that is not as the header said is refused, not sent. Gradients go
-back in the shapes of what came.
-
-On the CPU each message has a tag of its own, so the order in which the two ends ask does not
-matter; on GPUs the order is that of torch's schedules, which is the same at both ends.
-"""
+"""Messages between neighbouring stages: tensors of any shape, dtype and number."""
 
 from __future__ import annotations
 
@@ -42,6 +31,15 @@ _DTYPES = (
 )
 
 
+# [Note: headers] A receiver must know what comes. What crosses a cut is the same from step to step
+# for micro-batches of the same shapes in the same states, so it is told once: before the first
+# message of each kind goes a header on the CPU with the shapes, dtypes, and which of the tensors
+# want gradients. Both ends then remember it; a message of known kind has no header, which would
+# cost a latency each time, and a tensor that is not as the header said is refused, not sent.
+# Gradients go back in the shapes of what came.
+#
+# On the CPU each message has a tag of its own, so the order in which the two ends ask does not
+# matter; on GPUs the order is that of torch's schedules, which is the same at both ends.
 @dataclass(frozen=True)
 class Meta:
     """The shape and dtype of a tensor that is to come, and whether it wants a gradient."""
@@ -84,14 +82,7 @@ def _decode(header: Tensor) -> tuple[Meta, ...]:
 
 
 class Messages:
-    """Both ends of one stage: the cuts before and behind it.
-
-    Args:
-        rank_group: rank group of the pipeline.
-        stage: number of the stage.
-        places: rank in the group of each stage.
-        micro_batches: most micro-batches of a run.
-    """
+    """Both ends of one stage: the cuts before and behind it."""
 
     def __init__(
         self, rank_group: RankGroup, stage: int, places: Sequence[int], micro_batches: int
@@ -107,11 +98,7 @@ class Messages:
         return self._known.get((cut, kind))
 
     def know(self, kind: str, tensors: Sequence[Tensor], micro: int) -> tuple[Meta, ...]:
-        """Makes sure that the next stage knows what it will be sent; returns it.
-
-        Raises:
-            GulliverError: it was told otherwise.
-        """
+        """Makes sure that the next stage knows what it will be sent; returns it."""
         found = tuple(Meta.of(t) for t in tensors)
         known = self.metas(self.stage + 1, kind)
         if known is None:

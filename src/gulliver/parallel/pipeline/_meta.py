@@ -42,17 +42,7 @@ def run_filled(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
-    """Finds how many entries a block returns after its hidden state; None for a plain tensor.
-
-    Args:
-        module: block, on meta.
-        path: path of the block, for errors.
-        args: positional arguments of its call.
-        kwargs: keyword arguments of its call.
-
-    Raises:
-        GulliverError: the block cannot be run on meta, or returns tensors beside the hidden state.
-    """
+    """Finds how many entries a block returns after its hidden state; None for a plain tensor."""
     try:
         found = run_on_meta(module, args, kwargs)
     except Exception:

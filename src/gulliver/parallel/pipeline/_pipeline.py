@@ -295,11 +295,9 @@ class Pipeline:
         return loss.detach()
 
     def _refuse_uncounted(self, losses: Losses) -> None:
-        """Refuses a criterion of which nobody knows what it counts, on all ranks.
-
-        The last stage alone sees that it is not the model's own loss, and does in mid-schedule,
-        where the others would wait for it: so it goes on to the end.
-        """
+        """Refuses a criterion of which nobody knows what it counts, on all ranks."""
+        # The last stage alone sees that it is not the model's own loss, and does in mid-schedule,
+        # where the others would wait for it: so it goes on to the end.
         found = torch.tensor([float(losses.uncounted)], device=self._device())
         self._tell(found)
         if bool(found):
@@ -335,11 +333,7 @@ class Pipeline:
         return _short(agree(batch, state, self.readers(), device, self.check_batch))
 
     def _added(self, batch: Batch) -> dict[str, Any]:
-        """Keeps models from filling caches of keys and values, which only generation reads.
-
-        Raises:
-            GulliverError: the batch asks for what blocks of several stages would have to return.
-        """
+        """Keeps models from filling caches of keys and values, which only generation reads."""
         given = batch if isinstance(batch, Mapping) else {}
         config = getattr(self.model, "config", None)
         asked = [name for name in OF_ALL if given.get(name, getattr(config, name, False))]
@@ -355,11 +349,7 @@ class Pipeline:
         return {"use_cache": False} if caches and "use_cache" in known else {}
 
     def _complete(self, batch: Batch) -> Batch:
-        """Makes the random choices of modules that every stage has once for all of them.
-
-        Raises:
-            GulliverError: they cannot be passed on with the batch.
-        """
+        """Makes the random choices of modules that every stage has once for all of them."""
         drop = getattr(getattr(self.model, "y_embedder", None), "drop", 0.0)
         if self.stage.stack.family != "STDiT3" or not self.model.training or not drop:
             return batch

@@ -7,11 +7,6 @@
 - `own`, for the blocks of this stage: they stay the objects they are, under their own names, but
   go through the `StageForward` when they are called. Their class becomes a subclass of the same
   name, so that the call is caught before hooks, compiled calls and checkpoints of the block.
-
-[Note: NaN, not zeros] Every stage runs the model's own forward, so a module that lies elsewhere has
-to return something of the right shape. What it returns is replaced before it is used. If it should
-reach a block by another way all the same, zeros would train silently on nonsense; NaN is seen in
-the block's arguments, and refused by the argument's name (`StageForward._refuse_leaks`).
 """
 
 from __future__ import annotations
@@ -28,6 +23,10 @@ from gulliver.parallel.pipeline._meta import device_of, fill, map_tensors, run_o
 from gulliver.parallel.pipeline._stage_forward import StageForward
 
 
+# [Note: NaN, not zeros] Every stage runs the model's own forward, so a module that lies elsewhere
+# has to return something of the right shape. What it returns is replaced before it is used. If it
+# should reach a block by another way all the same, zeros would train silently on nonsense; NaN is
+# seen in the block's arguments, and refused by the argument's name (`StageForward._refuse_leaks`).
 class _OnMeta:
     """Keeps a module on meta, out of sight of `nn.Module`, which would register its parameters."""
 
@@ -69,11 +68,7 @@ class Placeholder(EmptyModule):
     """A placeholder of a module around the blocks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns NaN in the shape of what the module would return.
-
-        Raises:
-            GulliverError: the module's result is needed on this stage.
-        """
+        """Returns NaN in the shape of what the module would return."""
         state = self._stage_forward.running(self._path)
         if state.live:
             raise GulliverError(

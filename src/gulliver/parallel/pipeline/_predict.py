@@ -24,20 +24,7 @@ def predict(
     backward: Sequence[float] | None = None,
     link: float = 0.0,
 ) -> Prediction:
-    """Predicts a step.
-
-    Args:
-        style: name of the schedule.
-        ranks: number of ranks of the pipeline.
-        micro_batches: number of micro-batches of a batch.
-        forward: seconds of each stage for a micro-batch.
-        backward: seconds of each stage for a micro-batch, backward; None: twice the forward, as of
-            linear maps. Half of it is for the weights.
-        link: seconds of a message between stages.
-
-    Raises:
-        GulliverError: an unknown style, or numbers that it cannot order.
-    """
+    """Predicts a step."""
     stages = len(forward)
     numbers = deal(style, ranks, stages // ranks)
     if sum(map(len, numbers)) != stages:
@@ -55,14 +42,7 @@ def predict(
 def computations(
     style: str, place: int, numbers: Sequence[Sequence[int]], micro_batches: int
 ) -> Iterator[tuple[str, int, int]]:
-    """Yields what a rank computes, in order, as (kind, stage, micro-batch).
-
-    Args:
-        style: name of the schedule.
-        place: rank in the group of the pipeline.
-        numbers: numbers of the stages on each rank.
-        micro_batches: number of micro-batches of a batch.
-    """
+    """Yields what a rank computes, in order, as (kind, stage, micro-batch)."""
     count = sum(map(len, numbers))
     if style == "1f1b":
         # What torch 2.13 says of its own order is wrong for the last rank.

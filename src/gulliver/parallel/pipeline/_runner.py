@@ -28,26 +28,23 @@ from gulliver.parallel.pipeline._stage_forward import Carry
 
 @dataclass
 class Run:
-    """The batch that the stages of one rank work on.
+    """The batch that the stages of one rank work on."""
 
-    Attributes:
-        micros: micro-batches of the batch.
-        kinds: kind of each micro-batch; those of one kind send tensors of equal shapes.
-        call: model, or a wrapper of its forward.
-        keep: whether outputs of the last stage are wanted.
-        added: keyword arguments beside those of the batch.
-        before: function called before each forward with the number of its micro-batch.
-        outputs: outputs of the last stage, by micro-batch.
-        weights: parameters that want gradients.
-    """
-
+    # Micro-batches of the batch.
     micros: Sequence[MicroBatch]
+    # Kind of each micro-batch; those of one kind send tensors of equal shapes.
     kinds: Sequence[str]
+    # Model, or a wrapper of its forward.
     call: Callable[..., Any]
+    # Whether outputs of the last stage are wanted.
     keep: bool
+    # Keyword arguments beside those of the batch.
     added: dict[str, Any] = field(default_factory=dict)
+    # Function called before each forward with the number of its micro-batch.
     before: Callable[[int], None] | None = None
+    # Outputs of the last stage, by micro-batch.
     outputs: dict[int, Any] = field(default_factory=dict)
+    # Parameters that want gradients.
     weights: list[nn.Parameter] = field(default_factory=list)
 
     def arguments(self, micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -66,15 +63,7 @@ class _Kept:
 
 
 class Runner:
-    """Does what a schedule asks of one stage.
-
-    Args:
-        stage: this rank's part of the model.
-        number: number of the stage.
-        places: rank in the group of each stage.
-        micro_batches: number of micro-batches of a run, until a run has another.
-        device: device of the tensors that are sent.
-    """
+    """Does what a schedule asks of one stage."""
 
     def __init__(
         self,
@@ -258,11 +247,9 @@ class Runner:
     def _roots(
         self, kept: _Kept, loss: Tensor | None, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor] | None, dict[Tensor, Tensor]]:
-        """Returns the roots of backward, their gradients, and gradients that pass the stage by.
-
-        A tensor that the stage hands on as it came, as the encoder's output, is no root: autograd
-        has nothing to do for it.
-        """
+        """Returns the roots of backward, their gradients, and gradients that pass the stage by."""
+        # A tensor that the stage hands on as it came, as the encoder's output, is no root: autograd
+        # has nothing to do for it.
         if self.is_last:
             assert loss is not None, "the last stage has losses"
             return [loss], None, {}

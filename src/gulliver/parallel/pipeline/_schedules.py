@@ -23,20 +23,17 @@ from gulliver.errors import GulliverError, nearest
 
 @dataclass(frozen=True)
 class Style:
-    """A way to order the forwards and backwards of micro-batches.
+    """A way to order the forwards and backwards of micro-batches."""
 
-    Attributes:
-        schedule: name of torch's class.
-        chunks: stages on each rank, unless the user says otherwise.
-        fixed: whether the schedule can have no other number of them.
-        folded: whether the second half of the stages lies in reverse order.
-        splits: whether backward comes in two parts.
-    """
-
+    # Name of torch's class.
     schedule: str
+    # Stages on each rank, unless the user says otherwise.
     chunks: int = 1
+    # Whether the schedule can have no other number of them.
     fixed: bool = True
+    # Whether the second half of the stages lies in reverse order.
     folded: bool = False
+    # Whether backward comes in two parts.
     splits: bool = False
 
 
@@ -51,16 +48,7 @@ STYLES = {
 
 
 def style_of(name: str, chunks: int | None = None) -> Style:
-    """Returns the style of a name.
-
-    Args:
-        name: name in `STYLES`.
-        chunks: stages on each rank, to be checked; None: not.
-
-    Raises:
-        GulliverError: it is not known, torch does not have it, or it has another number of stages
-            on each rank.
-    """
+    """Returns the style of a name."""
     if name not in STYLES:
         raise GulliverError(f"pp_style={name!r} is not known: {nearest(name, STYLES)}")
     style = STYLES[name]
@@ -90,11 +78,7 @@ def deal(name: str, ranks: int, chunks: int | None = None) -> tuple[tuple[int, .
 
 
 def check_counts(name: str, stages: int, ranks: int, micro_batches: int) -> None:
-    """Refuses a number of micro-batches that a schedule cannot order.
-
-    Raises:
-        GulliverError: saying which numbers would do.
-    """
+    """Refuses a number of micro-batches that a schedule cannot order."""
     least = 1
     if name == "1f1b":
         least = ranks

@@ -1,20 +1,4 @@
-"""Backward in two parts: the gradients of a stage's inputs now, those of its weights later.
-
-[Note: why two parts] The stage before waits for the gradient of the inputs, and nobody waits for
-those of the weights before the optimizer's step. Zero-bubble schedules (Qi et al., 2024, arXiv
-2401.10241) therefore send the former on as soon as they can, and fill the time in which a stage
-would wait (the bubble) with the latter. One backward does both and cannot be interrupted.
-
-Let C be the nodes of the autograd graph that lie between the inputs and the outputs. The first
-part runs C alone. A weight hangs on C at some nodes, its *ends*; the gradient that comes into them
-is noted as it passes. The second part starts backward at the ends, with what was noted. Weights
-that share ends are done together; as one end may lie behind another, what would come into an end
-from there is replaced by what was noted, which has it already. So each path from the outputs to a
-weight is counted once, whatever the graph is like: shared weights, weights used twice, weights in
-front of an input that comes in later.
-
-The second part accumulates as any backward does, hooks of accumulation included.
-"""
+"""Backward in two parts: the gradients of a stage's inputs now, those of its weights later."""
 
 from __future__ import annotations
 
@@ -30,6 +14,20 @@ from gulliver._compat import without_torch_functions
 Gradients = tuple[Tensor | None, ...]
 
 
+# [Note: why two parts] The stage before waits for the gradient of the inputs, and nobody waits for
+# those of the weights before the optimizer's step. Zero-bubble schedules (Qi et al., 2024, arXiv
+# 2401.10241) therefore send the former on as soon as they can, and fill the time in which a stage
+# would wait (the bubble) with the latter. One backward does both and cannot be interrupted.
+#
+# Let C be the nodes of the autograd graph that lie between the inputs and the outputs. The first
+# part runs C alone. A weight hangs on C at some nodes, its *ends*; the gradient that comes into
+# them is noted as it passes. The second part starts backward at the ends, with what was noted.
+# Weights that share ends are done together; as one end may lie behind another, what would come into
+# an end from there is replaced by what was noted, which has it already. So each path from the
+# outputs to a weight is counted once, whatever the graph is like: shared weights, weights used
+# twice, weights in front of an input that comes in later.
+#
+# The second part accumulates as any backward does, hooks of accumulation included.
 @dataclass
 class _Group:
     """Weights whose gradients are computed together, and the ends that they hang on."""
@@ -77,17 +75,7 @@ def backward_of_inputs(
     inputs: Sequence[Tensor],
     weights: Sequence[nn.Parameter],
 ) -> Rest:
-    """Adds the gradients of inputs to their ``grad`` and leaves the weights alone.
-
-    Args:
-        outputs: outputs that want gradients.
-        gradients: gradients of the outputs; None for one number, a loss.
-        inputs: leaves that want gradients.
-        weights: parameters that may want gradients.
-
-    Returns:
-        The rest, which computes the gradients of the weights.
-    """
+    """Adds the gradients of inputs to their ``grad`` and leaves the weights alone."""
     given = [torch.ones_like(outputs[0])] if gradients is None else list(gradients)
     roots = [get_gradient_edge(output) for output in outputs]
     above = _above([root.node for root in roots])

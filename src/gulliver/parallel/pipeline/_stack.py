@@ -22,30 +22,27 @@ from gulliver.families import Blocks, family_of, type_of
 
 @dataclass(frozen=True)
 class Stack:
-    """The blocks of a model, in the order in which they run.
+    """The blocks of a model, in the order in which they run."""
 
-    Attributes:
-        blocks: paths of the blocks.
-        lists: paths of the lists that hold them.
-        memory: path of the module around the first list, whose output every block of the second
-            list reads; None where there is one row of blocks.
-        border: how many blocks lie in it; 0 without one.
-        extra: entries that a block returns after the hidden state; None: a plain tensor; -1: not
-            known, found out when a block is passed by.
-        after: paths of modules that run after the blocks although they are registered before.
-        everywhere: paths of modules that every stage keeps.
-        first_only: path in a block of what only the first has, as in `gulliver.families.Blocks`.
-        family: name of the model's family; None where its blocks were named or looked for.
-    """
-
+    # Paths of the blocks.
     blocks: tuple[str, ...]
+    # Paths of the lists that hold them.
     lists: tuple[str, ...]
+    # Path of the module around the first list, whose output every block of the second list reads;
+    # None where there is one row of blocks.
     memory: str | None = None
+    # How many blocks lie in it; 0 without one.
     border: int = 0
+    # Entries that a block returns after the hidden state; None: a plain tensor; -1: not known,
+    # found out when a block is passed by.
     extra: int | None = -1
+    # Paths of modules that run after the blocks although they are registered before.
     after: tuple[str, ...] = ()
+    # Paths of modules that every stage keeps.
     everywhere: tuple[str, ...] = ()
+    # Path in a block of what only the first has, as in `gulliver.families.Blocks`.
     first_only: str | None = None
+    # Name of the model's family; None where its blocks were named or looked for.
     family: str | None = None
 
     def place(self) -> dict[str, int]:
@@ -214,14 +211,11 @@ def _join(path: str, child: str) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """A module around the blocks that holds parameters, kept or replaced as one.
+    """A module around the blocks that holds parameters, kept or replaced as one."""
 
-    Attributes:
-        path: path of the module.
-        home: number of the block whose stage it goes to; None: every stage keeps it.
-    """
-
+    # Path of the module.
     path: str
+    # Number of the block whose stage it goes to; None: every stage keeps it.
     home: int | None
 
 
@@ -245,10 +239,8 @@ class _Walk:
             self.visit(_join(path, name), child)
 
     def _home(self, path: str) -> int | None:
-        """Returns the block that a module goes with, by where it is registered.
-
-        Modules before a list of blocks go with its first block, those after it with its last.
-        """
+        """Returns the block that a module goes with, by where it is registered."""
+        # Modules before a list of blocks go with its first block, those after it with its last.
         stack, last = self.stack, len(self.stack.blocks) - 1
         if any(path == p or _inside(path, p) for p in stack.everywhere):
             return None

@@ -154,11 +154,7 @@ def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> Non
 
 
 def check_stages(model: nn.Module, stack: Stack) -> None:
-    """Refuses a model whose blocks a pipeline would not run as it does.
-
-    Raises:
-        GulliverError: naming what skips blocks, or recomputes them by itself.
-    """
+    """Refuses a model whose blocks a pipeline would not run as it does."""
     for path, module in model.named_modules():
         if getattr(module, "layerdrop", 0.0) and model.training:
             raise GulliverError(
@@ -286,10 +282,8 @@ class _Lent:
 
 
 def _lend(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> None:
-    """Lets blocks compute the position bias that the first block of their list computes.
-
-    They do so only when they are handed none, as the first block of a stage is.
-    """
+    """Lets blocks compute the position bias that the first block of their list computes."""
+    # They do so only when they are handed none, as the first block of a stage is.
     inner, _, name = (stack.first_only or "").rpartition(".")
     lent = _Lent(model, f"{stack.blocks[first]}.{stack.first_only}")
     for block in blocks:
@@ -299,11 +293,9 @@ def _lend(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> 
 
 
 def _sum(value: Tensor, places: Sequence[int], rank_group: RankGroup) -> None:
-    """Sums a tensor over some ranks of a group, in the order of the ranks.
-
-    Point to point: a process group for each set of stages that share a weight would have to be
-    made by all ranks.
-    """
+    """Sums a tensor over some ranks of a group, in the order of the ranks."""
+    # Point to point: a process group for each set of stages that share a weight would have to be
+    # made by all ranks.
     if len(places) == rank_group.size:
         all_reduce(value, "sum", rank_group.process_group)
         return

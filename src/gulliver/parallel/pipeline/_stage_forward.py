@@ -1,26 +1,4 @@
-"""The stage forward: the model's own forward, in which blocks of other stages do nothing.
-
-[Note: the model's own forward] Tracing or rewriting a model into stages fails where its forward
-computes masks, positions or rotary tables before the blocks. So the model is called as ever, with
-the whole micro-batch, and its own code makes these. What is different is what its blocks do
-(`StageForward.block`):
-
-- a block before the stage's first returns the hidden state that it got;
-- the first block of the stage is given the hidden state that the stage before sent;
-- after the last block of the stage the forward is left, by an exception that carries the hidden
-  state out (`StageEnd`), so that nothing behind it runs. On the last stage it runs to its end.
-
-In place of modules around the blocks that lie elsewhere are placeholders (`_placeholders.py`). They
-return NaN, not zeros: what they return is replaced before it is used, and if it should leak into a
-block by another way, that is seen and refused by name (`_refuse_leaks`) rather than trained on.
-
-In an encoder-decoder the finished output of the encoder, the *memory*, travels with the hidden
-state (`StageForward.around_memory`). What is carried over the cut before block b is
-
-    (hidden,) inside the first list    (memory,) between the lists    (hidden, memory) in the second
-
-What it does not know: ranks, messages, micro-batches.
-"""
+"""The stage forward: the model's own forward, in which blocks of other stages do nothing."""
 
 from __future__ import annotations
 
@@ -41,6 +19,29 @@ Carry = tuple[Tensor, ...]
 """What one stage hands to the next."""
 
 
+# [Note: the model's own forward] Tracing or rewriting a model into stages fails where its forward
+# computes masks, positions or rotary tables before the blocks. So the model is called as ever, with
+# the whole micro-batch, and its own code makes these. What is different is what its blocks do
+# (`StageForward.block`):
+#
+# - a block before the stage's first returns the hidden state that it got;
+# - the first block of the stage is given the hidden state that the stage before sent;
+# - after the last block of the stage the forward is left, by an exception that carries the hidden
+#   state out (`StageEnd`), so that nothing behind it runs. On the last stage it runs to its end.
+#
+# In place of modules around the blocks that lie elsewhere are placeholders (`_placeholders.py`).
+# They return NaN, not zeros: what they return is replaced before it is used, and if it should leak
+# into a block by another way, that is seen and refused by name (`_refuse_leaks`) rather than
+# trained on.
+#
+# In an encoder-decoder the finished output of the encoder, the *memory*, travels with the hidden
+# state (`StageForward.around_memory`). What is carried over the cut before block b is
+#
+#     (hidden,) inside the first list
+#     (memory,) between the lists
+#     (hidden, memory) inside the second list
+#
+# What it does not know: ranks, messages, micro-batches.
 class StageEnd(Exception):
     """Ends the forward of a stage that is not the last."""
 
@@ -51,36 +52,28 @@ class StageEnd(Exception):
 
 @dataclass
 class ForwardState:
-    """A forward that is under way.
+    """A forward that is under way."""
 
-    Attributes:
-        start: number of the stage's first block.
-        stop: number of its last block, plus one.
-        last: whether the model ends with this stage.
-        hidden: received hidden state for the first block; None where the stage begins with modules.
-        memory: output of the first list's module (an encoder), received or computed.
-        live: whether this stage's own computation has begun.
-        look: whether to look for what leaks past the received tensors.
-        elsewhere: modules of other stages that were asked for something before the blocks.
-    """
-
+    # Number of the stage's first block.
     start: int
+    # Number of its last block, plus one.
     stop: int
+    # Whether the model ends with this stage.
     last: bool
+    # Received hidden state for the first block; None where the stage begins with modules.
     hidden: Tensor | None
+    # Output of the first list's module (an encoder), received or computed.
     memory: Tensor | None
+    # Whether this stage's own computation has begun.
     live: bool
+    # Whether to look for what leaks past the received tensors.
     look: bool
+    # Modules of other stages that were asked for something before the blocks.
     elsewhere: list[str] = field(default_factory=list)
 
 
 class StageForward:
-    """The behaviour of a model's blocks on one rank; they go through it when they are called.
-
-    Args:
-        stack: blocks of the whole model.
-        bounds: first block of each stage, and the number of blocks.
-    """
+    """The behaviour of a model's blocks on one rank; they go through it when they are called."""
 
     def __init__(self, stack: Stack, bounds: tuple[int, ...]) -> None:
         self.stack, self.bounds = stack, bounds
@@ -102,22 +95,7 @@ class StageForward:
         kwargs: Mapping[str, Any],
         look: bool = False,
     ) -> Any:
-        """Runs one micro-batch through one stage.
-
-        Args:
-            call: model, or a wrapper of its forward.
-            stage: number of the stage.
-            carry: tensors that the stage before handed over; none for the first.
-            args: positional arguments of the model.
-            kwargs: keyword arguments of the model.
-            look: whether to look for what leaks past the carry, at the price of some reading.
-
-        Returns:
-            The carry for the next stage; the model's output on the last.
-
-        Raises:
-            GulliverError: the model's forward does not go through the blocks as it should.
-        """
+        """Runs one micro-batch through one stage."""
         self.state = state = self._new_state(stage, carry, look)
         try:
             output = call(*args, **kwargs)
@@ -147,11 +125,7 @@ class StageForward:
         return ForwardState(start, stop, last, hidden, memory, stage == 0, look)
 
     def running(self, name: str) -> ForwardState:
-        """Returns the state of the forward that is under way.
-
-        Raises:
-            GulliverError: there is none: the model was called directly.
-        """
+        """Returns the state of the forward that is under way."""
         if self.state is None:
             raise GulliverError(
                 f"the model was called directly, but {name!r} and others lie on other stages of a "
@@ -225,10 +199,8 @@ class StageForward:
         return output
 
     def _refuse_leak_behind(self, state: ForwardState, output: Any) -> None:
-        """Refuses an output of NaN that modules of other stages have made.
-
-        They are no more than suspects: a NaN that came with the hidden state is none of theirs.
-        """
+        """Refuses an output of NaN that modules of other stages have made."""
+        # They are no more than suspects: a NaN that came with the hidden state is none of theirs.
         came = [t for t in (state.hidden, state.memory) if t is not None]
         if not state.elsewhere or any(_has_nan(t) for t in came):
             return

@@ -5,12 +5,6 @@
 
 Ulysses first brings this rank some heads of all tokens of its Ulysses group, the ring then the
 other groups' keys and values, and Ulysses takes the output back. Nothing is kept from call to call.
-
-[Note: Ulysses inside, ring outside] Ulysses sends less, (u - 1) / u of q, k, v and output whatever
-the degree, but nothing hides it and there can be no more ranks than heads. The ring sends every
-block to everyone, but under the computation, and has no limit. So neighbours with fast links
-exchange heads, and the ring goes over the slower links (Fang and Zhao, USP, 2024, arXiv
-2405.07719).
 """
 
 from __future__ import annotations
@@ -34,6 +28,11 @@ from gulliver.parallel.sequence._partial import How
 from gulliver.parallel.sequence._plan import SequenceGroups
 
 
+# [Note: Ulysses inside, ring outside] Ulysses sends less, (u - 1) / u of q, k, v and output
+# whatever the degree, but nothing hides it and there can be no more ranks than heads. The ring
+# sends every block to everyone, but under the computation, and has no limit. So neighbours with
+# fast links exchange heads, and the ring goes over the slower links (Fang and Zhao, USP, 2024,
+# arXiv 2405.07719).
 def attention(
     q: Tensor,
     k: Tensor,
@@ -248,10 +247,8 @@ def _kinds(mask: Mask, queries: Layout) -> tuple[Literal["plain", "causal", "mas
 def _cheaper(
     q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, groups: SequenceGroups
 ) -> Circulate:
-    """Returns what is fewer bytes to send round; the same answer on all ranks.
-
-    Queries are fewer where a cross-attention has a short query side and long keys.
-    """
+    """Returns what is fewer bytes to send round; the same answer on all ranks."""
+    # Queries are fewer where a cross-attention has a short query side and long keys.
     shape = Shape(
         batch=q.shape[0],
         heads=q.shape[1],

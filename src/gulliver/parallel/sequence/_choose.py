@@ -20,33 +20,27 @@ from gulliver.parallel.sequence._plan import SequencePlan
 
 @dataclass(frozen=True)
 class Predicted:
-    """A plan and what it should cost.
+    """A plan and what it should cost."""
 
-    Attributes:
-        plan: plan that was considered.
-        seconds: seconds of a forward and a backward.
-        compute: seconds of both if nothing had to be sent.
-        exchanges: seconds of the exchanges of heads.
-        sent: bytes that each rank sends.
-    """
-
+    # Plan that was considered.
     plan: SequencePlan
+    # Seconds of a forward and a backward.
     seconds: float
+    # Seconds of both if nothing had to be sent.
     compute: float
+    # Seconds of the exchanges of heads.
     exchanges: float
+    # Bytes that each rank sends.
     sent: Volume
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The plan with the least predicted seconds, and the others.
+    """The plan with the least predicted seconds, and the others."""
 
-    Attributes:
-        plan: plan to use.
-        predicted: predictions of all plans that were considered, the best first.
-    """
-
+    # Plan to use.
     plan: SequencePlan
+    # Predictions of all plans that were considered, the best first.
     predicted: tuple[Predicted, ...]
 
     @property

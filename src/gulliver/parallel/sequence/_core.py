@@ -53,20 +53,17 @@ the last step, which nothing hides, is short enough."""
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the ring.
+    """One call of the ring."""
 
-    Attributes:
-        groups: rank groups of the plan.
-        queries: layout of the queries.
-        keys: layout of the keys and values.
-        how: options that all blocks share.
-        circulate: what goes round, "kv" or "q".
-    """
-
+    # Rank groups of the plan.
     groups: SequenceGroups
+    # Layout of the queries.
     queries: Layout
+    # Layout of the keys and values.
     keys: Layout
+    # Options that all blocks share.
     how: How
+    # What goes round, "kv" or "q".
     circulate: Circulate = "kv"
 
     def cuts(self) -> _Cuts:

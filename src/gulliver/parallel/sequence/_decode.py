@@ -34,27 +34,7 @@ def decode(
     scale: float | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """Attends to sharded keys; every rank gets the same bits.
-
-    Args:
-        q: queries, the same on all ranks, ``[batch, heads, queries, head dim]``.
-        k: this rank's keys, any number of them, ``[batch, KV heads, local keys, head dim]``.
-        v: this rank's values, ``[batch, KV heads, local keys, value dim]``.
-        groups: rank groups of the plan; only their members matter.
-        mask: description of the queries that see a key; None lets all see all, as for the last
-            token.
-        query_positions: positions of the queries, ``[queries]``; needed with a mask.
-        key_positions: positions of this rank's keys, ``[local keys]``; needed with a mask.
-        length: tokens of the whole sequence; needed with a mask.
-        scale: factor of the logits; None is ``1 / sqrt(head dim)``.
-        kernel: name of a kernel; None is the fastest that can.
-
-    Returns:
-        Outputs ``[batch, heads, queries, value dim]`` of q's dtype.
-
-    Raises:
-        GulliverError: a mask comes without positions; a gradient is asked for.
-    """
+    """Attends to sharded keys; every rank gets the same bits."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise GulliverError("decode has no gradient: call it under torch.no_grad()")
     deal_heads(q.shape[1], k.shape[1], 1)

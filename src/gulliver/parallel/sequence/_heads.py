@@ -3,12 +3,6 @@
 Before, a rank has all heads of its tokens; after `to_heads` it has some heads of all the group's
 tokens, and heads attend independently of each other. Queries, keys and values travel in one
 exchange. Source: Jacobs et al., DeepSpeed Ulysses, 2023 (arXiv 2309.14509).
-
-[Note: grouped queries] KV heads are not expanded. Where the ranks divide them, each rank gets its
-share and the queries that use it. Where they do not, queries are dealt as evenly as can be, and
-each rank is sent the KV heads that its queries use; a head that several ranks need is sent to each.
-Its gradients come back from each, and are added up in float32. Expanding the KV heads to those of
-the queries would make all numbers divide, at `group` times the bytes.
 """
 
 from __future__ import annotations
@@ -29,25 +23,25 @@ Run = tuple[slice, slice]
 """Query heads, and the KV heads that serve them in equal numbers."""
 
 
+# [Note: grouped queries] KV heads are not expanded. Where the ranks divide them, each rank gets its
+# share and the queries that use it. Where they do not, queries are dealt as evenly as can be, and
+# each rank is sent the KV heads that its queries use; a head that several ranks need is sent to
+# each. Its gradients come back from each, and are added up in float32. Expanding the KV heads to
+# those of the queries would make all numbers divide, at `group` times the bytes.
 @dataclass(frozen=True)
 class Heads:
-    """The heads that each rank of a Ulysses group works on.
+    """The heads that each rank of a Ulysses group works on."""
 
-    Attributes:
-        queries: interval of query heads of each rank.
-        keys: interval of KV heads of each rank; intervals overlap where a head is needed twice.
-        group: query heads for one KV head.
-    """
-
+    # Interval of query heads of each rank.
     queries: tuple[Interval, ...]
+    # Interval of KV heads of each rank; intervals overlap where a head is needed twice.
     keys: tuple[Interval, ...]
+    # Query heads for one KV head.
     group: int
 
     def runs(self, member: int) -> tuple[Run, ...]:
-        """Cuts a rank's heads, numbered from 0, into runs in which each KV head serves as many.
-
-        Kernels with grouped queries want that, and an uneven deal does not always give it.
-        """
+        """Cuts a rank's heads, numbered from 0, into runs in which each KV head serves as many."""
+        # Kernels with grouped queries want that, and an uneven deal does not always give it.
         first, last = self.queries[member]
         base = self.keys[member][0]
         served = [
@@ -67,16 +61,7 @@ class Heads:
 
 
 def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
-    """Deals heads over the ranks of a Ulysses group.
-
-    Args:
-        heads: query heads.
-        kv_heads: KV heads, a divisor of `heads`.
-        ranks: ranks of the group.
-
-    Raises:
-        GulliverError: the KV heads do not divide the heads, or there are more ranks than heads.
-    """
+    """Deals heads over the ranks of a Ulysses group."""
     if kv_heads < 1 or heads % kv_heads:
         raise GulliverError(
             f"{kv_heads} KV heads do not serve {heads} heads equally: choose a divisor of {heads}"
@@ -97,29 +82,19 @@ def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
 
 @dataclass(frozen=True)
 class Swap:
-    """The sharding of some tensors before and after an exchange.
+    """The sharding of some tensors before and after an exchange."""
 
-    Attributes:
-        rank_group: rank group of Ulysses.
-        heads: interval of heads of each rank, for each tensor.
-        lengths: tokens of each rank, for each tensor.
-        totals: number of heads of each tensor.
-    """
-
+    # Rank group of Ulysses.
     rank_group: RankGroup
+    # Interval of heads of each rank, for each tensor.
     heads: tuple[tuple[Interval, ...], ...]
+    # Tokens of each rank, for each tensor.
     lengths: tuple[tuple[int, ...], ...]
+    # Number of heads of each tensor.
     totals: tuple[int, ...]
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Exchanges all heads of some tokens for some heads of all tokens.
-
-        Args:
-            tensors: tensors ``[batch, heads, own tokens, dim]``.
-
-        Returns:
-            Tensors ``[batch, own heads, tokens of the group, dim]``.
-        """
+        """Exchanges all heads of some tokens for some heads of all tokens."""
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         outgoing = [
             [t[:, slice(*of[r])] for t, of in zip(tensors, self.heads, strict=True)] for r in ranks

@@ -1,24 +1,4 @@
-"""The attention kernels: each gives a block's output and log-sum-exp, and a block's gradients.
-
-[Note: gradients of a block] A kernel sees one rectangle of queries and keys. Its backward is given
-the output and the log-sum-exp of the *whole* rows, over all keys of all ranks. From these follow
-the final weights of its own pairs, ``P = exp(logits - lse)``, and ``D = sum(dO * O)`` of each row,
-and the gradient of a logit is ``P * (dO @ v - D)``: it needs nothing of other keys. So the
-gradients of the blocks add up to those of the whole, in any order and on any rank (Dao et al.,
-FlashAttention, 2022, arXiv 2205.14135, appendix B.2). With a block's own output and log-sum-exp
-they would not.
-
-| name | device | dtypes | masks |
-|---|---|---|---|
-| reference | any | all | all |
-| cpu flash | cpu | all | all |
-| cuda flash | cuda | 16 bits | plain, causal |
-| cuda cudnn | cuda, 9.0 and up | 16 bits | plain, causal |
-| cuda efficient | cuda | 16 bits, float32 | all |
-
-`select` takes the first of `ORDER` that can do what is asked, or the one that was named; it refuses
-with the reason. The CUDA kernels are written to the operators' signatures and have not run yet.
-"""
+"""The attention kernels: each gives a block's output and log-sum-exp, and a block's gradients."""
 
 from __future__ import annotations
 
@@ -37,26 +17,42 @@ HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float64, torch.float32, *HALVES)
 
 
+# [Note: gradients of a block] A kernel sees one rectangle of queries and keys. Its backward is
+# given the output and the log-sum-exp of the *whole* rows, over all keys of all ranks. From these
+# follow the final weights of its own pairs, ``P = exp(logits - lse)``, and ``D = sum(dO * O)`` of
+# each row, and the gradient of a logit is ``P * (dO @ v - D)``: it needs nothing of other keys. So
+# the gradients of the blocks add up to those of the whole, in any order and on any rank (Dao et
+# al., FlashAttention, 2022, arXiv 2205.14135, appendix B.2). With a block's own output and
+# log-sum-exp they would not.
+#
+# | name | device | dtypes | masks |
+# |---|---|---|---|
+# | reference | any | all | all |
+# | cpu flash | cpu | all | all |
+# | cuda flash | cuda | 16 bits | plain, causal |
+# | cuda cudnn | cuda, 9.0 and up | 16 bits | plain, causal |
+# | cuda efficient | cuda | 16 bits, float32 | all |
+#
+# `select` takes the first of `ORDER` that can do what is asked, or the one that was named; it
+# refuses with the reason. The CUDA kernels are written to the operators' signatures and have not
+# run yet.
 @dataclass(frozen=True)
 class Asked:
-    """The requirements that a kernel has to meet.
+    """The requirements that a kernel has to meet."""
 
-    Attributes:
-        device: type of the tensors' device, "cpu" or "cuda".
-        dtype: dtype of q, k and v.
-        head_dim: dim of queries and keys.
-        value_dim: dim of values.
-        kind: kind of mask.
-        deterministic: whether the same bits have to come out every time.
-        arch: compute capability of a CUDA device, major and minor.
-    """
-
+    # Type of the tensors' device, "cpu" or "cuda".
     device: str
+    # Dtype of q, k and v.
     dtype: torch.dtype
+    # Dim of queries and keys.
     head_dim: int
+    # Dim of values.
     value_dim: int
+    # Kind of mask.
     kind: Kind = "plain"
+    # Whether the same bits have to come out every time.
     deterministic: bool = False
+    # Compute capability of a CUDA device, major and minor.
     arch: tuple[int, int] = (0, 0)
 
 
@@ -86,20 +82,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute blocks.
+    """A way to compute blocks."""
 
-    Attributes:
-        name: name that users choose it by.
-        forward: function of a block that returns its output and log-sum-exp ``[batch, heads,
-            queries]``, the latter in `precise` of the dtype.
-        backward: function of the output's gradient, the block, the rows' output and log-sum-exp
-            that returns dq, dk and dv.
-        lacks: function of the requirements that returns what it cannot do; None if it can.
-    """
-
+    # Name that users choose it by.
     name: str
+    # Function of a block that returns its output and log-sum-exp ``[batch, heads, queries]``, the
+    # latter in `precise` of the dtype.
     forward: Callable[[Block], tuple[Tensor, Tensor]]
+    # Function of the output's gradient, the block, the rows' output and log-sum-exp that returns
+    # dq, dk and dv.
     backward: Callable[[Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    # Function of the requirements that returns what it cannot do; None if it can.
     lacks: Callable[[Asked], str | None]
 
 
@@ -114,15 +107,7 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def select(asked: Asked, name: str | None = None) -> Kernel:
-    """Returns the kernel that is named, or the first that can do what is asked.
-
-    Args:
-        asked: requirements.
-        name: name of a kernel; None takes the first of `ORDER` that can.
-
-    Raises:
-        GulliverError: no kernel can, or the named one cannot: why, and which can.
-    """
+    """Returns the kernel that is named, or the first that can do what is asked."""
     if asked.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise GulliverError(f"attention in {asked.dtype} is not supported: choose from {known}")

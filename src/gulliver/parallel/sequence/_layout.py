@@ -5,16 +5,6 @@ its Ulysses group, in order: an all-to-all among these gives the group its token
 
 - *contiguous*: ring rank r of n holds the r-th part of n.
 - *zigzag*: of 2 n parts, ring rank r holds the r-th and the r-th from the end.
-
-[Note: zigzag] Under a causal mask the tokens of part p see p parts before and half of their own. In
-the contiguous layout the last rank so computes 2 n - 1 times what the first does, and in every step
-of the ring but the first some compute a full block while others wait. Parts r and 2 n - 1 - r
-together see ``r + 1/2 + 2 n - 1 - r + 1/2 = 2 n`` parts whatever r is, and it is even step by step:
-with any other rank's two parts exactly two of the four pairs of parts are allowed, and with its own
-one whole pair and two halves. (The problem is told by Brandon et al., Striped Attention, 2023,
-arXiv 2311.09431; the form is that of Llama 3's context parallelism, 2024, arXiv 2407.21783.)
-
-Lengths that do not divide give the first parts one token more; nothing is padded.
 """
 
 from __future__ import annotations
@@ -33,20 +23,27 @@ Interval = tuple[int, int]
 """First position and one past the last."""
 
 
+# [Note: zigzag] Under a causal mask the tokens of part p see p parts before and half of their own.
+# In the contiguous layout the last rank so computes 2 n - 1 times what the first does, and in every
+# step of the ring but the first some compute a full block while others wait. Parts r and 2 n - 1 -
+# r together see ``r + 1/2 + 2 n - 1 - r + 1/2 = 2 n`` parts whatever r is, and it is even step by
+# step: with any other rank's two parts exactly two of the four pairs of parts are allowed, and with
+# its own one whole pair and two halves. (The problem is told by Brandon et al., Striped Attention,
+# 2023, arXiv 2311.09431; the form is that of Llama 3's context parallelism, 2024, arXiv
+# 2407.21783.)
+#
+# Lengths that do not divide give the first parts one token more; nothing is padded.
 @dataclass(frozen=True)
 class Layout:
-    """The sharding of a sequence of one length over a ring and its Ulysses groups.
+    """The sharding of a sequence of one length over a ring and its Ulysses groups."""
 
-    Attributes:
-        length: tokens of the whole sequence.
-        ring: size of the ring, outer and inner together.
-        ulysses: ranks of each Ulysses group.
-        name: name of the layout, contiguous or zigzag.
-    """
-
+    # Tokens of the whole sequence.
     length: int
+    # Size of the ring, outer and inner together.
     ring: int = 1
+    # Ranks of each Ulysses group.
     ulysses: int = 1
+    # Name of the layout, contiguous or zigzag.
     name: LayoutName = "contiguous"
 
     def __post_init__(self) -> None:
@@ -137,14 +134,11 @@ def part_of(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Int
 
 @dataclass(frozen=True)
 class Tail:
-    """The sharding of the last tokens of a sequence, numbered from the first of them.
+    """The sharding of the last tokens of a sequence, numbered from the first of them."""
 
-    Attributes:
-        whole: layout of the sequence.
-        count: number of the tokens, at most its length.
-    """
-
+    # Layout of the sequence.
     whole: Layout
+    # Number of the tokens, at most its length.
     count: int
 
     @property

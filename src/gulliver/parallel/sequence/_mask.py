@@ -146,34 +146,29 @@ class Mask:
 
 @dataclass(frozen=True)
 class Rules:
-    """A mask for one call. Rows stand for the batch, one row for all of it; None allows all.
+    """A mask for one call. Rows stand for the batch, one row for all of it; None allows all."""
 
-    Attributes:
-        before: number of keys that a query sees before its position.
-        after: number of keys that a query sees after its position; 0 is causal.
-        offset: distance between a query's index and its position among the keys.
-        documents: document ids of the queries, ``[rows, length]``.
-        key_documents: document ids of the keys, ``[rows, key length]``.
-        queries: queries that see anything, ``[rows, length]`` bool.
-        keys: keys that may be seen, ``[rows, key length]`` bool.
-    """
-
+    # Number of keys that a query sees before its position.
     before: int = FAR
+    # Number of keys that a query sees after its position; 0 is causal.
     after: int = FAR
+    # Distance between a query's index and its position among the keys.
     offset: int = 0
+    # Document ids of the queries, ``[rows, length]``.
     documents: Tensor | None = None
+    # Document ids of the keys, ``[rows, key length]``.
     key_documents: Tensor | None = None
+    # Queries that see anything, ``[rows, length]`` bool.
     queries: Tensor | None = None
+    # Keys that may be seen, ``[rows, key length]`` bool.
     keys: Tensor | None = None
     _spans: dict[tuple[int, Interval], tuple[int, int]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
     def judge(self, queries: Interval, keys: Interval) -> Verdict:
-        """Judges a rectangle; "something" may be said where it is all or nothing.
-
-        That costs a dense mask for a tile, but is never wrong.
-        """
+        """Judges a rectangle; "something" may be said where it is all or nothing."""
+        # That costs a dense mask for a tile, but is never wrong.
         verdicts = {self.judge_band(queries, keys), self.judge_contents(queries, keys)}
         for verdict in (Verdict.NOTHING, Verdict.SOMETHING):
             if verdict in verdicts:
@@ -207,12 +202,7 @@ class Rules:
         return self.after == 0 and self.before >= FAR
 
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
-        """Returns for every pair of positions whether it is allowed: ``[rows, queries, keys]``.
-
-        Args:
-            q: positions of the queries, ``[queries]``.
-            k: positions of the keys, ``[keys]``.
-        """
+        """Returns for every pair of positions whether it is allowed: ``[rows, queries, keys]``."""
         distance = k - (q.unsqueeze(1) + self.offset)
         allowed = ((distance >= -self.before) & (distance <= self.after)).unsqueeze(0)
         if self.documents is not None and self.key_documents is not None:

@@ -1,16 +1,4 @@
-"""Partial attention over some of the keys, and the merge of two of them.
-
-[Note: log-sum-exp merge] Softmax attention over keys A and B is
-
-    out = (sum_A exp(s) v + sum_B exp(s) v) / (sum_A exp(s) + sum_B exp(s))
-
-With ``out_A`` normalised over A alone and ``lse_A = log sum_A exp(s)``, the first sum is
-``exp(lse_A) out_A``. So the mean of the two outputs weighted with ``exp(lse)`` is not an
-approximation but the same number, for any division of the keys and in any order; only rounding
-depends on these. The weight of B, ``exp(lse_B) / (exp(lse_A) + exp(lse_B))``, is computed as the
-sigmoid of ``lse_B - lse_A``: nothing grows with the logits, and a part without any key (minus
-infinity) has no weight. Source: Milakov and Gimelshein, 2018 (arXiv 1805.02867).
-"""
+"""Partial attention over some of the keys, and the merge of two of them."""
 
 from __future__ import annotations
 
@@ -28,35 +16,39 @@ from gulliver.parallel.sequence._mask import Rules
 from gulliver.parallel.sequence._tiles import Tile
 
 
+# [Note: log-sum-exp merge] Softmax attention over keys A and B is
+#
+#     out = (sum_A exp(s) v + sum_B exp(s) v) / (sum_A exp(s) + sum_B exp(s))
+#
+# With ``out_A`` normalised over A alone and ``lse_A = log sum_A exp(s)``, the first sum is
+# ``exp(lse_A) out_A``. So the mean of the two outputs weighted with ``exp(lse)`` is not an
+# approximation but the same number, for any division of the keys and in any order; only rounding
+# depends on these. The weight of B, ``exp(lse_B) / (exp(lse_A) + exp(lse_B))``, is computed as the
+# sigmoid of ``lse_B - lse_A``: nothing grows with the logits, and a part without any key (minus
+# infinity) has no weight. Source: Milakov and Gimelshein, 2018 (arXiv 1805.02867).
 @dataclass(frozen=True)
 class How:
-    """The options that all blocks of a call share.
+    """The options that all blocks of a call share."""
 
-    Attributes:
-        scale: factor of the logits.
-        rules: rules of the pairs that are allowed.
-        runs: query heads and the KV heads that serve them.
-        kernel: name of a kernel; None for the fastest that can.
-        deterministic: whether the same bits have to come out every time.
-    """
-
+    # Factor of the logits.
     scale: float
+    # Rules of the pairs that are allowed.
     rules: Rules
+    # Query heads and the KV heads that serve them.
     runs: tuple[Run, ...]
+    # Name of a kernel; None for the fastest that can.
     kernel: str | None = None
+    # Whether the same bits have to come out every time.
     deterministic: bool = False
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention over the keys seen so far.
+    """Attention over the keys seen so far."""
 
-    Attributes:
-        out: output ``[batch, heads, queries, value dim]``, in the precise dtype.
-        lse: log-sum-exp of the logits, ``[batch, heads, queries]``.
-    """
-
+    # Output ``[batch, heads, queries, value dim]``, in the precise dtype.
     out: Tensor
+    # Log-sum-exp of the logits, ``[batch, heads, queries]``.
     lse: Tensor
 
     @classmethod
@@ -69,14 +61,7 @@ class Partial:
         )
 
     def merge(self, out: Tensor, lse: Tensor, heads: slice, rows: Interval) -> None:
-        """Merges attention over other keys, for some heads and rows, in place.
-
-        Args:
-            out: output over the other keys, ``[batch, heads, rows, value dim]``.
-            lse: log-sum-exp over the other keys, ``[batch, heads, rows]``.
-            heads: query heads.
-            rows: interval of local queries.
-        """
+        """Merges attention over other keys, for some heads and rows, in place."""
         own_out = self.out[:, heads, rows[0] : rows[1]]
         own_lse = self.lse[:, heads, rows[0] : rows[1]]
         # -inf - -inf is NaN: neither part has a key, so the other gets no weight. By the value of
@@ -87,16 +72,7 @@ class Partial:
 
 
 def attend(into: Partial, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Tile], how: How) -> None:
-    """Merges the attention of local queries to a block of keys.
-
-    Args:
-        into: attention of the queries so far.
-        q: queries ``[batch, heads, queries, head dim]``.
-        k: keys ``[batch, KV heads, keys, head dim]``.
-        v: values ``[batch, KV heads, keys, value dim]``.
-        found: tiles that are to be computed.
-        how: options of the call.
-    """
+    """Merges the attention of local queries to a block of keys."""
     for tile in found:
         kernel = select(asked_of(q, v, tile.kind, how.deterministic), how.kernel)
         bias, unseen = _bias(tile, q, how.rules)
@@ -112,19 +88,16 @@ def attend(into: Partial, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Tile]
 
 @dataclass(frozen=True)
 class Rows:
-    """Whole rows of queries, as a backward needs them (see `_kernels.py`).
+    """Whole rows of queries, as a backward needs them (see `_kernels.py`)."""
 
-    Attributes:
-        q: queries ``[batch, heads, queries, head dim]``.
-        grad: gradient of the output.
-        out: output over all keys.
-        lse: log-sum-exp over all keys; 0 for rows without a key, as ``exp(-inf - -inf)`` is NaN
-            where ``exp(-inf - 0)`` is the right 0.
-    """
-
+    # Queries ``[batch, heads, queries, head dim]``.
     q: Tensor
+    # Gradient of the output.
     grad: Tensor
+    # Output over all keys.
     out: Tensor
+    # Log-sum-exp over all keys; 0 for rows without a key, as ``exp(-inf - -inf)`` is NaN where
+    # ``exp(-inf - 0)`` is the right 0.
     lse: Tensor
 
 
@@ -140,16 +113,7 @@ class Gradients:
 def attend_backward(
     into: Gradients, rows: Rows, k: Tensor, v: Tensor, found: Iterable[Tile], how: How
 ) -> None:
-    """Adds the gradients of `attend`.
-
-    Args:
-        into: sums that are added to, in place.
-        rows: rows of the queries.
-        k: keys ``[batch, KV heads, keys, head dim]``.
-        v: values ``[batch, KV heads, keys, value dim]``.
-        found: tiles that were computed.
-        how: options of the call.
-    """
+    """Adds the gradients of `attend`."""
     for tile in found:
         kernel = select(asked_of(rows.q, v, tile.kind, how.deterministic), how.kernel)
         bias, _ = _bias(tile, rows.q, how.rules)

@@ -71,22 +71,19 @@ class SequencePlan:
 
 @dataclass(frozen=True, eq=False)
 class SequenceGroups:
-    """The rank groups that this process belongs to.
+    """The rank groups that this process belongs to."""
 
-    Attributes:
-        plan: plan that they were made for.
-        all: group of all ranks of the sequence.
-        ulysses: group that this rank exchanges heads with.
-        inner: group of its inner ring.
-        outer: group of its outer ring.
-        sequences: ranks of every sequence of the world.
-    """
-
+    # Plan that they were made for.
     plan: SequencePlan
+    # Group of all ranks of the sequence.
     all: RankGroup = ALONE
+    # Group that this rank exchanges heads with.
     ulysses: RankGroup = ALONE
+    # Group of its inner ring.
     inner: RankGroup = ALONE
+    # Group of its outer ring.
     outer: RankGroup = ALONE
+    # Ranks of every sequence of the world.
     sequences: Sequence[Sequence[int]] = ((0,),)
 
     @property

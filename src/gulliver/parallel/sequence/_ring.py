@@ -7,25 +7,6 @@ LoongTrain (Gu et al., 2024, arXiv 2406.18485) for any two sizes.
 
 `turn` brings the blocks. `round_trip` brings them and takes home what was gathered for each (the
 gradients of keys and values in a backward).
-
-[Note: gradients go round] Every rank has a share of the gradient of every block of keys and values.
-Collecting these at the end, in buffers of the full length, would cost the memory that sharding the
-sequence saves, and an all-reduce that nothing hides. So a block's gradient travels behind the
-block: a rank computes its share for the block that it has, adds what the rank before has gathered
-for that block, and sends the sum after the block. Its own block's share stays where it is, so that
-sums make as many hops as blocks, N - 1, and not one more. With two levels the sum of an inner turn
-ends at the rank that brought the block into this inner ring, and goes on along the outer ring from
-there. The order of the additions is that of the ring, so the bits do not depend on timing.
-
-The share of the own block is computed in two halves, one while the first block is on its way here,
-one while the last sum is on its way home: nothing but the pipeline's first and last step waits.
-
-[Note: what is kept] Every rank has the tensors of its own block anyway: the packed copy that
-travels is freed when it has left, and visits of the own block may carry nothing.
-
-[Note: pieces] A long block travels as pieces, which take turns: each goes on as soon as it is its
-turn again, so that the link has something to carry all the time, and the last step that nothing can
-hide is that of one piece. What is sent is the same.
 """
 
 from __future__ import annotations
@@ -44,20 +25,37 @@ Count = Callable[[int, int], int]
 """Returns the elements of a message, by ring rank and number of the piece."""
 
 
+# [Note: gradients go round] Every rank has a share of the gradient of every block of keys and
+# values. Collecting these at the end, in buffers of the full length, would cost the memory that
+# sharding the sequence saves, and an all-reduce that nothing hides. So a block's gradient travels
+# behind the block: a rank computes its share for the block that it has, adds what the rank before
+# has gathered for that block, and sends the sum after the block. Its own block's share stays where
+# it is, so that sums make as many hops as blocks, N - 1, and not one more. With two levels the sum
+# of an inner turn ends at the rank that brought the block into this inner ring, and goes on along
+# the outer ring from there. The order of the additions is that of the ring, so the bits do not
+# depend on timing.
+#
+# The share of the own block is computed in two halves, one while the first block is on its way
+# here, one while the last sum is on its way home: nothing but the pipeline's first and last step
+# waits.
+#
+# [Note: what is kept] Every rank has the tensors of its own block anyway: the packed copy that
+# travels is freed when it has left, and visits of the own block may carry nothing.
+#
+# [Note: pieces] A long block travels as pieces, which take turns: each goes on as soon as it is its
+# turn again, so that the link has something to carry all the time, and the last step that nothing
+# can hide is that of one piece. What is sent is the same.
 @dataclass(frozen=True)
 class Visit:
-    """A piece of a block that has arrived.
+    """A piece of a block that has arrived."""
 
-    Attributes:
-        place: ring rank that the block belongs to.
-        piece: number of the piece.
-        block: flat content; for the own block it may be empty.
-        half: half of the rows to compute, 0 or 1; None for all.
-    """
-
+    # Ring rank that the block belongs to.
     place: int
+    # Number of the piece.
     piece: int
+    # Flat content; for the own block it may be empty.
     block: Tensor
+    # Half of the rows to compute, 0 or 1; None for all.
     half: int | None = None
 
 
@@ -70,10 +68,9 @@ class _Carousel:
         self._hops = 0
 
     def send_on(self, block: Tensor, count: int) -> Flight:
-        """Begins to send a block on and to receive the next one, of `count` elements.
-
-        A block that arrived in the other buffer has been waited for, sent on and waited for again.
-        """
+        """Begins to send a block on and to receive the next one, of `count` elements."""
+        # A block that arrived in the other buffer has been waited for, sent on and waited for
+        # again.
         which = self._hops % 2
         buffer = self._buffers[which]
         if buffer is None:
@@ -115,13 +112,7 @@ class _Road:
 
 
 def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterator[Visit]:
-    """Yields the blocks of all ring ranks piece by piece, the own first, while the next travel.
-
-    Args:
-        own: pieces of the own block, flat.
-        count: elements of each ring rank's pieces.
-        groups: rank groups of the plan.
-    """
+    """Yields the blocks of all ring ranks piece by piece, the own first, while the next travel."""
     pieces = [_turn(_Road(groups, p, count), block, groups) for p, block in enumerate(own)]
     # So that a generator alone holds its block, and frees it when it has left.
     del own
@@ -131,10 +122,8 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
 
 
 def _turn(road: _Road, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
-    """Yields one piece of each block; waits happen when it is this piece's turn again.
-
-    So the other pieces' computation lies between posting a hop and waiting for it.
-    """
+    """Yields one piece of each block; waits happen when it is this piece's turn again."""
+    # So the other pieces' computation lies between posting a hop and waiting for it.
     ahead: Flight | None = Flight(None, own)
     del own
     for a in range(groups.outer.size):
@@ -157,19 +146,7 @@ def round_trip(
     add: Callable[[Tensor, Tensor, Visit], Tensor],
     wire: WireFormat = IDENTITY,
 ) -> list[Tensor]:
-    """Takes every block round; returns what all ranks have gathered for the own pieces.
-
-    Args:
-        own: pieces of the own block, flat.
-        count: elements of each ring rank's pieces.
-        gathered_count: elements of what is gathered for them.
-        groups: rank groups of the plan.
-        compute: function of a visit that returns this rank's share of what is gathered, flat and in
-            memory of its own.
-        add: function of a rank's share, what arrived and the visit that returns their sum, perhaps
-            in the share itself.
-        wire: format in which what is gathered travels; it is packed anew for every hop.
-    """
+    """Takes every block round; returns what all ranks have gathered for the own pieces."""
     trips = [
         _Trip(_Road(groups, p, count), p, gathered_count, groups, add, wire).steps(block)
         for p, block in enumerate(own)
@@ -194,10 +171,9 @@ _Steps = Generator[Visit | None, Tensor, Tensor]
 
 @dataclass
 class _Trip:
-    """The way of one piece in `round_trip`.
+    """The way of one piece in `round_trip`."""
 
-    A generator, so that the pieces take turns in one thread without a state machine by hand.
-    """
+    # A generator, so that the pieces take turns in one thread without a state machine by hand.
 
     road: _Road
     piece: int

@@ -1,24 +1,4 @@
-"""Shards a model's inputs into the layout of a sequence, and gathers its outputs out of it.
-
-[Note: gradients] There is one convention. What is trained on is the *sum* of the losses that ranks
-count, every operation here is the adjoint with respect to that sum, and gradients of parameters are
-added up over the ranks that hold them. Whoever steps divides once, by the number of losses counted.
-
-- `shard` of a tensor that all ranks have: ``gradient="own"`` leaves on each rank its tokens' share,
-  which is right where ranks' gradients are added up later anyway (a table of position embeddings is
-  a parameter). For an input that nobody reduces, "gather" gives all ranks the sum of the shares,
-  "mean" divides it as the optimizer divides those of parameters.
-- `unshard`, and the value of `mean_loss`: all ranks go on with the same computation. With "own" the
-  ranks of a sequence count one loss together: a rank's gradient is its tokens' share, and the sum
-  is divided by the number of sequences. With "alike" each counts the loss that it shows as one of
-  its own, so N equal gradients are to be added up (`sum_of_equal`, no message needed), and the sum
-  is divided by the number of ranks. Where ranks do different things with the whole, "sum" sends.
-
-Why "alike", if N is multiplied here and divided in the optimizer? Because code behind `unshard` has
-parameters, too: a head, a penalty on the weights. Each rank runs it whole, so its gradients are
-there N times whatever is done here. One division serves these and the shares only if both are
-counted N times. A `Booster`, which cannot see what its user adds to a loss, therefore counts alike.
-"""
+"""Shards a model's inputs into the layout of a sequence, and gathers its outputs out of it."""
 
 from __future__ import annotations
 
@@ -36,6 +16,27 @@ ShardGradient = Literal["gather", "own", "mean"]
 UnshardGradient = Literal["own", "alike", "sum"]
 
 
+# [Note: gradients] There is one convention. What is trained on is the *sum* of the losses that
+# ranks count, every operation here is the adjoint with respect to that sum, and gradients of
+# parameters are added up over the ranks that hold them. Whoever steps divides once, by the number
+# of losses counted.
+#
+# - `shard` of a tensor that all ranks have: ``gradient="own"`` leaves on each rank its tokens'
+#   share, which is right where ranks' gradients are added up later anyway (a table of position
+#   embeddings is a parameter). For an input that nobody reduces, "gather" gives all ranks the sum
+#   of the shares, "mean" divides it as the optimizer divides those of parameters.
+# - `unshard`, and the value of `mean_loss`: all ranks go on with the same computation. With "own"
+#   the ranks of a sequence count one loss together: a rank's gradient is its tokens' share, and the
+#   sum is divided by the number of sequences. With "alike" each counts the loss that it shows as
+#   one of its own, so N equal gradients are to be added up (`sum_of_equal`, no message needed), and
+#   the sum is divided by the number of ranks. Where ranks do different things with the whole, "sum"
+#   sends.
+#
+# Why "alike", if N is multiplied here and divided in the optimizer? Because code behind `unshard`
+# has parameters, too: a head, a penalty on the weights. Each rank runs it whole, so its gradients
+# are there N times whatever is done here. One division serves these and the shares only if both are
+# counted N times. A `Booster`, which cannot see what its user adds to a loss, therefore counts
+# alike.
 def shard(
     x: Tensor, groups: SequenceGroups, dim: int = 1, gradient: ShardGradient = "gather"
 ) -> Tensor:
@@ -84,17 +85,7 @@ def unshard(
 def unshard_tail(
     x: Tensor, groups: SequenceGroups, tail: Tail, gradient: UnshardGradient = "own"
 ) -> Tensor:
-    """Gathers the last tokens of a sequence, of which each rank has those that lie with it.
-
-    Args:
-        x: this rank's part, ``[batch, tokens, ...]``.
-        groups: ranks that share the sequence.
-        tail: places of the tokens.
-        gradient: way of its gradient, as of `unshard`.
-
-    Raises:
-        GulliverError: the gradient is unknown.
-    """
+    """Gathers the last tokens of a sequence, of which each rank has those that lie with it."""
     _check(gradient, get_args(UnshardGradient))
     return _Unshard.apply(x, groups, tail, 1, gradient)
 
@@ -162,36 +153,19 @@ def mean_loss(losses: Tensor, groups: SequenceGroups, counted: Tensor | None = N
 
 
 def show(share: Tensor, whole: Tensor, alike: int = 1) -> Tensor:
-    """Returns the value of a whole with the gradient of this rank's share of it.
-
-    Args:
-        share: number that this rank computed; all ranks' add up to the whole.
-        whole: number that all ranks show.
-        alike: ranks that each count the whole as a loss of their own; see the top of the file.
-    """
+    """Returns the value of a whole with the gradient of this rank's share of it."""
     return _Show.apply(share, whole, alike)
 
 
 def sum_of_equal(gradient: Tensor, ranks: int) -> Tensor:
-    """Adds up the gradients of ranks that all have the same: one multiplication, no message.
-
-    The one place where a gradient is multiplied by a number of ranks; the top of the file says why.
-    """
+    """Adds up the gradients of ranks that all have the same: one multiplication, no message."""
+    # The one place where a gradient is multiplied by a number of ranks; the top of the file says
+    # why.
     return gradient if ranks == 1 else gradient * ranks
 
 
 def checked_layout(x: Tensor, groups: SequenceGroups, dim: int, length: int | None) -> Layout:
-    """Returns the layout of a sharded tensor, checked against the shards' lengths.
-
-    Args:
-        x: this rank's shard.
-        groups: rank groups of the plan.
-        dim: dimension of the sequence.
-        length: tokens of the whole; None asks the ranks, and checks all shards.
-
-    Raises:
-        GulliverError: a shard has another length than the layout gives it.
-    """
+    """Returns the layout of a sharded tensor, checked against the shards' lengths."""
     held = {groups.rank: x.shape[dim]}
     if length is None:
         told = gather_integers(groups.all, [x.shape[dim]], x.device)

@@ -3,10 +3,6 @@
 Where nothing is allowed nothing is called; where everything is, the kernel without a mask; on the
 diagonal of a causal mask the causal one. What is left is halved until it is small, so that the
 dense mask is never larger than a leaf.
-
-[Note: tiles, not masks] One call with a dense mask would compute the pairs that are masked out as
-well, half of a causal mask's, and the fastest CUDA kernels take no dense mask. A rank's tokens are
-a few runs of consecutive positions, so that most of a rectangle can be judged by its corners.
 """
 
 from __future__ import annotations
@@ -27,23 +23,23 @@ LEAF = 512
 """Queries and keys of the largest rectangle with a dense mask."""
 
 
+# [Note: tiles, not masks] One call with a dense mask would compute the pairs that are masked out as
+# well, half of a causal mask's, and the fastest CUDA kernels take no dense mask. A rank's tokens
+# are a few runs of consecutive positions, so that most of a rectangle can be judged by its corners.
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of local tokens of consecutive positions.
+    """A rectangle of local tokens of consecutive positions."""
 
-    Attributes:
-        q: interval of local queries.
-        k: interval of local keys.
-        q_at: position of the first query.
-        k_at: position of the first key.
-        kind: kind of mask: everything allowed (plain); causal and square, its diagonal allowed; or
-            by the dense mask (masked).
-    """
-
+    # Interval of local queries.
     q: Interval
+    # Interval of local keys.
     k: Interval
+    # Position of the first query.
     q_at: int
+    # Position of the first key.
     k_at: int
+    # Kind of mask: everything allowed (plain); causal and square, its diagonal allowed; or by the
+    # dense mask (masked).
     kind: Kind
 
     def allowed(self, rules: Rules) -> Tensor:
@@ -61,15 +57,7 @@ def tiles(
     rows: Interval | None = None,
     leaf: int | None = None,
 ) -> tuple[Tile, ...]:
-    """Returns the tiles that are to be computed between two ranks' tokens.
-
-    Args:
-        q_held: positions of the queries, in their local order.
-        k_held: positions of the keys, in their local order.
-        rules: rules of the pairs that are allowed.
-        rows: interval of local queries to compute; None for all.
-        leaf: most queries or keys of a tile with a dense mask; None for `LEAF`.
-    """
+    """Returns the tiles that are to be computed between two ranks' tokens."""
     leaf = LEAF if leaf is None else leaf
     found = [
         tile
@@ -161,10 +149,8 @@ def _at_column(tile: Tile, column: int) -> tuple[Tile, Tile]:
 
 
 def _merged(found: list[Tile]) -> list[Tile]:
-    """Joins plain rectangles that lie side by side in local order, for fewer kernel calls.
-
-    Their positions need not follow each other: without a mask no kernel asks for them.
-    """
+    """Joins plain rectangles that lie side by side in local order, for fewer kernel calls."""
+    # Their positions need not follow each other: without a mask no kernel asks for them.
     rest = [tile for tile in found if tile.kind != "plain"]
     plain = sorted((t for t in found if t.kind == "plain"), key=lambda t: (t.q, t.k))
     wide = [t for _, same in groupby(plain, key=lambda t: t.q) for t in _joined(list(same), "k")]
@@ -187,10 +173,8 @@ def _joined(row: list[Tile], side: Literal["q", "k"]) -> list[Tile]:
 def pairs_per_place(
     layout: Layout, rules: Rules | None = None, leaf: int | None = None
 ) -> list[list[int]]:
-    """Returns the pairs that each ring rank computes with each one's keys, ``[queries][keys]``.
-
-    Steps of a ring last as long as their slowest rank: see `imbalance`.
-    """
+    """Returns the pairs that each ring rank computes with each one's keys, ``[queries][keys]``."""
+    # Steps of a ring last as long as their slowest rank: see `imbalance`.
     rules = rules or Rules()
     held = [layout.of_place(place) for place in range(layout.ring)]
     return [[area(tiles(q, k, rules, leaf=leaf)) for k in held] for q in held]

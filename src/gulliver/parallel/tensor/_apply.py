@@ -73,16 +73,7 @@ def apply_tensor(
 
 
 def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None:
-    """Refuses a sequence mode that a model cannot have.
-
-    Args:
-        model: model that the plan was made for.
-        plan: plan that `plan_tensor` made.
-        sequence: mode that is asked for; None is always possible.
-
-    Raises:
-        GulliverError: the model cannot have it; one that it can is named.
-    """
+    """Refuses a sequence mode that a model cannot have."""
     if sequence is None:
         return
     family = family_of(model)
@@ -260,11 +251,9 @@ class _Applied:
         sum_gradients(self.model, inside + summed_up + copied, rank_group)
 
     def _in_site(self, path: str) -> bool:
-        """Whether a module works on the whole sequence again, past the columns of a site.
-
-        The second factor of an adapter beside a row layer does not: it adds to what the rows have
-        scattered.
-        """
+        """Whether a module works on the whole sequence again, past the columns of a site."""
+        # The second factor of an adapter beside a row layer does not: it adds to what the rows have
+        # scattered.
         layer, factor = layer_of(path)
         if factor == "lora_B" and isinstance(self.modules.get(f"{layer}.base_layer"), nn.Module):
             placed = self.plan.modules.get(f"{layer}.base_layer")
@@ -310,14 +299,7 @@ def scale_heads(attention: nn.Module, rank_group: RankGroup, groups: int) -> Non
 
 
 def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Interval) -> None:
-    """Hooks a module to get its heads' part of arguments ``[batch * heads, ...]``.
-
-    Args:
-        module: attention module.
-        names: keyword arguments that are sliced.
-        groups: heads of the whole.
-        own: first of this rank's heads and one past the last.
-    """
+    """Hooks a module to get its heads' part of arguments ``[batch * heads, ...]``."""
 
     def cut(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         for name in names:
@@ -331,22 +313,16 @@ def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Int
 
 
 def sum_gradients(model: nn.Module, modules: list[nn.Module], rank_group: RankGroup) -> None:
-    """Sums the gradients of whole (replicated) parameters of some modules over the ranks.
-
-    Of a region that several ranks hold, each of these has the sum of their gradients.
-
-    [Note: summed at use] A norm between blocks sees this rank's tokens only, one of queries or keys
-    this rank's heads only, so their gradients are partial. They are summed where a module uses its
-    parameter, not where the parameter's gradient is accumulated: what else a loss does with a
-    parameter, as a penalty does, every rank does with the whole of it, and a sum would count that
-    once for each rank. A parameter that a module's own forward does not read, but others do, has a
-    hook instead; one that is frozen, or comes from meta, gets it when the model runs.
-
-    Args:
-        model: model whose calls find parameters that came later.
-        modules: modules whose whole parameters have partial gradients.
-        rank_group: rank group to sum over.
-    """
+    """Sums the gradients of whole (replicated) parameters of some modules over the ranks."""
+    # Of a region that several ranks hold, each of these has the sum of their gradients.
+    #
+    # [Note: summed at use] A norm between blocks sees this rank's tokens only, one of queries or
+    # keys this rank's heads only, so their gradients are partial. They are summed where a module
+    # uses its parameter, not where the parameter's gradient is accumulated: what else a loss does
+    # with a parameter, as a penalty does, every rank does with the whole of it, and a sum would
+    # count that once for each rank. A parameter that a module's own forward does not read, but
+    # others do, has a hook instead; one that is frozen, or comes from meta, gets it when the model
+    # runs.
     # By name: a copy of a module has parameters that know of no region.
     names: dict[nn.Module, dict[str, Region | None]] = {}
     for module in modules:
@@ -392,14 +368,8 @@ def _summed_once(parameter: nn.Parameter, rank_group: RankGroup, grad: Tensor) -
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocates parameters that are on meta, in place; the memory is not initialised.
-
-    Ties and regions stay. Buffers on meta are left alone.
-
-    Args:
-        model: model with parameters on meta.
-        device: device to allocate on.
-    """
+    """Allocates parameters that are on meta, in place; the memory is not initialised."""
+    # Ties and regions stay. Buffers on meta are left alone.
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

@@ -11,14 +11,11 @@ from gulliver.comm import ALONE, RankGroup
 
 
 class OnLine(nn.Module):
-    """A module that holds one rank's shard of a layer.
-
-    Attributes:
-        rank_group: rank group that the layer is sharded over.
-    """
+    """A module that holds one rank's shard of a layer."""
 
     def __init__(self, rank_group: RankGroup = ALONE) -> None:
         super().__init__()
+        # Rank group that the layer is sharded over.
         self.rank_group = rank_group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

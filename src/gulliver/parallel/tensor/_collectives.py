@@ -9,19 +9,6 @@
 | `split`: keep the own piece | all-gather | a whole tensor is cut, its rest not needed here |
 | `gather_partial`: all-gather | reduce-scatter | a piece is used by all, each in its own way |
 | `reduce_split`: reduce-scatter | all-gather | partial sums become pieces |
-
-[Note: replicated or partial] A collective alone does not say what its backward is; how the ranks
-use the result does. The first four keep to one rule: what is whole is the same on all ranks,
-computed by all alike, and so is its gradient. So the backward of an all-gather (`gather`) takes
-this rank's piece and sends nothing: summing would count one loss once for each rank. Likewise the
-gradient of a replicated sum (`reduce`) is replicated already. `gather_partial` is for ranks that
-each do something else with the whole: their gradients are partial, and have to be summed.
-
-Each backward is itself one of them, so all can be differentiated twice.
-
-In a group of one rank all of them return their input. Compilers leave them as they are: what is
-sent cannot be traced. Source: f and g of Megatron-LM (Shoeybi et
-al., 2019, arXiv 1909.08053); g-bar of Korthikanti et al., 2022 (arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -40,6 +27,18 @@ from gulliver.parallel.tensor._pieces import pieces_of, start_gather, start_redu
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+# [Note: replicated or partial] A collective alone does not say what its backward is; how the ranks
+# use the result does. The first four keep to one rule: what is whole is the same on all ranks,
+# computed by all alike, and so is its gradient. So the backward of an all-gather (`gather`) takes
+# this rank's piece and sends nothing: summing would count one loss once for each rank. Likewise the
+# gradient of a replicated sum (`reduce`) is replicated already. `gather_partial` is for ranks that
+# each do something else with the whole: their gradients are partial, and have to be summed.
+#
+# Each backward is itself one of them, so all can be differentiated twice.
+#
+# In a group of one rank all of them return their input. Compilers leave them as they are: what is
+# sent cannot be traced. Source: f and g of Megatron-LM (Shoeybi et al., 2019, arXiv 1909.08053);
+# g-bar of Korthikanti et al., 2022 (arXiv 2205.05198).
 def uncompiled(function: F) -> F:
     """Keeps compilers out of a function that sends."""
     found: Any = torch.compiler.disable(function)  # pyright: ignore
@@ -54,13 +53,7 @@ def copy(x: Tensor, rank_group: RankGroup) -> Tensor:
 
 @uncompiled
 def copy_region(x: Tensor, rank_group: RankGroup, region: Region) -> Tensor:
-    """Returns the same tensor; its gradient is summed over the ranks that hold the same region.
-
-    Args:
-        x: region of one run, which `region.copies` ranks have alike.
-        rank_group: rank group that shares the whole.
-        region: region of the whole that `x` is.
-    """
+    """Returns the same tensor; its gradient is summed over the ranks that hold the same region."""
     return _CopyRegion.apply(x, rank_group, region)
 
 
@@ -72,14 +65,7 @@ def reduce(x: Tensor, rank_group: RankGroup) -> Tensor:
 
 @uncompiled
 def gather(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
-    """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece.
-
-    Args:
-        x: this rank's piece.
-        dim: dimension that is sharded.
-        lengths: length of each rank's piece along `dim`.
-        rank_group: rank group to gather over.
-    """
+    """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece."""
     return (
         x if rank_group.size == 1 else _Gather.apply(x, dim % x.dim(), tuple(lengths), rank_group)
     )

@@ -51,15 +51,7 @@ class _Convolution(OnLine):
 
 
 class ColumnConvolution(_Convolution):
-    """A convolution of which this rank holds some output channels.
-
-    Args:
-        like: the whole layer, for stride, padding and dilation.
-        weight: shard of the weight along dim 0.
-        bias: shard of the bias, or None.
-        rank_group: rank group that the layer is sharded over.
-        gather_output: whether all ranks get all channels.
-    """
+    """A convolution of which this rank holds some output channels."""
 
     def __init__(
         self,
@@ -81,15 +73,7 @@ class ColumnConvolution(_Convolution):
 
 
 class RowConvolution(_Convolution):
-    """A convolution of which this rank holds some input channels.
-
-    Args:
-        like: the whole layer, for stride, padding and dilation.
-        weight: shard of the weight along dim 1.
-        bias: whole bias, or None; added once, after the sum.
-        rank_group: rank group that the layer is sharded over.
-        split_input: whether the input is whole on all ranks, and each takes its channels.
-    """
+    """A convolution of which this rank holds some input channels."""
 
     def __init__(
         self,

@@ -30,21 +30,9 @@ def intervals(sizes: Sequence[int]) -> tuple[Interval, ...]:
 
 
 def share(total: int, units: int, size: int, place: int, blocks: int = 1) -> tuple[Interval, ...]:
-    """Returns what one rank holds of features that come in blocks of equal units.
-
-    A fused projection ``[q; k; v]`` is three blocks: cut as one, a rank would get queries without
-    their keys, so each block is dealt by itself.
-
-    Args:
-        total: features of all blocks.
-        units: indivisible units in each block; `total` for features one by one.
-        size: ranks.
-        place: rank in the group.
-        blocks: number of blocks that lie one after the other, each dealt alike.
-
-    Returns:
-        The rank's interval of each block.
-    """
+    """Returns what one rank holds of features that come in blocks of equal units."""
+    # A fused projection ``[q; k; v]`` is three blocks: cut as one, a rank would get queries without
+    # their keys, so each block is dealt by itself.
     width, block = total // (units * blocks), total // blocks
     start, stop = intervals(deal(units, size))[place]
     return tuple((b * block + start * width, b * block + stop * width) for b in range(blocks))

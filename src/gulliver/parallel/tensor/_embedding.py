@@ -41,17 +41,9 @@ class _Embedding(OnLine):
 
 
 class VocabularyEmbedding(_Embedding):
-    """An embedding of which this rank holds some rows; all ranks get whole vectors.
+    """An embedding of which this rank holds some rows; all ranks get whole vectors."""
 
-    Each id is in one rank's rows; the others contribute zeros to a sum, which is therefore exact.
-
-    Args:
-        weight: this rank's rows, ``[rows, width]``.
-        rank_group: rank group that the vocabulary is sharded over.
-        rows: first of this rank's rows and one past the last.
-        total: rows of the whole.
-        padding_idx: index in the whole of a row that never has a gradient.
-    """
+    # Each id is in one rank's rows; the others contribute zeros to a sum, which is therefore exact.
 
     def __init__(
         self,
@@ -66,11 +58,7 @@ class VocabularyEmbedding(_Embedding):
         self.total, self.padding_idx = total or weight.shape[0], padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Looks up the vectors of ids, ``[...]`` to ``[..., width]``.
-
-        Raises:
-            UnknownTokenError: an id is out of the whole vocabulary (on a GPU its usual assertion).
-        """
+        """Looks up the vectors of ids, ``[...]`` to ``[..., width]``."""
         (start, stop), padding = self.rows, self.padding_idx
         if padding is not None:
             padding = padding - start if start <= padding < stop else None
@@ -89,17 +77,7 @@ class VocabularyEmbedding(_Embedding):
 
 
 class ColumnEmbedding(_Embedding):
-    """An embedding of which this rank holds some columns of every row.
-
-    Args:
-        weight: this rank's columns, ``[vocabulary, columns]``.
-        rank_group: rank group that the columns are sharded over.
-        columns: first of this rank's columns and one past the last.
-        total: columns of the whole.
-        padding_idx: index of a row that never has a gradient.
-        gather_output: whether all ranks get whole vectors; else each gets its own columns, such as
-            those of its heads.
-    """
+    """An embedding of which this rank holds some columns of every row."""
 
     def __init__(
         self,

@@ -1,31 +1,4 @@
-"""The input of column layers: communicated once for all the columns that it goes into.
-
-[Note: one entry, many columns] Queries, keys and values are three products of one input. What its
-entry costs on the links is paid once for all of them, and hidden where it can be:
-
-- *whole*: all ranks have the input. Forward nothing is sent; the columns' gradients of it are added
-  up here and then over the ranks, in one all-reduce that overlaps the last weight gradient.
-- *cut*: each rank has a piece of the sequence. Forward the pieces are gathered while the module
-  that was called comes to its first product ("split_gather"), or go round the ring, each being
-  multiplied while the next one travels ("ring"). Only the piece is kept for the backward pass,
-  where it is gathered again under the input gradient's product, for the weights' gradients; the
-  input gradient is reduce-scattered under the last weight gradient's product.
-
-One all-reduce instead of three is exact because the sum over ranks and the sum over columns
-commute; only rounding differs from one process.
-
-[Note: gradients past autograd] The input's node in the graph is `_Enter`. The columns hand their
-gradients to the `Entry`, not to autograd, which would add up finished tensors and could not begin
-to send the sum before the last column's weight gradient. `_Enter.backward`, which autograd runs
-after all of them, ends what was begun. So a column whose output is not used, or not differentiated,
-changes nothing.
-
-Until it is gathered a cut input is an `Arriving` tensor: it has the shape of the whole, and any
-operation that reads more than that waits for it first. As everywhere, what such an operation sees
-is whole, and so is the gradient that it gives: each rank keeps its piece of it.
-
-Read `enter`, `Arrival`, `Entry`, then `Arriving`.
-"""
+"""The input of column layers: communicated once for all the columns that it goes into."""
 
 from __future__ import annotations
 
@@ -54,18 +27,40 @@ from gulliver.parallel.tensor._products import (
 )
 
 
+# [Note: one entry, many columns] Queries, keys and values are three products of one input. What its
+# entry costs on the links is paid once for all of them, and hidden where it can be:
+#
+# - *whole*: all ranks have the input. Forward nothing is sent; the columns' gradients of it are
+#   added up here and then over the ranks, in one all-reduce that overlaps the last weight gradient.
+# - *cut*: each rank has a piece of the sequence. Forward the pieces are gathered while the module
+#   that was called comes to its first product ("split_gather"), or go round the ring, each being
+#   multiplied while the next one travels ("ring"). Only the piece is kept for the backward pass,
+#   where it is gathered again under the input gradient's product, for the weights' gradients; the
+#   input gradient is reduce-scattered under the last weight gradient's product.
+#
+# One all-reduce instead of three is exact because the sum over ranks and the sum over columns
+# commute; only rounding differs from one process.
+#
+# [Note: gradients past autograd] The input's node in the graph is `_Enter`. The columns hand their
+# gradients to the `Entry`, not to autograd, which would add up finished tensors and could not begin
+# to send the sum before the last column's weight gradient. `_Enter.backward`, which autograd runs
+# after all of them, ends what was begun. So a column whose output is not used, or not
+# differentiated, changes nothing.
+#
+# Until it is gathered a cut input is an `Arriving` tensor: it has the shape of the whole, and any
+# operation that reads more than that waits for it first. As everywhere, what such an operation sees
+# is whole, and so is the gradient that it gives: each rank keeps its piece of it.
+#
+# Read `enter`, `Arrival`, `Entry`, then `Arriving`.
 @dataclass(frozen=True)
 class Cut:
-    """The sharding of a sequence over ranks.
+    """The sharding of a sequence over ranks."""
 
-    Attributes:
-        dim: dimension that is sharded.
-        lengths: length of each rank's piece.
-        ring: whether pieces are communicated one by one instead of in one collective.
-    """
-
+    # Dimension that is sharded.
     dim: int
+    # Length of each rank's piece.
     lengths: tuple[int, ...]
+    # Whether pieces are communicated one by one instead of in one collective.
     ring: bool = False
 
     @property
@@ -79,16 +74,7 @@ class Cut:
 
 
 def enter(x: Tensor, rank_group: RankGroup, cut: Cut | None) -> Tensor:
-    """Begins to communicate the input of columns; pass what is returned to all of them.
-
-    Args:
-        x: the whole, or this rank's piece of it; cast to what autocast computes in.
-        rank_group: rank group that the columns are sharded over.
-        cut: sharding of the pieces; None where `x` is whole.
-
-    Returns:
-        A tensor of the whole's shape, with the gradient that belongs to `x`.
-    """
+    """Begins to communicate the input of columns; pass what is returned to all of them."""
     x = autocast(x)
     entry = Entry(rank_group, cut)
     token = _Enter.apply(x, entry)
@@ -131,12 +117,7 @@ def arrival_of(x: Tensor) -> Arrival | None:
 
 
 class Arrival:
-    """The gathered input in the forward pass; freed when the module that was called returns.
-
-    Args:
-        entry: counterpart in the backward pass.
-        own: the whole, or this rank's piece, detached.
-    """
+    """The gathered input in the forward pass; freed when the module that was called returns."""
 
     def __init__(self, entry: Entry, own: Tensor) -> None:
         self.entry, self.own = entry, own
@@ -186,14 +167,9 @@ class Arrival:
 
 
 class Entry:
-    """The gradient of one input, shared by its columns in the backward pass.
+    """The gradient of one input, shared by its columns in the backward pass."""
 
-    Each column calls `begin`, `add`, `weight_gradient` and `leave`, as far as it needs them.
-
-    Attributes:
-        rank_group: rank group that the columns are sharded over.
-        cut: sharding of the input, None where it is whole.
-    """
+    # Each column calls `begin`, `add`, `weight_gradient` and `leave`, as far as it needs them.
 
     def __init__(self, rank_group: RankGroup, cut: Cut | None) -> None:
         self.rank_group, self.cut = rank_group, cut
@@ -213,11 +189,10 @@ class Entry:
         self._columns += 1
 
     def begin(self, own: Tensor) -> None:
-        """Begins to gather the input again, unless another column did.
-
-        Keeping the gathered input from the forward would cost the memory that cutting the sequence
-        saves; gathering it twice costs an all-gather that the input gradient's product hides.
-        """
+        """Begins to gather the input again, unless another column did."""
+        # Keeping the gathered input from the forward would cost the memory that cutting the
+        # sequence saves; gathering it twice costs an all-gather that the input gradient's product
+        # hides.
         cut = self.cut
         if cut is None:
             self._again = own
@@ -312,11 +287,9 @@ class Entry:
 
 
 def _begun(ring: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """Returns the same pieces, with the first hop under way.
-
-    A generator does nothing until it is asked: without this the hop would begin with the product
-    that is meant to hide it.
-    """
+    """Returns the same pieces, with the first hop under way."""
+    # A generator does nothing until it is asked: without this the hop would begin with the product
+    # that is meant to hide it.
     first = next(ring)
 
     def pieces() -> Iterator[tuple[int, Tensor]]:

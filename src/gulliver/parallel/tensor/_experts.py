@@ -5,13 +5,6 @@ last two dims in turn), and an experts module loops over them, or multiplies the
 product. Cut by inner features, it stays the module that it is: it computes a part of the sum that
 the experts' outputs are. What goes in is copied (the gradients of hidden states and of the routers'
 weights are summed over the ranks), what comes out is summed.
-
-[Note: features, not experts] Giving whole experts to ranks (expert parallelism) would need an
-all-to-all of tokens, and ranks would wait for whoever has the popular experts. Cut by features,
-every rank has the same work whatever the router says, at the price of narrower products.
-
-Latent attention is here, too: of what its first projection of keys and values returns, the rotary
-part goes to each head as it is, so its gradient is summed.
 """
 
 from __future__ import annotations
@@ -32,35 +25,28 @@ ADDED = "down_proj_bias"
 """Names of the parameters: those into the experts' features, out of them, and the last bias."""
 
 
+# [Note: features, not experts] Giving whole experts to ranks (expert parallelism) would need an
+# all-to-all of tokens, and ranks would wait for whoever has the popular experts. Cut by features,
+# every rank has the same work whatever the router says, at the price of narrower products.
+#
+# Latent attention is here, too: of what its first projection of keys and values returns, the rotary
+# part goes to each head as it is, so its gradient is summed.
 @dataclass(frozen=True)
 class Part:
-    """The sharding of one parameter.
+    """The sharding of one parameter."""
 
-    Attributes:
-        dim: dimension that is sharded.
-        total: features along it.
-        units: indivisible units in each block of features.
-        blocks: number of blocks that lie one after the other, each dealt alike.
-    """
-
+    # Dimension that is sharded.
     dim: int
+    # Features along it.
     total: int
+    # Indivisible units in each block of features.
     units: int
+    # Number of blocks that lie one after the other, each dealt alike.
     blocks: int = 1
 
 
 def parts_of_experts(path: str, module: Any, size: int) -> dict[str, Part]:
-    """Returns how the parameters of an experts module are sharded, by name.
-
-    Args:
-        path: path of the module, for errors.
-        module: experts module with whole parameters.
-        size: ranks.
-
-    Raises:
-        GulliverError: the module is not understood, or its experts have fewer inner features than
-            there are ranks.
-    """
+    """Returns how the parameters of an experts module are sharded, by name."""
     held = {n: p for n, p in module._parameters.items() if p is not None}
     into = [n for n in INTO if n in held]
     known = {*into, *(f"{n}_bias" for n in into), OUT, ADDED}
@@ -116,11 +102,9 @@ def share_experts(module: nn.Module, rank_group: RankGroup) -> None:
 
 
 def share_rotary(module: nn.Module, width: int, rank_group: RankGroup) -> None:
-    """Sums the gradient of the last `width` features of a module's output over the ranks.
-
-    All heads read these features as they are, and each rank has some of the heads: the gradient on
-    a rank is partial. The others go through a column layer, which sums theirs.
-    """
+    """Sums the gradient of the last `width` features of a module's output over the ranks."""
+    # All heads read these features as they are, and each rank has some of the heads: the gradient
+    # on a rank is partial. The others go through a column layer, which sums theirs.
 
     def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         latent, rotary = output.split([output.shape[-1] - width, width], -1)

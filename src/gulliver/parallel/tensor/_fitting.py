@@ -26,25 +26,22 @@ from gulliver.parallel.tensor._table import STYLES
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan has decided so far, and what is known besides.
+    """What a plan has decided so far, and what is known besides."""
 
-    Attributes:
-        modules: path to module.
-        placed: path to its sharding.
-        stacks: paths of the lists of blocks.
-        size: number of ranks.
-        known: path to the style it has without the user's rule; None where the user gave none, or
-            nothing is known.
-        by_heads: path and sharding of a layer to its sharding in whole heads.
-        attention: path to that of the attention module whose heads these are.
-    """
-
+    # Path to module.
     modules: Mapping[str, nn.Module]
+    # Path to its sharding.
     placed: Mapping[str, Placed]
+    # Paths of the lists of blocks.
     stacks: tuple[str, ...]
+    # Number of ranks.
     size: int
+    # Path to the style it has without the user's rule; None where the user gave none, or nothing is
+    # known.
     known: Callable[[str], str | None]
+    # Path and sharding of a layer to its sharding in whole heads.
     by_heads: Callable[[str, Placed], Placed]
+    # Path to that of the attention module whose heads these are.
     attention: Callable[[str], str]
 
     def shown(self, path: str) -> str:
@@ -67,11 +64,7 @@ class Choices:
 
 
 def check_fitting(choices: Choices) -> None:
-    """Refuses styles with which ranks would compute something else than one process.
-
-    Raises:
-        GulliverError: naming the modules, their styles and sizes, and what would be right.
-    """
+    """Refuses styles with which ranks would compute something else than one process."""
     layers = {path: one for path, one in choices.placed.items() if not layer_of(path)[1]}
     columns = [p for p, one in layers.items() if one.how.kind == "column" and not one.how.gather]
     rows = [p for p, one in layers.items() if one.how.kind == "row" and not one.how.split]

@@ -3,16 +3,6 @@
 A *column* layer holds some of the outputs: its input is whole on all ranks, its output is the
 rank's own. A *row* layer holds some of the inputs: its input is what a column layer left on this
 rank, its output the sum over the ranks, to which the bias is added once.
-
-[Note: column, then row] Between the two each rank works on features that no other has, so an
-element-wise activation, or attention by heads, needs no communication: a pair of layers costs one
-all-reduce forward (of the row's output) and one backward (of the column's input gradient). Source:
-Megatron-LM, Shoeybi et al., 2019 (arXiv 1909.08053). Where the sequence between blocks is sharded
-over the same ranks, an all-gather and a reduce-scatter each way stand in their place; they carry
-the same bytes (Korthikanti et al., 2022, arXiv 2205.05198).
-
-Parameters are plain, hold the rank's shard, and keep the names of the layer they replace. Read
-`ColumnLinear`, `RowLinear`, then the two functions.
 """
 
 from __future__ import annotations
@@ -57,15 +47,21 @@ from gulliver.parallel.tensor._shared import SharedSequence
 from gulliver.precision import fp8
 
 
+# [Note: column, then row] Between the two each rank works on features that no other has, so an
+# element-wise activation, or attention by heads, needs no communication: a pair of layers costs one
+# all-reduce forward (of the row's output) and one backward (of the column's input gradient).
+# Source: Megatron-LM, Shoeybi et al., 2019 (arXiv 1909.08053). Where the sequence between blocks is
+# sharded over the same ranks, an all-gather and a reduce-scatter each way stand in their place;
+# they carry the same bytes (Korthikanti et al., 2022, arXiv 2205.05198).
+#
+# Parameters are plain, hold the rank's shard, and keep the names of the layer they replace. Read
+# `ColumnLinear`, `RowLinear`, then the two functions.
 class _Sharded(OnLine):
-    """A linear layer of which this rank holds a shard.
+    """A linear layer of which this rank holds a shard."""
 
-    Attributes:
-        weight: shard ``[outputs, inputs]``, or the other way round where `transposed`.
-        bias: bias, or None.
-    """
-
+    # Shard ``[outputs, inputs]``, or the other way round where `transposed`.
     weight: nn.Parameter
+    # Bias, or None.
     bias: nn.Parameter | None
 
     def __init__(
@@ -99,20 +95,7 @@ class _Sharded(OnLine):
 
 @fp8.takes_fp8
 class ColumnLinear(_Sharded):
-    """A linear layer of which this rank holds some of the outputs.
-
-    Args:
-        weight: this rank's rows of the weight matrix.
-        bias: this rank's entries of the bias, or None.
-        rank_group: rank group that the layer is sharded over.
-        runs: intervals of this rank's outputs in the whole layer; several where projections are
-            fused.
-        total: outputs of the whole layer.
-        transposed: whether the weight is ``[inputs, outputs]``.
-        gather_output: whether all ranks get all outputs, the same on each; for one run only.
-        shared: sequence that the input is a piece of; None where it is whole. Inside of a module
-            that entered its input for all its columns, other inputs are whole.
-    """
+    """A linear layer of which this rank holds some of the outputs."""
 
     def __init__(
         self,
@@ -138,11 +121,7 @@ class ColumnLinear(_Sharded):
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the outputs of this rank, ``[..., outputs]``, or those of all.
-
-        Args:
-            x: input ``[..., inputs]``, whole or entered; with `shared` a piece of the sequence.
-        """
+        """Returns the outputs of this rank, ``[..., outputs]``, or those of all."""
         state = fp8.state_of(self)
         if state is not None:
             x = _copied(x, self.rank_group)
@@ -170,18 +149,7 @@ class ColumnLinear(_Sharded):
 
 @fp8.takes_fp8
 class RowLinear(_Sharded):
-    """A linear layer of which this rank holds some of the inputs.
-
-    Args:
-        weight: this rank's columns of the weight matrix.
-        bias: whole bias, or None.
-        rank_group: rank group that the layer is sharded over.
-        transposed: whether the weight is ``[inputs, outputs]``.
-        split_input: whether the input is whole on all ranks, and each takes its features.
-        total: inputs of the whole layer, for `split_input`.
-        shared: sequence that the output becomes a piece of; None for a whole output.
-        borders: inputs of the whole layer at which the shares of all ranks begin and end.
-    """
+    """A linear layer of which this rank holds some of the inputs."""
 
     def __init__(
         self,
@@ -200,11 +168,7 @@ class RowLinear(_Sharded):
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the output, whole on all ranks or this rank's piece of the sequence.
-
-        Args:
-            x: input ``[..., inputs of this rank]``, of the whole sequence.
-        """
+        """Returns the output, whole on all ranks or this rank's piece of the sequence."""
         weight, bias = _autocast(x, self.weight, self.bias)
         x, state = autocast(x), fp8.state_of(self)
         if self.rank_group.size == 1 and state is None:
@@ -220,11 +184,9 @@ class RowLinear(_Sharded):
 
 
 def _copied(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """Returns a whole input whose gradient is summed over the ranks, once for all columns.
-
-    FP8 layers hand gradients to autograd, which adds those of all columns up before they are sent;
-    the sum is not overlapped with the last weight's gradient, as an `Entry` does it.
-    """
+    """Returns a whole input whose gradient is summed over the ranks, once for all columns."""
+    # FP8 layers hand gradients to autograd, which adds those of all columns up before they are
+    # sent; the sum is not overlapped with the last weight's gradient, as an `Entry` does it.
     if rank_group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
     known = vars(x).get("_copied")
@@ -240,14 +202,13 @@ def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 class _Column(Function):
-    """The product of a column layer, whose input gradient goes to the `Entry`.
+    """The product of a column layer, whose input gradient goes to the `Entry`."""
 
-    [Note: what is kept] This rank's piece and the weight are saved, never the gathered input.
-
-    [Note: a backward that is recorded] With ``create_graph`` gradients are differentiated again. So
-    there they go to autograd, and are made of the input as autograd knows it, by collectives that
-    are differentiable; nothing is overlapped.
-    """
+    # [Note: what is kept] This rank's piece and the weight are saved, never the gathered input.
+    #
+    # [Note: a backward that is recorded] With ``create_graph`` gradients are differentiated again.
+    # So there they go to autograd, and are made of the input as autograd knows it, by collectives
+    # that are differentiable; nothing is overlapped.
 
     @staticmethod
     def forward(

@@ -2,12 +2,6 @@
 
 With ``m`` the largest logit of a token and ``s`` the sum of ``exp(logit - m)``, both taken over all
 ranks, the loss is ``m + log(s) - target``. Source: Megatron-LM, Shoeybi et al., 2019, section 3.
-
-[Note: two reductions] Two small all-reduces carry ``m``, then ``s`` and the target's logit. They
-cannot be one: the terms of ``s`` are taken relative to ``m``, without which ``exp`` overflows, so
-``m`` has to be known first, and a maximum and a sum are different reductions. The logits themselves
-never travel (four numbers for each token instead of the vocabulary), and the gradient,
-``softmax - one-hot``, needs no communication: each rank has ``m + log(s)`` and its own columns.
 """
 
 from __future__ import annotations
@@ -23,6 +17,11 @@ from gulliver.errors import GulliverError
 from gulliver.parallel.tensor._collectives import copy, reduce
 
 
+# [Note: two reductions] Two small all-reduces carry ``m``, then ``s`` and the target's logit. They
+# cannot be one: the terms of ``s`` are taken relative to ``m``, without which ``exp`` overflows, so
+# ``m`` has to be known first, and a maximum and a sum are different reductions. The logits
+# themselves never travel (four numbers for each token instead of the vocabulary), and the gradient,
+# ``softmax - one-hot``, needs no communication: each rank has ``m + log(s)`` and its own columns.
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,

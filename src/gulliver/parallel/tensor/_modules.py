@@ -41,10 +41,8 @@ def dropouts_of(model: nn.Module) -> list[str]:
 
 
 def layer_of(path: str) -> tuple[str, str]:
-    """Returns the layer that a module belongs to, and which factor of its adapter it is.
-
-    PEFT wraps a layer ``x`` as ``x.base_layer``, ``x.lora_A.NAME`` and ``x.lora_B.NAME``.
-    """
+    """Returns the layer that a module belongs to, and which factor of its adapter it is."""
+    # PEFT wraps a layer ``x`` as ``x.base_layer``, ``x.lora_A.NAME`` and ``x.lora_B.NAME``.
     parts = path.split(".")
     if parts[-1] == "base_layer":
         return ".".join(parts[:-1]), ""
@@ -84,24 +82,13 @@ def head_groups(module: nn.Module) -> int:
 
 
 def query_heads(attention: nn.Module, groups: int) -> tuple[int, int]:
-    """Returns an attention module's number of query heads and their width; 0 where not seen.
-
-    Args:
-        attention: module that repeats its key-value heads as its `num_key_value_groups` says.
-        groups: number of its key-value heads.
-    """
+    """Returns an attention module's number of query heads and their width; 0 where not seen."""
     each, width = (vars(attention).get(name) for name in (REPEATED, "head_dim"))
     return (groups * each, width) if isinstance(each, int) and isinstance(width, int) else (0, 0)
 
 
 def rotary_width(path: str, module: nn.Module, attention: nn.Module) -> int:
-    """Returns how many outputs of latent attention's first projection are rotary keys.
-
-    Args:
-        path: path of the projection, for errors.
-        module: projection.
-        attention: module around it.
-    """
+    """Returns how many outputs of latent attention's first projection are rotary keys."""
     name, config = "qk_rope_head_dim", getattr(attention, "config", None)
     width = getattr(attention, name, getattr(config, name, None))
     latent = getattr(attention, "kv_lora_rank", getattr(config, "kv_lora_rank", None))

@@ -31,17 +31,7 @@ Wait = Callable[[], Tensor]
 
 
 def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
-    """Begins to gather the pieces of all ranks.
-
-    Args:
-        own: this rank's piece.
-        dim: dimension that is sharded, counted from the front.
-        lengths: length of each rank's piece along `dim`.
-        rank_group: rank group to gather over.
-
-    Returns:
-        A function that waits and returns the whole.
-    """
+    """Begins to gather the pieces of all ranks."""
     longest, size, slots = max(lengths), rank_group.size, _slots(rank_group)
     padded = _padded(own, dim, longest)
     flat = padded.new_empty(size * padded.numel())
@@ -66,11 +56,7 @@ def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: Rank
 
 
 def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
-    """Begins to reduce-scatter a tensor; arguments are as those of `start_gather`.
-
-    Returns:
-        A function that waits and returns this rank's piece of the sum.
-    """
+    """Begins to reduce-scatter a tensor; arguments are as those of `start_gather`."""
     longest = max(lengths)
     parts = whole.detach().split(list(lengths), dim)
     stacked = torch.stack(
@@ -99,10 +85,8 @@ def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: Ra
 def ring_gather(
     own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields every rank and its piece, this rank's first, while the next piece travels.
-
-    Every piece is passed on to the next rank, so each link carries one piece at a time.
-    """
+    """Yields every rank and its piece, this rank's first, while the next piece travels."""
+    # Every piece is passed on to the next rank, so each link carries one piece at a time.
     place, piece = rank_group.rank, own.detach().contiguous()
     after, before = (rank_group.ranks[(place + step) % rank_group.size] for step in (1, -1))
     for step in range(rank_group.size):
@@ -126,17 +110,9 @@ def ring_gather(
 
 
 class Reduction:
-    """A reduce-scatter of a tensor whose pieces are computed one by one.
+    """A reduce-scatter of a tensor whose pieces are computed one by one."""
 
-    Call `send` for every rank of `order`, then `finish` with the own piece.
-
-    Args:
-        shape: shape of the own piece.
-        dim: dimension that is sharded.
-        lengths: length of each rank's piece.
-        rank_group: rank group to sum over.
-        like: tensor of the dtype and device of the pieces.
-    """
+    # Call `send` for every rank of `order`, then `finish` with the own piece.
 
     def __init__(
         self,

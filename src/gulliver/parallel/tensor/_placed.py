@@ -15,24 +15,21 @@ from gulliver.parallel.tensor._table import How
 
 @dataclass(frozen=True)
 class Placed:
-    """How one module is cut.
+    """How one module is cut."""
 
-    Attributes:
-        style: name of the style in `STYLES`.
-        how: meaning of the style.
-        dims: parameter to the dim that is sharded; those that are whole are not named.
-        total: features along it.
-        units: indivisible units in each block of features.
-        copies: ranks that hold each of them alike.
-        parts: parameter to how it is dealt, where those of a module are dealt differently.
-    """
-
+    # Name of the style in `STYLES`.
     style: str
+    # Meaning of the style.
     how: How
+    # Parameter to the dim that is sharded; those that are whole are not named.
     dims: Mapping[str, int]
+    # Features along it.
     total: int = 0
+    # Indivisible units in each block of features.
     units: int = 0
+    # Ranks that hold each of them alike.
     copies: int = 1
+    # Parameter to how it is dealt, where those of a module are dealt differently.
     parts: Mapping[str, Part] = field(default_factory=dict)
 
     def runs(self, size: int, place: int, name: str = "") -> tuple[Interval, ...]:
@@ -46,29 +43,25 @@ class Placed:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a model is cut over the ranks of a tensor line.
-
-    Attributes:
-        size: ranks.
-        modules: path to its sharding, of modules that are cut or whose gradients are partial.
-        attention: path of an attention module to how many head groups it has.
-        sites: modules whose input goes into several columns, and is taken in once.
-        stacks: paths of the lists of blocks.
-        sliced: path to arguments of which a rank takes its heads' part.
-        replicated: paths of modules with parameters that stay whole.
-        known: the model is of a known type, or has a plan of its own.
-        whole: paths of modules in blocks that need the whole sequence: experts, and what is cut
-            without being understood.
-    """
+    """How a model is cut over the ranks of a tensor line."""
 
     size: int
+    # Path to its sharding, of modules that are cut or whose gradients are partial.
     modules: Mapping[str, Placed]
+    # Path of an attention module to how many head groups it has.
     attention: Mapping[str, int]
+    # Modules whose input goes into several columns, and is taken in once.
     sites: tuple[str, ...]
+    # Paths of the lists of blocks.
     stacks: tuple[str, ...]
+    # Path to arguments of which a rank takes its heads' part.
     sliced: Mapping[str, tuple[str, ...]]
+    # Paths of modules with parameters that stay whole.
     replicated: tuple[str, ...]
+    # The model is of a known type, or has a plan of its own.
     known: bool
+    # Paths of modules in blocks that need the whole sequence: experts, and what is cut without
+    # being understood.
     whole: tuple[str, ...] = ()
 
     def share_of(self, model: nn.Module) -> float:

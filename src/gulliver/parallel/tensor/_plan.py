@@ -195,13 +195,11 @@ class _Planner:
     def _gather_opaque(
         self, placed: dict[str, Placed], replicated: list[str], stacks: tuple[str, ...]
     ) -> None:
-        """Cuts what is not understood in a way that is exact whatever is around it.
-
-        [Note: opaque modules] Where something between columns and rows works on all features, such
-        as a norm over all heads, columns are gathered and rows take their part of a whole input:
-        weights and products are shared all the same, and everything between is what one process
-        has. So are linear layers of blocks that no rule names.
-        """
+        """Cuts what is not understood in a way that is exact whatever is around it."""
+        # [Note: opaque modules] Where something between columns and rows works on all features,
+        # such as a norm over all heads, columns are gathered and rows take their part of a whole
+        # input: weights and products are shared all the same, and everything between is what one
+        # process has. So are linear layers of blocks that no rule names.
         own = self._local_sites(placed)
         sites = [s for s in self._sites(placed, stacks) if s in own]
         for site in sites:
@@ -256,11 +254,9 @@ class _Planner:
         return sizes == {width} and not any(True for _ in module.children())
 
     def _style(self, path: str, module: nn.Module) -> str | None:
-        """How a module is cut; the two factors of an adapter go with the layer that they are of.
-
-        Beside columns the second factor is columns, too, beside rows the first is rows; the other
-        one is whole, and so is what lies between them.
-        """
+        """How a module is cut; the two factors of an adapter go with the layer that they are of."""
+        # Beside columns the second factor is columns, too, beside rows the first is rows; the other
+        # one is whole, and so is what lies between them.
         layer, factor = layer_of(path)
         style = self._style_of(layer, module)
         if factor == "other":
@@ -353,16 +349,14 @@ class _Planner:
         return replace(one, units=units, copies=copies)
 
     def _units(self, path: str, total: int, blocks: int = 0) -> tuple[int, int]:
-        """Returns the number of heads that features are dealt in, and the ranks that share each.
-
-        Without blocks of features, there is one number for each query head.
-
-        [Note: copies of key-value heads] With more ranks than key-value heads, each of these heads
-        is held by several ranks, which share its query heads. A rank's gradient of it is that of
-        its own query heads, so the gradients are summed over the copies where the layer uses its
-        weights (`sum_gradients`); the optimizer steps the copies alike, and a norm counts each once
-        (`Region.copies`).
-        """
+        """Returns the number of heads that features are dealt in, and the ranks that share each."""
+        # Without blocks of features, there is one number for each query head.
+        #
+        # [Note: copies of key-value heads] With more ranks than key-value heads, each of these
+        # heads is held by several ranks, which share its query heads. A rank's gradient of it is
+        # that of its own query heads, so the gradients are summed over the copies where the layer
+        # uses its weights (`sum_gradients`); the optimizer steps the copies alike, and a norm
+        # counts each once (`Region.copies`).
         name, groups = self._attention(path)
         if self.size <= groups:
             return groups, 1

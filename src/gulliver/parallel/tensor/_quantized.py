@@ -1,12 +1,4 @@
-"""Sharded linear layers with quantised weights, for inference: `replace_module` of a sharded model.
-
-[Note: as one rank] A rank's outputs of a column layer are one rank's: rows of a weight are rounded
-each by itself. Of a row layer each rank has some of the inputs, and would take other scales than
-one rank does. So the largest magnitudes are those of all ranks: of the weight's rows once, of the
-activations' rows in each product (one number a row, all-reduced before the product). What differs
-from one rank then is the order in which a sum over ranks is rounded. The groups of int4 are those
-of the whole layer, too: where a rank's inputs begin or end inside of one, the layer is refused.
-"""
+"""Sharded linear layers with quantised weights, for inference (`replace_module`)."""
 
 from __future__ import annotations
 
@@ -31,6 +23,13 @@ from gulliver.precision.int8 import (
 )
 
 
+# [Note: as one rank] A rank's outputs of a column layer are one rank's: rows of a weight are
+# rounded each by itself. Of a row layer each rank has some of the inputs, and would take other
+# scales than one rank does. So the largest magnitudes are those of all ranks: of the weight's rows
+# once, of the activations' rows in each product (one number a row, all-reduced before the product).
+# What differs from one rank then is the order in which a sum over ranks is rounded. The groups of
+# int4 are those of the whole layer, too: where a rank's inputs begin or end inside of one, the
+# layer is refused.
 class _Sharded(QuantizedLinear):
     rank_group: RankGroup
 

@@ -26,18 +26,13 @@ UNCUT: tuple[int, ...] = ()
 
 
 class SharedSequence:
-    """The sharding of the sequence that the blocks of a stack are in.
-
-    Attributes:
-        rank_group: rank group that the sequence is sharded over.
-        ring: whether it is gathered and scattered piece by piece.
-        lengths: length of each rank's piece while a block runs; None where it is not known.
-        inside: number of running modules that entered their input.
-    """
+    """The sharding of the sequence that the blocks of a stack are in."""
 
     def __init__(self, rank_group: RankGroup, ring: bool) -> None:
         self.rank_group, self.ring = rank_group, ring
+        # Length of each rank's piece while a block runs; None where it is not known.
         self.lengths: tuple[int, ...] | None = None
+        # Number of running modules that entered their input.
         self.inside = 0
         self._rows: tuple[int, ...] = ()
 
@@ -46,11 +41,7 @@ class SharedSequence:
         return memo.setdefault(id(self), SharedSequence(self.rank_group, self.ring))
 
     def deal(self, length: int, training: bool) -> tuple[int, ...]:
-        """Returns the lengths of the pieces of a sequence; `UNCUT` for one that is too short.
-
-        Raises:
-            GulliverError: in training, there are fewer tokens than ranks.
-        """
+        """Returns the lengths of the pieces of a sequence; `UNCUT` for one that is too short."""
         if length >= self.rank_group.size:
             return deal(length, self.rank_group.size)
         if training:
@@ -66,11 +57,7 @@ class SharedSequence:
         return gather_sizes(piece.shape[1], self.rank_group, piece.device)
 
     def cut_of(self, piece: Tensor) -> Cut | None:
-        """Returns the sharding of a tensor of which this rank has a piece.
-
-        Args:
-            piece: piece ``[B, length, ...]``, or rows ``[B * length, ...]``.
-        """
+        """Returns the sharding of a tensor of which this rank has a piece."""
         lengths = self.lengths
         if lengths == UNCUT:
             return None
@@ -85,11 +72,7 @@ class SharedSequence:
         return Cut(dim, lengths, self.ring)
 
     def cut_for(self, whole: Tensor) -> Cut | None:
-        """Returns the sharding that a whole tensor is to get.
-
-        Args:
-            whole: tensor ``[B, length, ...]``, or the rows that `cut_of` gathered.
-        """
+        """Returns the sharding that a whole tensor is to get."""
         if self.lengths == UNCUT:
             return None
         if whole.dim() > 2:

@@ -25,12 +25,7 @@ from gulliver.parallel.tensor._table import HIDDEN
 
 
 def take_in_once(site: nn.Module, shared: SharedSequence) -> None:
-    """Enters a module's hidden states once for all its columns; it sees the shape of the whole.
-
-    Args:
-        site: parent of columns.
-        shared: sequence that hidden states are a piece of.
-    """
+    """Enters a module's hidden states once for all its columns; it sees the shape of the whole."""
 
     def entered(value: Any) -> Any:
         if shared.inside or not isinstance(value, Tensor) or isinstance(value, Arriving):
@@ -55,15 +50,8 @@ def take_in_once(site: nn.Module, shared: SharedSequence) -> None:
 
 
 def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
-    """Refuses a piece as the input of a module that is taken to work on the whole sequence.
-
-    Such a module stands past gathered columns, so its gradients are not summed over the ranks.
-
-    Args:
-        path: path of the module, for errors.
-        module: module whose parameters stay whole.
-        shared: sequence that its input must not be a piece of.
-    """
+    """Refuses a piece as the input of a module that is taken to work on the whole sequence."""
+    # Such a module stands past gathered columns, so its gradients are not summed over the ranks.
 
     def before(module: nn.Module, args: Any) -> None:
         lengths = shared.lengths
@@ -79,14 +67,7 @@ def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
 
 
 def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool) -> None:
-    """Cuts the sequence at the first block, and joins it at the last.
-
-    Args:
-        path: path of the stack, for errors.
-        stack: list of blocks; those without parameters are left alone.
-        shared: sharding of the sequence, as the blocks know it.
-        known: whether the blocks' other arguments are known; else differentiable ones are refused.
-    """
+    """Cuts the sequence at the first block, and joins it at the last."""
     blocks = list(stack.children())
     for number, block in enumerate(blocks):
         if not any(True for _ in block.parameters()):
@@ -98,12 +79,7 @@ def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool
 
 
 def gather_outputs(module: nn.Module, rank_group: RankGroup) -> None:
-    """Gathers the hidden states in a module's outputs, such as ``output_hidden_states``.
-
-    Args:
-        module: module around a stack.
-        rank_group: rank group that the sequence is sharded over.
-    """
+    """Gathers the hidden states in a module's outputs, such as ``output_hidden_states``."""
 
     def whole(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -126,12 +102,7 @@ def gather_outputs(module: nn.Module, rank_group: RankGroup) -> None:
 
 
 def refuse_outputs(model: nn.Module, shared: bool) -> None:
-    """Refuses to return tensors of which each rank has a shard and no rank the whole.
-
-    Args:
-        model: model that is sharded.
-        shared: whether its sequences are sharded between blocks.
-    """
+    """Refuses to return tensors of which each rank has a shard and no rank the whole."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         config = getattr(module, "config", None)

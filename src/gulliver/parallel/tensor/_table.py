@@ -24,24 +24,21 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class How:
-    """How a module is cut.
+    """How a module is cut."""
 
-    Attributes:
-        kind: outputs (column), inputs (row), rows of an embedding (vocabulary) or its columns
-            (embedding); features inside of all experts of a module (experts); parameters of an
-            attention by their heads (parameters); whole on all ranks (replicate), with gradients
-            that are partial because each rank has other heads (summed), or of whose output the
-            rotary part goes to heads as it is (latent).
-        heads: heads are not cut, and query heads go where their key-value head goes.
-        blocks: number of blocks that are dealt alike, one after the other: 3 for ``[q; k; v]``.
-        gather: the output is whole on all ranks.
-        split: the input is whole on all ranks.
-    """
-
+    # Outputs (column), inputs (row), rows of an embedding (vocabulary) or its columns (embedding);
+    # features inside of all experts of a module (experts); parameters of an attention by their
+    # heads (parameters); whole on all ranks (replicate), with gradients that are partial because
+    # each rank has other heads (summed), or of whose output the rotary part goes to heads as it is
+    # (latent).
     kind: Kind
+    # Heads are not cut, and query heads go where their key-value head goes.
     heads: bool = False
+    # Number of blocks that are dealt alike, one after the other: 3 for ``[q; k; v]``.
     blocks: int = 1
+    # The output is whole on all ranks.
     gather: bool = False
+    # The input is whole on all ranks.
     split: bool = False
 
 

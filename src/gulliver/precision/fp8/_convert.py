@@ -24,16 +24,13 @@ from gulliver.precision.fp8._state import NOT_SHARED, LayerState, Recipe, Shared
 
 @dataclass(frozen=True)
 class Conversion:
-    """Report of a conversion: layers that compute in FP8, and those that were kept.
+    """Report of a conversion: layers that compute in FP8, and those that were kept."""
 
-    Attributes:
-        recipe: how the layers compute.
-        layers: paths of the FP8 layers.
-        kept: reasons of the linear layers that stay in high precision, by path.
-    """
-
+    # How the layers compute.
     recipe: Recipe
+    # Paths of the FP8 layers.
     layers: tuple[str, ...]
+    # Reasons of the linear layers that stay in high precision, by path.
     kept: dict[str, str]
 
     def __str__(self) -> str:
@@ -90,11 +87,7 @@ def convert_to_fp8(
 
 
 def check_layers(found: Selection, layers: Collection[str] | None) -> tuple[str, ...]:
-    """Returns the paths of the layers to take.
-
-    Raises:
-        GulliverError: none can be, or one that is asked for cannot.
-    """
+    """Returns the paths of the layers to take."""
     able = [layer.path for layer in found.taken]
     if layers is None and not able:
         raise GulliverError(f"no linear layer can compute in FP8: {found}")
@@ -139,12 +132,7 @@ def fp8_histories(model: nn.Module) -> dict[str, dict[str, dict[str, Tensor]]]:
 def restore_histories(
     model: nn.Module, histories: Mapping[str, Mapping[str, Mapping[str, Tensor]]]
 ) -> None:
-    """Takes up histories that `fp8_histories` returned.
-
-    Args:
-        model: model with FP8 layers; those that scale otherwise keep no history, and take none.
-        histories: histories by layer; layers that have none there begin anew.
-    """
+    """Takes up histories that `fp8_histories` returned."""
     for path, module in model.named_modules():
         state, weight = state_of(module), getattr(module, "weight", None)
         if state is not None and isinstance(weight, Tensor):
@@ -152,11 +140,7 @@ def restore_histories(
 
 
 def check_hardware(model: nn.Module, recipe: Recipe) -> None:
-    """Refuses FP8 where there are no units for it.
-
-    Raises:
-        GulliverError: there are none, and no emulation was asked for.
-    """
+    """Refuses FP8 where there are no units for it."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,13 +14,6 @@ for each element in place of two or four.
 On hardware the sums are those of the tensor cores: forward with their fast accumulation, backward
 without it. `emulated` is the same arithmetic in float32, or in float64 for float64 inputs: FP8
 numbers are exact in both.
-
-[Note: one input, several layers] Queries, keys and values are products of one tensor. Its FP8 copy
-is noted on that very tensor, so that it is made, and saved, once for all of them. Only results of
-operations that autograd records are noted: leaves, such as batches and parameters, stay alive from
-step to step and may be written without a new version (NumPy, ``.data``, fused optimizers).
-
-Read `linear`, then `_Linear`. It knows nothing of modules.
 """
 
 from __future__ import annotations
@@ -40,18 +33,17 @@ MULTIPLE = 16
 """FP8 units take sums and outputs whose lengths are multiples of this."""
 
 
+# [Note: one input, several layers] Queries, keys and values are products of one tensor. Its FP8
+# copy is noted on that very tensor, so that it is made, and saved, once for all of them. Only
+# results of operations that autograd records are noted: leaves, such as batches and parameters,
+# stay alive from step to step and may be written without a new version (NumPy, ``.data``, fused
+# optimizers).
+#
+# Read `linear`, then `_Linear`. It knows nothing of modules.
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, transposed: bool = False
 ) -> Tensor:
-    """Returns ``x @ weight.T + bias`` with an FP8 product: ``[..., outputs]``.
-
-    Args:
-        x: input ``[..., inputs]``; under autocast it is cast first, as any layer's.
-        weight: matrix ``[outputs, inputs]`` in high precision.
-        bias: vector ``[outputs]``, or None; it is added in high precision.
-        state: state of the layer.
-        transposed: whether the weight is ``[inputs, outputs]``.
-    """
+    """Returns ``x @ weight.T + bias`` with an FP8 product: ``[..., outputs]``."""
     traced = torch.compiler.is_compiling()
     if traced and state.eager_only:
         y = _uncompiled(x, weight, state, transposed, False)
@@ -153,15 +145,7 @@ class _Linear(Function):
 
 
 def matmul(a: Scaled, b: Scaled, dtype: torch.dtype, emulate: bool, fast: bool = False) -> Tensor:
-    """Returns the product of two FP8 matrices, summed in high precision.
-
-    Args:
-        a: matrix ``[m, k]`` with one scale, or ``[m, 1]``.
-        b: matrix ``[k, n]`` with one scale, or ``[1, n]``.
-        dtype: dtype of the result.
-        emulate: whether it is computed without FP8 units.
-        fast: whether the tensor cores may add partial sums in less than float32.
-    """
+    """Returns the product of two FP8 matrices, summed in high precision."""
     if emulate:
         return emulated(a, b, dtype)
     if 0 in (*a.values.shape, *b.values.shape):

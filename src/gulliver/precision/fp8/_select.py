@@ -26,29 +26,23 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer that could compute in FP8.
+    """A linear layer that could compute in FP8."""
 
-    Attributes:
-        path: path of the module.
-        inputs: number of inputs that a rank has.
-        outputs: number of outputs that a rank has.
-        why_not: reason to keep it in high precision; empty where it is taken.
-    """
-
+    # Path of the module.
     path: str
+    # Number of inputs that a rank has.
     inputs: int
+    # Number of outputs that a rank has.
     outputs: int
+    # Reason to keep it in high precision; empty where it is taken.
     why_not: str = ""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The linear layers of a model.
+    """The linear layers of a model."""
 
-    Attributes:
-        layers: all of them, in the model's order.
-    """
-
+    # All of them, in the model's order.
     layers: tuple[Layer, ...]
 
     @property
@@ -116,17 +110,7 @@ def select_layers(
     parts: Mapping[str, Sequence[tuple[int, int]]] | None = None,
     others: Mapping[str, str] | None = None,
 ) -> Selection:
-    """Returns a model's linear layers, with those that FP8 can take.
-
-    Args:
-        model: model, perhaps on meta.
-        exclude: patterns of paths that are kept: ``blocks.0.*``, or the last parts of a path.
-        parts: inputs and outputs of each rank's part of a layer, by path; whole where not named.
-        others: further reasons to keep layers, by path.
-
-    Raises:
-        GulliverError: a pattern that no linear layer fits.
-    """
+    """Returns a model's linear layers, with those that FP8 can take."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     tied = [p for p in model.parameters() if uses[id(p)] > 1]

@@ -1,22 +1,4 @@
-"""State of one FP8 layer: scaling recipe, histories of magnitudes, what overflowed.
-
-[Note: weights are cast in every forward] No FP8 copy of a weight outlives the graph that it was
-made for. Nothing tells reliably that a weight has not changed since: fused optimizers, ``p.data``
-and native kernels write without raising its version, and addresses are used again.
-
-[Note: delayed scaling] The scale of inputs and of gradients comes from the largest magnitudes of
-the last steps, so that a cast need not wait for a reduction over its own tensor. All micro-batches
-of a step have one scale, and a recomputed block the same as its first forward: the history moves
-only when the weight has been stepped, which its version says, or, for fused optimizers, the hook
-that `_watch_steps` registers. A step that neither shows leaves the history where it is. Before
-there is any, a tensor's own magnitude counts. What is larger than all that was seen saturates, and
-is counted. Checkpoints have the histories, so that a resumed run continues as it would have.
-Source: Transformer Engine's ``DelayedScaling``.
-
-[Note: dims that ranks share] Where a dim is sharded over ranks, a magnitude over that dim is the
-largest of all ranks, so that each quantises its shard as one process would. `Shared` says how, for
-the dims of a layer: a sum over ranks of products of such shards has the terms of one process.
-"""
+"""State of one FP8 layer: scaling recipe, histories of magnitudes, what overflowed."""
 
 from __future__ import annotations
 
@@ -49,22 +31,32 @@ DIMS: dict[Role, tuple[str, str]] = {
 }
 
 
+# [Note: weights are cast in every forward] No FP8 copy of a weight outlives the graph that it was
+# made for. Nothing tells reliably that a weight has not changed since: fused optimizers, ``p.data``
+# and native kernels write without raising its version, and addresses are used again.
+#
+# [Note: delayed scaling] The scale of inputs and of gradients comes from the largest magnitudes of
+# the last steps, so that a cast need not wait for a reduction over its own tensor. All
+# micro-batches of a step have one scale, and a recomputed block the same as its first forward: the
+# history moves only when the weight has been stepped, which its version says, or, for fused
+# optimizers, the hook that `_watch_steps` registers. A step that neither shows leaves the history
+# where it is. Before there is any, a tensor's own magnitude counts. What is larger than all that
+# was seen saturates, and is counted. Checkpoints have the histories, so that a resumed run
+# continues as it would have. Source: Transformer Engine's ``DelayedScaling``.
+#
+# [Note: dims that ranks share] Where a dim is sharded over ranks, a magnitude over that dim is the
+# largest of all ranks, so that each quantises its shard as one process would. `Shared` says how,
+# for the dims of a layer: a sum over ranks of products of such shards has the terms of one process.
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe by which linear layers compute in FP8.
+    """Recipe by which linear layers compute in FP8."""
 
-    Attributes:
-        scaling: ``tensorwise``: a scale for each tensor; ``rowwise``: one for each row or column
-            that a product sums over; ``delayed``: one for each tensor, from the steps before.
-        emulate: compute the same numerics without FP8 units: slower than without FP8.
-        history: number of steps that delayed scaling looks back.
-
-    Raises:
-        GulliverError: an unknown scaling, or no step to look back.
-    """
-
+    # ``tensorwise``: a scale for each tensor; ``rowwise``: one for each row or column that a
+    # product sums over; ``delayed``: one for each tensor, from the steps before.
     scaling: str = "tensorwise"
+    # Compute the same numerics without FP8 units: slower than without FP8.
     emulate: bool = False
+    # Number of steps that delayed scaling looks back.
     history: int = HISTORY
 
     def __post_init__(self) -> None:
@@ -140,14 +132,7 @@ class History:
 
 
 class LayerState:
-    """State that an FP8 layer keeps from call to call.
-
-    Args:
-        recipe: recipe of the layer.
-        keep_weights: whether backward reads the FP8 weights that forward made, where the scales
-            allow it, in place of casting them again.
-        shared: dims that ranks share.
-    """
+    """State that an FP8 layer keeps from call to call."""
 
     def __init__(
         self, recipe: Recipe, keep_weights: bool = True, shared: Shared = NOT_SHARED
@@ -190,10 +175,8 @@ class LayerState:
         return {role: leaves for role, leaves in found.items() if leaves}
 
     def restore(self, leaves: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
-        """Takes up histories that `leaves` returned; those that are not there start empty.
-
-        The next forward begins a step, as that after an optimizer's step does.
-        """
+        """Takes up histories that `leaves` returned; those that are not there start empty."""
+        # The next forward begins a step, as that after an optimizer's step does.
         self._step = None
         for role, history in self._histories.items():
             history.restore(leaves.get(role, {}), device)

@@ -30,15 +30,7 @@ def _chunks(outputs: int, inputs: int) -> Iterator[slice]:
 
 
 def largest_of(weight: Tensor, path: str) -> Tensor:
-    """Returns the largest magnitude of each row, in float32.
-
-    Args:
-        weight: matrix ``[outputs, inputs]``.
-        path: path of its module, for errors.
-
-    Raises:
-        GulliverError: a value is not finite.
-    """
+    """Returns the largest magnitude of each row, in float32."""
     largest = weight.new_zeros(len(weight), dtype=torch.float32)
     if weight.numel():
         for rows in _chunks(*weight.shape):
@@ -52,19 +44,9 @@ def largest_of(weight: Tensor, path: str) -> Tensor:
 
 
 def check_int4(largest: Tensor, inputs: int, path: str) -> None:
-    """Refuses weights whose products in int4 would overflow on the way to a sum.
-
-    Kernels add the groups of a row up before the row's activations are scaled back: up to 127 times
-    the weights' magnitude for each input.
-
-    Args:
-        largest: largest magnitude of each row.
-        inputs: number of inputs.
-        path: path of its module, for errors.
-
-    Raises:
-        GulliverError: a magnitude is beyond that.
-    """
+    """Refuses weights whose products in int4 would overflow on the way to a sum."""
+    # Kernels add the groups of a row up before the row's activations are scaled back: up to 127
+    # times the weights' magnitude for each input.
     most = torch.finfo(torch.float32).max / 127 / max(1, inputs)
     if not largest.is_meta and largest.numel() and float(largest.max()) > most:
         raise GulliverError(
@@ -75,16 +57,7 @@ def check_int4(largest: Tensor, inputs: int, path: str) -> None:
 
 @torch.no_grad()
 def to_int8(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds a weight to int8.
-
-    Args:
-        weight: matrix ``[outputs, inputs]``.
-        largest: largest magnitude of each row, of the whole where `weight` is a shard of inputs.
-
-    Returns:
-        Values ``[outputs, inputs]`` and scales ``[outputs]``, so that values times scales is nearly
-        the weight.
-    """
+    """Rounds a weight to int8."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     inverse = torch.where(largest > 1e-36, 127.0 / largest, 0.0)[:, None]
     for rows in _chunks(*weight.shape):
@@ -94,14 +67,7 @@ def to_int8(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds a weight to int4.
-
-    Args:
-        weight: matrix ``[outputs, inputs]``, of inputs that `GROUP` divides.
-
-    Returns:
-        Bytes ``[outputs, inputs / 2]`` as int8, and scales ``[outputs, inputs / GROUP]``.
-    """
+    """Rounds a weight to int4."""
     outputs, inputs = weight.shape
     packed = torch.empty(outputs, inputs // 2, dtype=torch.int8, device=weight.device)
     scales = weight.new_empty(outputs, inputs // GROUP, dtype=torch.float32)

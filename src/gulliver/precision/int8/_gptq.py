@@ -26,17 +26,7 @@ DAMPING = 0.01
 def round_calibrated(
     weight: Tensor, products: Tensor, mode: str, damping: float = DAMPING
 ) -> tuple[Tensor, Tensor]:
-    """Rounds a weight for the inputs that a layer has seen.
-
-    Args:
-        weight: matrix ``[outputs, inputs]`` of finite numbers.
-        products: sum of the outer products of its inputs, ``x^T x``: ``[inputs, inputs]``.
-        mode: ``int4``, of inputs that `GROUP` divides, or one of the int8 modes.
-        damping: share of the mean of the diagonal of `products` that is added to it.
-
-    Returns:
-        Values and scales as `to_int4` or `to_int8` returns them.
-    """
+    """Rounds a weight for the inputs that a layer has seen."""
     factor = _factor(products, damping)
     left = torch.empty(weight.shape, dtype=torch.float64, device=weight.device).copy_(weight)
     codes = torch.empty_like(left)  # row by row, as kernels read it, whatever the weight is

@@ -25,17 +25,7 @@ from gulliver.precision.int8._products import MODES, Stored, product
 
 
 class QuantizedLayer(nn.Module, ABC):
-    """A layer with a quantised weight.
-
-    Args:
-        path: path in the model, for errors.
-        mode: one of `MODES`.
-        values: int8 values of the weight, as a matrix of its outputs.
-        scales: float32 scales.
-        inputs: columns of that matrix.
-        bias: bias, or None.
-        threshold: magnitude from which on activations are not quantised.
-    """
+    """A layer with a quantised weight."""
 
     weight: Tensor
     weight_scale: Tensor
@@ -125,11 +115,7 @@ class QuantizedLayer(nn.Module, ABC):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output.
-
-        Raises:
-            GulliverError: in the backward pass, which there is none of.
-        """
+        """Returns the layer's output."""
         if not torch.is_grad_enabled():
             return self.run(x)
         bias = self.bias
@@ -190,14 +176,7 @@ class QuantizedLinear(QuantizedLayer):
 
 
 class QuantizedConvolution(QuantizedLayer):
-    """A convolution with an int8 weight, dequantised for each call, as one product of a layer.
-
-    Args:
-        like: convolution that it replaces.
-        path: path in the model, for errors.
-        values: int8 weight in the convolution's shape.
-        scales: float32 scale of each output channel.
-    """
+    """A convolution with an int8 weight, dequantised for each call, as one product of a layer."""
 
     def __init__(self, like: Any, path: str, values: Tensor, scales: Tensor) -> None:
         inputs = values[:1].numel()
@@ -222,15 +201,7 @@ class QuantizedConvolution(QuantizedLayer):
 
 
 class QuantizedEmbedding(QuantizedLayer):
-    """An embedding whose rows are int8; rows that are looked up become float.
-
-    Args:
-        path: path in the model, for errors.
-        values: int8 rows ``[vocabulary, width]``.
-        scales: float32 scale of each row.
-        dtype: dtype of the vectors.
-        padding_idx: index of a row of zeros, kept for those who ask for it.
-    """
+    """An embedding whose rows are int8; rows that are looked up become float."""
 
     def __init__(
         self,

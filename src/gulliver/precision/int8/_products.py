@@ -54,24 +54,21 @@ Kernel = Callable[["Stored", Tensor, Tensor | None, Tensor | None], Tensor]
 
 @dataclass
 class Stored:
-    """A quantised weight, and what its product needs.
+    """A quantised weight, and what its product needs."""
 
-    Attributes:
-        mode: one of `MODES`.
-        values: int8 ``[outputs, inputs]``, or int4 bytes ``[outputs, inputs / 2]``.
-        scales: float32 ``[outputs]``, or ``[outputs, groups]``.
-        sums: sums of the rows of values, int32; None for int4.
-        inputs: number of inputs.
-        threshold: magnitude from which on an activation is not quantised.
-        known: kernels by rows, dtype and threads: a call at one row has no time to ask again.
-    """
-
+    # One of `MODES`.
     mode: str
+    # Int8 ``[outputs, inputs]``, or int4 bytes ``[outputs, inputs / 2]``.
     values: Tensor
+    # Float32 ``[outputs]``, or ``[outputs, groups]``.
     scales: Tensor
+    # Sums of the rows of values, int32; None for int4.
     sums: Tensor | None
+    # Number of inputs.
     inputs: int
+    # Magnitude from which on an activation is not quantised.
     threshold: float
+    # Kernels by rows, dtype and threads: a call at one row has no time to ask again.
     known: dict[tuple[Any, ...], Kernel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

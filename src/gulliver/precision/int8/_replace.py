@@ -53,55 +53,43 @@ NOTE = "_quantisation"
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight that was rounded before, as `replace_module` takes it.
+    """A weight that was rounded before, as `replace_module` takes it."""
 
-    Attributes:
-        values: values, as `to_int8` or `to_int4` returns them.
-        scales: scales that those return with them.
-        error: relative error of the weight in the Frobenius norm.
-    """
-
+    # Values, as `to_int8` or `to_int4` returns them.
     values: Tensor
+    # Scales that those return with them.
     scales: Tensor
+    # Relative error of the weight in the Frobenius norm.
     error: float
 
 
 @dataclass
 class Ways:
-    """Settings of a quantisation.
+    """Settings of a quantisation."""
 
-    Attributes:
-        mode: one of `MODES`.
-        threshold: magnitude of activations that are not quantised.
-        load: fills a layer on meta before it is quantised, given its path.
-        errors: whether the error of each weight is measured.
-        rounded: weights that were rounded before, by the paths of their layers.
-        path: path of the layer at hand.
-        key: what tells its weight from others; tied ones have the same.
-        made: quantised values and scales by weight, so that tied ones stay one.
-        error: relative error of the weight that was quantised last, in the Frobenius norm.
-    """
-
+    # One of `MODES`.
     mode: str
+    # Magnitude of activations that are not quantised.
     threshold: float
+    # Fills a layer on meta before it is quantised, given its path.
     load: Callable[[str, nn.Module], None] | None = None
+    # Whether the error of each weight is measured.
     errors: bool = False
+    # Weights that were rounded before, by the paths of their layers.
     rounded: Mapping[str, Rounded] = field(default_factory=dict)
+    # Path of the layer at hand.
     path: str = ""
+    # What tells its weight from others; tied ones have the same.
     key: int = 0
+    # Quantised values and scales by weight, so that tied ones stay one.
     made: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # Relative error of the weight that was quantised last, in the Frobenius norm.
     error: float | None = None
 
     def quantised(
         self, weight: Tensor, mode: str, joined: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns values and scales of a matrix ``[outputs, inputs]``.
-
-        Args:
-            weight: matrix; tied ones get the same values.
-            mode: one of `MODES`.
-            joined: makes the largest magnitudes of the whole's rows of those of a shard's.
-        """
+        """Returns values and scales of a matrix ``[outputs, inputs]``."""
         key = self.key, mode == "int4"
         known, given = self.made.get(key), self.rounded.get(self.path)
         if known is None and given is not None:
@@ -184,13 +172,8 @@ def replace_module(
 def linear_modes(
     model: nn.Module, mode: str = "int8_dynamic", exclude: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Returns the modes that `replace_module` would give to linear layers, by path.
-
-    Those whose weights other layers share are not among them, nor are other rooms' layers.
-
-    Raises:
-        GulliverError: as `replace_module` does.
-    """
+    """Returns the modes that `replace_module` would give to linear layers, by path."""
+    # Those whose weights other layers share are not among them, nor are other rooms' layers.
     _check(model, mode, None)
     replacing = _Replacing(model, Ways(mode, math.inf), False, False)
     replacing.match(list(exclude), None)
@@ -404,11 +387,10 @@ def matrix_of(module: Any) -> Tensor:
 
 
 def _reads_weight(parent: nn.Module | None, name: str, what: str) -> bool:
-    """Whether a module's forward reads its layer's weight itself, as CLIP asks for its dtype.
-
-    Forwards that mention int8 are taken to know of quantised weights, as T5's does. BLOOM's has a
-    branch for slices of its weights that nobody takes, so that other uses than dtypes do not count.
-    """
+    """Whether a module's forward reads its layer's weight itself, as CLIP asks for its dtype."""
+    # Forwards that mention int8 are taken to know of quantised weights, as T5's does. BLOOM's has a
+    # branch for slices of its weights that nobody takes, so that other uses than dtypes do not
+    # count.
     source = "" if parent is None else _source(type(parent))
     asked = re.search(rf"\bself\.{re.escape(name)}\.weight{re.escape(what)}\b", source)
     return asked is not None and "int8" not in source

@@ -11,42 +11,35 @@ from gulliver.precision.int8._products import chosen_kernels
 
 @dataclass(frozen=True)
 class Layer:
-    """Report on one layer.
+    """Report on one layer."""
 
-    Attributes:
-        path: path in the model.
-        kind: class of the layer.
-        shape: shape of its weight.
-        format: mode that it is in; empty where it was kept.
-        before: bytes of its weight.
-        after: bytes of its weight, scales and sums of rows.
-        why: why it was kept, or not in the mode that was asked for.
-        error: relative error of its weight in the Frobenius norm, where it was measured.
-    """
-
+    # Path in the model.
     path: str
+    # Class of the layer.
     kind: str
+    # Shape of its weight.
     shape: tuple[int, ...]
+    # Mode that it is in; empty where it was kept.
     format: str
+    # Bytes of its weight.
     before: int
+    # Bytes of its weight, scales and sums of rows.
     after: int
+    # Why it was kept, or not in the mode that was asked for.
     why: str = ""
+    # Relative error of its weight in the Frobenius norm, where it was measured.
     error: float | None = None
 
 
 @dataclass
 class Report:
-    """Report on a model's layers and its kernels.
+    """Report on a model's layers and its kernels."""
 
-    Attributes:
-        mode: mode that was asked for.
-        layers: all layers with a weight of two dims or more, replaced and kept.
-        before: bytes of the model's parameters and buffers.
-        after: those afterwards.
-    """
-
+    # Mode that was asked for.
     mode: str
+    # All layers with a weight of two dims or more, replaced and kept.
     layers: list[Layer] = field(default_factory=list)
+    # Bytes of the model's parameters and buffers.
     before: int = 0
     after: int = 0
 

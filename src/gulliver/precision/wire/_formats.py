@@ -33,22 +33,19 @@ LEAST_SCALE = 2.0**-126
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of the elements of a format.
+    """Kind of the elements of a format."""
 
-    Attributes:
-        bits: bits of an element.
-        largest: largest number before it is scaled.
-        mantissa: bits behind the leading one; 0 of whole numbers.
-        least_exponent: exponent of the least normal number.
-        typical: relative Frobenius error of normally distributed elements in blocks of 256.
-        dtype: dtype that elements are cast to; None where bits are put together here.
-    """
-
+    # Bits of an element.
     bits: int
+    # Largest number before it is scaled.
     largest: float
+    # Bits behind the leading one; 0 of whole numbers.
     mantissa: int
+    # Exponent of the least normal number.
     least_exponent: int
+    # Relative Frobenius error of normally distributed elements in blocks of 256.
     typical: float
+    # Dtype that elements are cast to; None where bits are put together here.
     dtype: torch.dtype | None
 
     @property
@@ -71,16 +68,13 @@ NAMES = ("identity", *KINDS)
 
 @dataclass(frozen=True)
 class WireFormat:
-    """A wire format.
+    """A wire format."""
 
-    Attributes:
-        name: name, of `NAMES`.
-        block: number of elements that share a scale.
-        rounding: ``nearest``, or ``stochastic``, whose mean error is zero.
-    """
-
+    # Name, of `NAMES`.
     name: str
+    # Number of elements that share a scale.
     block: int = BLOCK
+    # ``nearest``, or ``stochastic``, whose mean error is zero.
     rounding: Rounding = "nearest"
 
     def __str__(self) -> str:
@@ -106,15 +100,9 @@ class WireFormat:
         return 2 + names.index(self.name) * len(BLOCKS) + BLOCKS.index(self.block)
 
     def of(self, tensor: Tensor, numel: int | None = None) -> WireFormat:
-        """The format that elements of a tensor travel in: this one, or as they are.
-
-        Whole numbers have to be exact, and what would not become smaller is left alone. Both ends
-        of a message know shape and dtype, so both find the same.
-
-        Args:
-            tensor: tensor of the dtype that travels.
-            numel: elements of a message; None for those of the tensor.
-        """
+        """The format that elements of a tensor travel in: this one, or as they are."""
+        # Whole numbers have to be exact, and what would not become smaller is left alone. Both ends
+        # of a message know shape and dtype, so both find the same.
         if self.name == "identity" or not tensor.dtype.is_floating_point:
             return IDENTITY
         count = tensor.numel() if numel is None else numel
@@ -166,13 +154,7 @@ def _checked(wire: WireFormat) -> WireFormat:
 
 
 def packed_bytes(numel: int, wire: WireFormat, itemsize: int = 4) -> int:
-    """Bytes of packed elements: scales, then elements, up to a multiple of four.
-
-    Args:
-        numel: number of elements.
-        wire: format.
-        itemsize: bytes of an element as it is; only the identity needs it.
-    """
+    """Bytes of packed elements: scales, then elements, up to a multiple of four."""
     if wire.name == "identity":
         return numel * itemsize
     scales = SCALE_BYTES * -(-numel // wire.block) if wire.scaled else 0
@@ -181,18 +163,15 @@ def packed_bytes(numel: int, wire: WireFormat, itemsize: int = 4) -> int:
 
 @dataclass(frozen=True)
 class ErrorBound:
-    """Bound of the error of an element.
+    """Bound of the error of an element."""
 
-    Attributes:
-        relative: share of the element itself.
-        of_largest: share of the largest element of its block.
-        absolute: what is lost of numbers near the least normal float32.
-        typical: relative Frobenius error of many normally distributed elements.
-    """
-
+    # Share of the element itself.
     relative: float
+    # Share of the largest element of its block.
     of_largest: float
+    # What is lost of numbers near the least normal float32.
     absolute: float
+    # Relative Frobenius error of many normally distributed elements.
     typical: float
 
     def limit(self, tensor: Tensor, block: int = BLOCK) -> Tensor:

@@ -1,22 +1,6 @@
 """Packs elements into blocks with scales, and unpacks them.
 
-    packed:  scale 0 | scale 1 | ... | elements of block 0 | of block 1 | ... | up to three zeros
-
-[Note: passes] What is packed is as large as the gradients of a chunk, and on a CPU each pass over
-it through memory costs as much as half a gigabit link does. So it goes in runs of 64 Ki elements,
-which stay in the cache with the one scratch buffer of a call: largest, least, product, cast for
-fp8, one more for whole numbers. Memory is read once and written once, and a call needs 256 KiB
-beside its result. On a GPU the run is all of it.
-
-[Note: not finite] Scales are finite whatever travels: they are those of a block's finite elements,
-which arrive as they would without the others. An infinity or a nan arrives as what the format has
-for it: itself in e5m2 (and in bf16, which has no blocks), nan in e4m3, and nan in whole numbers, as
-the code that no finite element has (-128 of int8, -8 of int4). So who looks for overflows finds
-one, and where. The scale of such a block is negative: who unpacks looks at elements only where one
-is. Such blocks are counted (`nonfinite_blocks`).
-
-[Note: small blocks] A scale is at least the least normal float32. So a block of zeros gives zeros,
-nothing is divided by zero, and what lies below 1e-35 loses bits.
+packed:  scale 0 | scale 1 | ... | elements of block 0 | of block 1 | ... | up to three zeros
 """
 
 from __future__ import annotations
@@ -56,6 +40,21 @@ _on_devices: dict[torch.device, Tensor] = {}
 """Counts of devices: they are read when somebody asks, for to read one waits for the device."""
 
 
+# [Note: passes] What is packed is as large as the gradients of a chunk, and on a CPU each pass over
+# it through memory costs as much as half a gigabit link does. So it goes in runs of 64 Ki elements,
+# which stay in the cache with the one scratch buffer of a call: largest, least, product, cast for
+# fp8, one more for whole numbers. Memory is read once and written once, and a call needs 256 KiB
+# beside its result. On a GPU the run is all of it.
+#
+# [Note: not finite] Scales are finite whatever travels: they are those of a block's finite
+# elements, which arrive as they would without the others. An infinity or a nan arrives as what the
+# format has for it: itself in e5m2 (and in bf16, which has no blocks), nan in e4m3, and nan in
+# whole numbers, as the code that no finite element has (-128 of int8, -8 of int4). So who looks for
+# overflows finds one, and where. The scale of such a block is negative: who unpacks looks at
+# elements only where one is. Such blocks are counted (`nonfinite_blocks`).
+#
+# [Note: small blocks] A scale is at least the least normal float32. So a block of zeros gives
+# zeros, nothing is divided by zero, and what lies below 1e-35 loses bits.
 def nonfinite_blocks() -> int:
     """Blocks with an infinity or a nan that this process has packed since it began."""
     return _nonfinite + sum(int(count) for count in list(_on_devices.values()))
@@ -67,20 +66,7 @@ def pack(
     out: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Packs the elements of a tensor.
-
-    Args:
-        tensor: floating-point tensor of any shape; the identity takes any dtype.
-        wire: format.
-        out: flat uint8 of `packed_bytes` elements to write to; None makes one.
-        generator: random numbers of stochastic rounding; None are torch's own.
-
-    Returns:
-        The packed elements, flat uint8.
-
-    Raises:
-        GulliverError: whole numbers, which formats with few bits would not keep.
-    """
+    """Packs the elements of a tensor."""
     flat = tensor.detach().reshape(-1)
     count = packed_bytes(flat.numel(), wire, flat.element_size())
     packed = flat.new_empty(count, dtype=torch.uint8) if out is None else out
@@ -119,19 +105,7 @@ def unpack(
     out: Tensor | None = None,
     add: float = 0.0,
 ) -> Tensor:
-    """Unpacks elements.
-
-    Args:
-        packed: what `pack` returned.
-        wire: format that they were packed in.
-        numel: number of elements.
-        dtype: dtype of the result, where `out` is not given.
-        out: flat tensor to write to.
-        add: factor, where the elements are to be added to `out` instead of written.
-
-    Returns:
-        The elements, flat.
-    """
+    """Unpacks elements."""
     target = packed.new_empty(numel, dtype=dtype) if out is None else out
     if not wire.scaled:
         kept = target.dtype if wire.name == "identity" else torch.bfloat16

@@ -24,16 +24,13 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class PackRates:
-    """Seconds of an element.
+    """Seconds of an element."""
 
-    Attributes:
-        pack_s: seconds that packing takes.
-        unpack_s: seconds that unpacking takes.
-        call_s: seconds of packing and unpacking next to nothing.
-    """
-
+    # Seconds that packing takes.
     pack_s: float
+    # Seconds that unpacking takes.
     unpack_s: float
+    # Seconds of packing and unpacking next to nothing.
     call_s: float = 0.0
 
 
