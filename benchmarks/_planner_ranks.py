@@ -46,7 +46,6 @@ from gulliver.booster.search import (
     search_grids,
 )
 from gulliver.comm import (
-    Choice,
     RankGroup,
     Torus,
     all_gather,
@@ -237,7 +236,7 @@ def probed(device: Device) -> Cluster:
     found: dict[str, tuple[Along, ...]] = {
         name: (along(named.torus(name), named.rank_group(name)),) for name in NAMES
     }
-    flat = named.torus(choose=lambda collective, count: Choice(collective, count, "flat", 0.0, 0.0))
+    flat = named.torus(flat=True)
     found["outer"] += (along(flat, make_axes({"all": flat.size}).rank_group("all")),)
     axes = tuple(Axis(name, 2, replace(links[name], along=found[name])) for name in NAMES)
     return Cluster("shaped links", device, axes, measured=True)

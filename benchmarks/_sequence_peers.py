@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.two_ring import two_ring_attention
 from torch import Tensor
 
 from benchmarks._harness import Report, Spread, alternate, at_least
@@ -38,7 +39,6 @@ from gulliver.parallel.sequence import (
     SequencePlan,
     attention,
     make_groups,
-    two_ring_attention,
     volume,
 )
 

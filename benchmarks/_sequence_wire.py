@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tests.two_ring import two_ring_attention
 from torch import Tensor
 
 from benchmarks._harness import Report, alternate, at_least, at_most
@@ -29,13 +30,12 @@ from benchmarks._sequence_shared import (
 from benchmarks.netlab import Net, run
 from benchmarks.netlab._ranks import HEADERS, wire_bytes
 from gulliver.comm import init_world
+from gulliver.hardware import two_ring_bytes
 from gulliver.parallel.sequence import (
     SequencePlan,
     Shape,
     attention,
     make_groups,
-    two_ring_attention,
-    two_ring_volume,
     volume,
 )
 
@@ -83,7 +83,7 @@ def report_bytes(options: Options, report: Report) -> None:
     """Rows, in units of N - 1 blocks of one tensor, and the bar of the largest deviation."""
     shape = shape_of(options, RANKS, options.local)
     expected = {name: volume(plan, shape) for name, plan in PLANS.items()}
-    expected[TWIN] = two_ring_volume(RANKS, shape)
+    expected[TWIN] = two_ring_bytes(RANKS, shape)
     unit = (RANKS - 1) * shape.heads * options.local * shape.head_dim * shape.item
     with Net(RANKS, "1gbit") as net:
         ranks = run(count_bytes, net, options)

@@ -28,8 +28,6 @@ from benchmarks._harness import RESULTS, Report, Spread, alternate, at_least, at
 from benchmarks.netlab import Net, foreign_load, run
 from gulliver.comm import (
     Axes,
-    Choice,
-    Chooser,
     Torus,
     all_reduce,
     barrier,
@@ -74,6 +72,20 @@ class Link:
 
     alpha_s: float
     bandwidth: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is predicted to be faster for so many bytes."""
+
+    nbytes: int
+    predicted_flat_s: float
+    predicted_torus_s: float
+
+    @property
+    def kind(self) -> str:
+        """Name of the faster one."""
+        return "torus" if self.predicted_torus_s < self.predicted_flat_s else "flat"
 
 
 @dataclass(frozen=True)
@@ -130,11 +142,10 @@ def measure(options: Options, order: str) -> Measured:
     init_world()
     axes = make_axes({"node": NODES, "local": LOCAL}, rank_order(order))
     torus, links = axes.torus(), probe(axes)
-    chooser = Chooser(lambda _, n: predict_flat(links, n), lambda _, n: predict_torus(links, n))
     seconds, choices = {}, {}
     for nbytes in options.sizes:
         tensor = torch.ones(nbytes // 4)
-        choices[nbytes] = chooser("all_reduce", nbytes)
+        choices[nbytes] = Choice(nbytes, predict_flat(links, nbytes), predict_torus(links, nbytes))
         calls: dict[str, Callable[[], Any]] = {
             "gloo flat": lambda t=tensor: dist.all_reduce(t),
             "flat": lambda t=tensor: all_reduce(t),

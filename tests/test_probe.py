@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gulliver.cli import _probe as command
-from gulliver.comm import Chooser, World, all_gather, barrier, init_world
+from gulliver.comm import World, all_gather, barrier, init_world
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Axis,
@@ -27,6 +27,7 @@ from gulliver.hardware import (
     Link,
     _links,
     _probe,
+    collective_seconds,
     current_cluster,
     described,
     fit_line,
@@ -355,10 +356,9 @@ def test_over_nodes_each_axis_is_measured_and_all_ranks_at_once(pool: Pool, tmp_
     assert [(axis.name, axis.size) for axis in cluster.axes] == [("node", 2), ("local", 2)]
     assert cluster.rank_order == (0, 2, 1, 3)
     assert [[m.ranks for m in axis.link.along] for axis in cluster.axes] == [[2, 4], [2]]
-    chosen = Chooser.of_links(cluster.links())("all_gather", 1 << 12)
-    assert chosen.predicted_flat_s == cluster.axes[0].link.along[1].collectives["all_gather"].at(
-        1 << 12
-    )
+    flat = [(4, cluster.links()[0][1])]
+    predicted = collective_seconds(flat, "all_gather", 1 << 12)
+    assert predicted == cluster.axes[0].link.along[1].collectives["all_gather"].at(1 << 12)
 
 
 def test_ranks_refuse_together_what_rank_0_cannot_write(pool: Pool, tmp_path: Path) -> None:

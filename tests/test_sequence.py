@@ -18,7 +18,7 @@ from torch import Tensor
 from gulliver.comm import World
 from gulliver.comm import _point_to_point as wire
 from gulliver.errors import GulliverError
-from gulliver.hardware import Axis, Cluster, Device, Link
+from gulliver.hardware import Axis, Cluster, Device, Link, two_ring_bytes
 from gulliver.parallel.sequence import (
     Layout,
     Mask,
@@ -27,7 +27,6 @@ from gulliver.parallel.sequence import (
     attention,
     choose,
     decode,
-    imbalance,
     make_groups,
     mean_loss,
     position_ids,
@@ -35,8 +34,6 @@ from gulliver.parallel.sequence import (
     shard,
     shard_labels,
     swap_sharded_dim,
-    two_ring_attention,
-    two_ring_volume,
     unshard,
     volume,
 )
@@ -68,6 +65,7 @@ from tests.sequence_cells import (
     small_pieces,
     tensors,
 )
+from tests.two_ring import imbalance, two_ring_attention
 
 WHOLE = slice(None), slice(None)
 SMALL_MODES = tuple(mode for mode in MODES if mode.ranks > 1)
@@ -492,7 +490,7 @@ def test_a_ring_sends_as_many_messages_as_it_has_hops(pool: Pool) -> None:
 
 def test_the_ring_sends_less_than_the_two_rings_of_the_paper() -> None:
     shape = Shape(1, 4, 4, 64, 8)
-    ring, two = volume(SequencePlan(inner=4), shape), two_ring_volume(4, shape)
+    ring, two = volume(SequencePlan(inner=4), shape), two_ring_bytes(4, shape)
     unit = 4 * 64 // 4 * 8 * 4
     assert (ring.forward, ring.backward) == (2 * 3 * unit, 4 * 3 * unit)
     assert (two.forward, two.backward) == (2 * 3 * unit, 6 * 3 * unit)

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import (
-    Choice,
-    Chooser,
     Group,
     Torus,
     World,
@@ -22,7 +20,6 @@ from gulliver.comm import (
     barrier,
     broadcast,
     broadcast_object,
-    choose,
     gather_objects,
     group_rank,
     make_axes,
@@ -358,43 +355,17 @@ def test_what_does_not_fit_is_refused_by_name(pool: Pool) -> None:
     assert "mean of torch.int64" in mean
 
 
-def test_the_choice_is_the_faster_one_made_once_and_told() -> None:
-    told: list[Choice] = []
-    chooser = Chooser(lambda _, n: 1e-3 + n / 1e6, lambda _, n: 5e-3 + n / 1e8, told.append)
-    assert [chooser("all_reduce", n).kind for n in (1000, 100_000, 1000)] == [
-        "flat",
-        "torus",
-        "flat",
-    ]
-    assert [choice.nbytes for choice in told] == [1000, 100_000]
-    assert str(told[0]) == ("all_reduce of 1000 bytes: flat (predicted: flat 2 ms, torus 5.01 ms)")
-    assert choose(8, "all_gather", chooser.flat, chooser.torus).predicted_torus_s > 5e-3
-
-
-def test_links_that_differ_make_a_torus_and_equal_ones_do_not() -> None:
-    slow, fast = Link(4e-3, 3e6), Link(1e-4, 1e8)
-    torus = Chooser.of_links([(2, slow), (4, fast)])("all_reduce", 8 << 20)
-    # By hand: twice 3/4 of it on the fast axis, and half of a quarter on the slow one.
-    expected = 2 * (1e-4 + 6 * 2**20 / 1e8 + 4e-3 + 2**20 / 3e6)
-    assert torus.kind == "torus"
-    assert torus.predicted_torus_s == pytest.approx(expected, rel=1e-9)
-    assert Chooser.of_links([(2, slow), (4, slow)])("all_gather", 1 << 10).kind == "flat"
-
-
-def _chosen(world: World, flat_s: float) -> None:
-    chooser = Chooser(lambda _, __: flat_s, lambda _, __: 1.0)
-    torus = Torus({"node": 2, "local": 2}, [3, 1, 0, 2], choose=chooser)
+def _at_once(world: World) -> None:
+    axes = make_axes({"node": 2, "local": 2}, [3, 1, 0, 2])
+    torus = axes.torus(flat=True)
     _long(world, 11, torus)
     found = torch.full((70_001,), float(world.rank))
     all_reduce(found, "max", torus)
     assert found.unique().tolist() == [3.0]
-    kinds = {choice.kind for choice in chooser.choices.values()}
-    assert kinds == {"flat" if flat_s < 1 else "torus"}
 
 
-@pytest.mark.parametrize("flat_s", [0.5, 2.0])
-def test_what_is_chosen_changes_no_result(pool: Pool, flat_s: float) -> None:
-    pool.run(_chosen, 4, flat_s)
+def test_all_ranks_at_once_give_the_same_result(pool: Pool) -> None:
+    pool.run(_at_once, 4)
 
 
 def test_backends_without_messages_go_by_their_own_collectives() -> None:

@@ -18,7 +18,6 @@ from rich.progress import Progress as ProgressBars
 from rich.table import Table
 
 from gulliver.comm import (
-    Choice,
     Torus,
     World,
     all_gather,
@@ -238,16 +237,11 @@ def _with_collectives(
 
     found = [[measured(named.torus(axis.name))] for axis in axes]
     if len(axes) > 1:
-        found[0].append(measured(named.torus(choose=_flat)))
+        found[0].append(measured(named.torus(flat=True)))
     return tuple(
         replace(axis, link=replace(axis.link, along=tuple(along)))
         for axis, along in zip(axes, found, strict=True)
     )
-
-
-def _flat(collective: str, nbytes: int) -> Choice:
-    """Chooses the flat algorithm, whatever it costs: all ranks at once are to be measured."""
-    return Choice(collective, nbytes, "flat", 0.0, 0.0)
 
 
 def _operations(

@@ -3,10 +3,7 @@
 from gulliver.comm._agree import raise_on_any_rank
 from gulliver.comm._axes import Axes, Torus, make_axes
 from gulliver.comm._choice import (
-    Choice,
-    Chooser,
     ReduceChoice,
-    choose,
     choose_all_reduce,
     reduce_choices,
     use_links,
@@ -64,8 +61,6 @@ __all__ = [
     "ALONE",
     "IDENTITY",
     "Axes",
-    "Choice",
-    "Chooser",
     "ChosenAxes",
     "Flight",
     "Group",
@@ -88,7 +83,6 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
-    "choose",
     "choose_all_reduce",
     "choose_axes",
     "current_world",

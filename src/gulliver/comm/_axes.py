@@ -14,7 +14,7 @@ Read `make_axes`, `Axes`, `Torus`. It does not know how collectives run; that is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,12 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gulliver.comm._choice import Choice
 from gulliver.comm._groups import lasting_group, shared_rank_group
 from gulliver.comm._rank_group import ALONE, RankGroup
 from gulliver.errors import GulliverError, nearest
-
-Choose = Callable[[str, int], Choice]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +57,14 @@ class Axes:
         self._check((name,))
         return lasting_group(self.rank_group(name)) if self.ranks is not None else None
 
-    def torus(self, *names: str, choose: Choose | None = None) -> Torus:
-        """The ranks along some axes; every rank of the world calls it, in one order."""
+    def torus(self, *names: str, flat: bool = False) -> Torus:
+        """The ranks along some axes, all of them by default; every rank of the world calls it.
+
+        With `flat` the collectives go over all these ranks at once instead of axis by axis.
+        """
         names = names or tuple(self.sizes)
         self._check(names)
-        return Torus.along(self, names, choose)
+        return Torus.along(self, names, flat)
 
     def rank_group(self, name: str) -> RankGroup:
         """This rank's line along one axis."""
@@ -104,12 +104,11 @@ class Torus:
         order: ranks of the world in the order of their places, innermost axis fastest; None for
             0, 1, 2 and so on. With nodes numbered otherwise, list the ranks node by node.
         device_type: kind of device of the tensors.
-        choose: flat or torus for a collective ("all_reduce", "reduce_scatter", "all_gather") and a
-            number of bytes, such as a `Chooser`; None is always torus.
 
     Attributes:
         axes: name and size of each, outer to inner.
-        rank_groups: this rank's line along each axis that has more than one rank, outer to inner.
+        rank_groups: the lines through this rank that collectives go along, outer to inner: one for
+            each axis that has more than one rank.
         flat: all its ranks, numbered outer axis first.
 
     Raises:
@@ -121,22 +120,22 @@ class Torus:
         axes: Mapping[str, int],
         order: Sequence[int] | None = None,
         device_type: str = "cpu",
-        choose: Choose | None = None,
     ) -> None:
-        self._lay(make_axes(axes, order, device_type), tuple(axes), choose)
+        self._lay(make_axes(axes, order, device_type), tuple(axes))
 
     @classmethod
-    def along(cls, axes: Axes, names: tuple[str, ...], choose: Choose | None = None) -> Torus:
+    def along(cls, axes: Axes, names: tuple[str, ...], flat: bool = False) -> Torus:
         """The ranks along some of the axes; see `Axes.torus`."""
         torus = cls.__new__(cls)
-        torus._lay(axes, names, choose)
+        torus._lay(axes, names, flat)
         return torus
 
-    def _lay(self, axes: Axes, names: tuple[str, ...], choose: Choose | None) -> None:
+    def _lay(self, axes: Axes, names: tuple[str, ...], flat: bool = False) -> None:
         self.axes = {name: axes.sizes[name] for name in names}
-        self.choose = choose
         self.rank_groups = tuple(axes.rank_group(name) for name in names if axes.sizes[name] > 1)
         self.flat = self.rank_groups[0] if len(self.rank_groups) == 1 else axes.flat(names)
+        if flat:
+            self.rank_groups = (self.flat,)
 
     @property
     def size(self) -> int:
@@ -152,12 +151,6 @@ class Torus:
     def ranks(self) -> tuple[int, ...]:
         """The ranks in the world that they are."""
         return self.flat.ranks
-
-    def ways(self, collective: str, nbytes: int) -> tuple[RankGroup, ...]:
-        """The rank groups that a collective of so many bytes goes along: one per axis, or one."""
-        if len(self.rank_groups) < 2 or self.choose is None:
-            return self.rank_groups
-        return self.rank_groups if self.choose(collective, nbytes).kind == "torus" else (self.flat,)
 
     def __repr__(self) -> str:
         return "Torus(" + " x ".join(f"{n} {s}" for n, s in self.axes.items()) + ")"

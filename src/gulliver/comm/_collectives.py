@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,11 +19,11 @@ from gulliver._compat import all_gather_flat, reduce_scatter_flat
 from gulliver.comm import _chained, _packed, _steps
 from gulliver.comm._axes import Torus
 from gulliver.comm._choice import choose_all_reduce
-from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
 from gulliver.comm._flight_recorder import ANY, Purpose
 from gulliver.comm._messages import count_sent, next_tag
-from gulliver.comm._progress import Exchange, Steps, start
-from gulliver.comm._rank_group import RankGroup, rank_group_of
+from gulliver.comm._packed import Packer
+from gulliver.comm._progress import Steps, drive, start
+from gulliver.comm._rank_group import RankGroup, rank_group_of, sends_directly
 from gulliver.comm._wire import IDENTITY, WireFormat, check_wire
 from gulliver.errors import GulliverError, nearest
 from gulliver.precision.wire import pack, unpack
@@ -104,24 +105,23 @@ def all_reduce(
     if size == 1:
         return Handle()
     if wire is not IDENTITY:
-        packer = _packer(wire, op, group, "all_reduce", tensor, purpose)
+        packer = _packer(wire, op, group, tensor, purpose)
         tensor = tensor.detach()
         steps = _packed.all_reduce(tensor, op == "mean", packer, error)
         return _finished(Handle(_packed.run(steps, packer, [tensor], finish)), async_op)
-    if isinstance(group, Torus):
-        rank_groups = group.ways("all_reduce", tensor.nbytes)
-        if sends_directly(rank_groups[0].process_group, tensor):
-            return _sent(_steps.all_reduce(tensor, op, rank_groups, purpose), async_op)
-        queued = _chained.run([tensor], lambda: _chained.all_reduce(tensor, op, rank_groups))
-        return _finished(Handle(_Several(queued)), async_op)
-    if sends_directly(group, tensor):
-        if not async_op and tensor.nbytes <= _steps.DIRECT_BYTES:
-            return _sent(_steps.all_reduce(tensor, op, (rank_group_of(group),), purpose), async_op)
-        if _backend_is_cheaper(tensor, op, group, any_order):
-            next_tag(group, 1, purpose)  # the backend has tags of its own: only noted
-            return backend_all_reduce(tensor, op, group, async_op)
-        return _finished(Handle(_all_reduce_directly(tensor, op, group, size, purpose)), async_op)
-    return backend_all_reduce(tensor, op, group, async_op)
+    rank_groups = _rank_groups(group)
+    if not sends_directly(rank_groups[0].process_group, tensor):
+        if isinstance(group, Torus):
+            steps = partial(_chained.all_reduce, tensor, op, rank_groups)
+            return _finished(_chained_handle([tensor], steps), async_op)
+        return backend_all_reduce(tensor, op, group, async_op)
+    small = tensor.nbytes <= _steps.DIRECT_BYTES
+    plain = not isinstance(group, Torus) and not (small and not async_op)
+    if plain and _backend_is_cheaper(tensor, op, rank_groups[0].ranks, any_order):
+        next_tag(rank_groups[0].process_group, 1, purpose)  # only noted: the backend has its own
+        return backend_all_reduce(tensor, op, rank_groups[0].process_group, async_op)
+    steps = _steps.all_reduce(tensor, op, rank_groups, purpose)
+    return _sent(steps, rank_groups, async_op, here=small)
 
 
 def backend_all_reduce(
@@ -171,22 +171,17 @@ def reduce_scatter(
             output.copy_(input)
         return Handle()
     if wire is not IDENTITY:
-        packer = _packer(wire, op, group, "reduce_scatter", input, purpose)
+        packer = _packer(wire, op, group, input, purpose)
         output, input = output.detach(), input.detach()
         steps = _packed.reduce_scatter(output, input, op == "mean", packer, error)
         return _finished(Handle(_packed.run(steps, packer, [output, input], None)), async_op)
+    rank_groups = _rank_groups(group)
+    if sends_directly(rank_groups[0].process_group, input):
+        steps = _steps.reduce_scatter(output, input, op, rank_groups, purpose)
+        return _sent(steps, rank_groups, async_op)
     if isinstance(group, Torus):
-        rank_groups = group.ways("reduce_scatter", input.nbytes)
-        if sends_directly(rank_groups[0].process_group, input):
-            return _sent(_steps.reduce_scatter(output, input, op, rank_groups, purpose), async_op)
-        tensors = [output, input]
-        queued = _chained.run(
-            tensors, lambda: _chained.reduce_scatter(output, input, op, rank_groups)
-        )
-        return _finished(Handle(_Several(queued)), async_op)
-    if sends_directly(group, input):
-        steps = direct_reduce_scatter(output, input, op, group, purpose)
-        return _finished(Handle(start(steps)), async_op)
+        chained = partial(_chained.reduce_scatter, output, input, op, rank_groups)
+        return _finished(_chained_handle([output, input], chained), async_op)
     count_sent(input.nbytes * (1 - 1 / size))
     if output.dtype != input.dtype:
         started = _exchanged(output, input, op, group)
@@ -233,20 +228,17 @@ def all_gather(
             output.copy_(input)
         return Handle()
     if wire is not IDENTITY:
-        packer = _packer(wire, "sum", group, "all_gather", output, purpose)
+        packer = _packer(wire, "sum", group, output, purpose)
         output, input = output.detach(), input.detach()
         steps = _packed.all_gather(output, input, packer, add)
         return _finished(Handle(_packed.run(steps, packer, [output, input], None)), async_op)
+    rank_groups = _rank_groups(group)
+    if sends_directly(rank_groups[0].process_group, input):
+        steps = _steps.all_gather(output, input, rank_groups, purpose)
+        return _sent(steps, rank_groups, async_op)
     if isinstance(group, Torus):
-        rank_groups = group.ways("all_gather", output.nbytes)
-        if sends_directly(rank_groups[0].process_group, input):
-            return _sent(_steps.all_gather(output, input, rank_groups, purpose), async_op)
-        tensors = [output, input]
-        queued = _chained.run(tensors, lambda: _chained.all_gather(output, input, rank_groups))
-        return _finished(Handle(_Several(queued)), async_op)
-    if sends_directly(group, input):
-        steps = direct_all_gather(output, input, group, purpose)
-        return _finished(Handle(start(steps)), async_op)
+        chained = partial(_chained.all_gather, output, input, rank_groups)
+        return _finished(_chained_handle([output, input], chained), async_op)
     count_sent(output.nbytes * (1 - 1 / size))
     return _finished(Handle(all_gather_flat(output, input, group=group, async_op=True)), async_op)
 
@@ -296,18 +288,17 @@ def broadcast(
     unpack(packed, wire, tensor.numel(), out=tensor.detach().view(-1))
 
 
-def _packer(
-    wire: WireFormat, op: str, group: Group, collective: str, whole: Tensor, purpose: Purpose
-) -> _packed.Packer:
+def _packer(wire: WireFormat, op: str, group: Group, whole: Tensor, purpose: Purpose) -> Packer:
     """Packs and exchanges tensors, along the axes of a torus or straight."""
     _packed.check_packed(op, wire)
-    rank_groups: tuple[RankGroup, ...]
-    if isinstance(group, Torus):
-        rank_groups = group.ways(collective, int(whole.numel() * wire.ratio()))
-    else:
-        rank_groups = (rank_group_of(group),)
+    rank_groups = _rank_groups(group)
     gloo = sends_directly(rank_groups[0].process_group, whole)
-    return _packed.Packer(wire, rank_groups, purpose, gloo)
+    return Packer(wire, rank_groups, purpose, gloo)
+
+
+def _rank_groups(group: Group) -> tuple[RankGroup, ...]:
+    """The lines that a collective goes along: one for each axis of a torus, else one."""
+    return group.rank_groups if isinstance(group, Torus) else (rank_group_of(group),)
 
 
 def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
@@ -318,9 +309,22 @@ def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
     return rank_group.process_group, rank_group.group_order().index(rank)
 
 
-def _sent(collectives: list[Steps], async_op: bool) -> Handle:
+def _sent(
+    collectives: list[Steps], rank_groups: tuple[RankGroup, ...], async_op: bool, here: bool = False
+) -> Handle:
     """Begins collectives that go in steps of our own."""
-    return _finished(Handle(_Several(_steps.run(collectives, not async_op))), async_op)
+    axes = len(rank_groups)
+    if not async_op and len(collectives) == 1 and (here or axes > 1):
+        # There is nothing else to do meanwhile, and a thread would cost tens of microseconds.
+        drive(collectives[0])
+        return Handle()
+    works = [start(steps, apart=axes > 1) for steps in collectives]
+    return _finished(Handle(works[0] if len(works) == 1 else _Several(works)), async_op)
+
+
+def _chained_handle(tensors: list[Tensor], steps: Callable[[], None]) -> Handle:
+    """Begins the backend's collectives, axis after axis."""
+    return Handle(_Several(_chained.run(tensors, steps)))
 
 
 def _finished(handle: Handle, async_op: bool) -> Handle:
@@ -353,7 +357,7 @@ def _check_sum(dtype: torch.dtype) -> None:
 
 
 def _backend_is_cheaper(
-    tensor: Tensor, op: Op, group: dist.ProcessGroup | None, any_order: bool
+    tensor: Tensor, op: Op, ranks: tuple[int, ...], any_order: bool
 ) -> bool:
     """Whether gloo's own all-reduce takes less of the processor, with bits that will do."""
     # It receives, adds and sends in one thread in C++, where a reduce-scatter and an all-gather of
@@ -366,32 +370,7 @@ def _backend_is_cheaper(
         return False
     if op == "max" or tensor.dtype not in (torch.float32, torch.float64):
         return False
-    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     return len(ranks) == 2 or (any_order and choose_all_reduce(tensor.nbytes, ranks).kind == "ring")
-
-
-def _all_reduce_directly(
-    tensor: Tensor, op: Op, group: dist.ProcessGroup | None, size: int, purpose: Purpose
-) -> Exchange:
-    """A reduce-scatter followed by an all-gather."""
-    flat = tensor.view(-1)
-    ragged = flat.numel() % size
-    padded = flat.new_zeros(flat.numel() + size - ragged) if ragged else flat
-    if ragged:
-        padded[: flat.numel()] = flat
-    own = padded.view(size, -1)[group_rank(group)]
-
-    # Both take their tags now.
-    gather = direct_all_gather(padded, own, group, purpose)
-    reduce = direct_reduce_scatter(own, padded, op, group, purpose)
-
-    def steps() -> Steps:
-        yield from reduce
-        yield from gather
-        if ragged:
-            flat.copy_(padded[: flat.numel()])
-
-    return start(steps())
 
 
 class _Several:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from gulliver._compat import is_gloo
 from gulliver.precision.wire import IDENTITY, WireFormat
 
 
@@ -40,10 +45,37 @@ class RankGroup:
         return [self.ranks.index(member) for member in members]
 
 
+class _Place(NamedTuple):
+    """This process's place in a group."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    gloo: bool
+
+
+# Asked once for each group: torch takes dozens of calls to tell it, in every collective.
+_places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
+
+
+def _place(group: dist.ProcessGroup | None) -> _Place:
+    key = group or dist.group.WORLD
+    found = _places.get(key)
+    if found is None:
+        gloo = is_gloo(group, torch.device("cpu"))
+        ranks = tuple(dist.get_process_group_ranks(key))
+        found = _places[key] = _Place(dist.get_rank(group), ranks, gloo)
+    return found
+
+
 def rank_group_of(group: dist.ProcessGroup | None) -> RankGroup:
     """The ranks of a group, as it numbers them."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return RankGroup(tuple(ranks), dist.get_rank(group), group)
+    place = _place(group)
+    return RankGroup(place.ranks, place.rank, group)
+
+
+def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
+    """Whether tensors like this one travel by point-to-point messages of ours: over gloo."""
+    return tensor.device.type == "cpu" and _place(group).gloo
 
 
 ALONE = RankGroup()

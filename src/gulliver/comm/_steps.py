@@ -2,7 +2,7 @@
 
 The whole payload crosses the innermost, fast axis first, and only this rank's shard the outer ones:
 reduce-scatter goes from the inner to the outer axis, all-gather back, all-reduce does both. Along
-each axis every rank exchanges with every other directly, as in `_exchange.py`. A large tensor is
+each axis every rank exchanges with every other directly, without a ring. A large tensor is
 cut into segments that travel as collectives of their own, so that one crosses the slow axis while
 the next crosses the fast one.
 
@@ -32,7 +32,7 @@ from gulliver.comm._messages import (
     send,
     take_buffer,
 )
-from gulliver.comm._progress import Steps, drive, start
+from gulliver.comm._progress import Steps
 from gulliver.comm._rank_group import RankGroup
 
 ROW_BYTES = 32 << 10
@@ -104,14 +104,6 @@ class Exchange:
     def peers(self) -> list[int]:
         """The other places of the rank group."""
         return others(self.rank_group.rank, self.rank_group.size)
-
-
-def run(collectives: Sequence[Steps], at_once: bool) -> list[Any]:
-    """Drives collectives to their end."""
-    if at_once and len(collectives) == 1:
-        drive(collectives[0])
-        return []
-    return [start(steps, apart=True) for steps in collectives]
 
 
 def reduce_scatter(

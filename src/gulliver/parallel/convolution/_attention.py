@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gulliver.parallel.convolution._shapes import given_of
-from gulliver.parallel.convolution._sharded import Sharded, handles, is_plain, like, own_run, refuse
+from gulliver.parallel.convolution._sharded import Sharded, handles, like, own_run, refuse
 from gulliver.parallel.convolution._windows import Interval
 
 SCORES = 1 << 26
@@ -39,10 +39,8 @@ def frame_causal_attention(
 @handles("frame_causal_attention")
 def _frame_causal(func: Any, args: Any, kwargs: Any) -> Sharded:
     q, k, v, tokens, scale = args
-    if q.cut.dim == 3:
-        return _of_features(q, k, v, None, tokens, scale)
     if q.cut.dim != 2:
-        refuse("frame-causal attention with cut heads", q)
+        refuse("frame-causal attention with cut heads or features", q)
     whole = [t.holder.whole(t, (name, 0)) for t, name in ((k, "keys"), (v, "values"))]
     return like(q, _causal(q.local, whole[0], whole[1], _runs_of(q), tokens, scale))
 
@@ -60,7 +58,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Sharded:
     if at < -2:
         return _of_rows(q, k, v, mask, causal, scale)
     if at == -1:
-        return _of_features(q, k, v, mask, int(causal), scale)
+        refuse("attention with cut features", q)
     if not causal and not hasattr(q.holder, "relay"):
         refuse("attention over frames that are still to come", q, "it must be causal")
     keys, values = q.holder.whole(k, ("keys", 0)), q.holder.whole(v, ("values", 0))
@@ -81,23 +79,6 @@ def _of_rows(
         return like(q, q.local + 0 * (k.local + v.local))
     options = {"attn_mask": mask, "is_causal": causal, "scale": scale}
     return like(q, F.scaled_dot_product_attention(q.local, k.local, v.local, **options))
-
-
-def _of_features(
-    q: Sharded, k: Sharded, v: Sharded, mask: Tensor | None, causal: int, scale: float | None
-) -> Sharded:
-    """Features of one head are cut: scores need all of them, each output only its own values."""
-    # `causal` is the number of tokens of a frame, of which none sees a later one; 0 for no order.
-    if not is_plain(q):
-        refuse("attention with cut features", q)
-    queries, keys = (t.holder.whole(t, ("features", 0)) for t in (q, k))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not v.local.shape[-1]:
-        return like(v, v.local + 0 * (queries.sum() + keys.sum()))
-    if causal:
-        runs = [(0, q.shape[-2])]
-        return like(v, _causal(queries, keys, v.local, runs, causal, scale))
-    return like(v, _rows(queries, keys, v.local, mask, scale))
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

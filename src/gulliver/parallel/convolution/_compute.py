@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gulliver.parallel.convolution._channels import convolve_channels, linear_channels
 from gulliver.parallel.convolution._chunked import padding_of
 from gulliver.parallel.convolution._shapes import given_of
 from gulliver.parallel.convolution._sharded import (
@@ -134,7 +133,7 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
     weight, bias = given_of(given, kwargs, ("weight", None), ("bias", None))
     if x.cut.dim == x.dim() - 1:
-        return linear_channels(x, weight, bias)
+        refuse("a linear layer over the cut dim", x)
     return like(x, func(x.local, weight, bias))
 
 
@@ -174,7 +173,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
     if x.cut.dim == 0:
         return _of_samples(x, lambda local: convolve(local, weight, bias, pads))
     if x.cut.dim == 1:
-        return convolve_channels(x, weight, bias, groups, lambda t, w: convolve(t, w, None, pads))
+        refuse("a convolution over the cut dim", x)
     at = x.cut.dim - 2
     if kernel[at] == stride[at] == 1 and pads[at] == (0, 0):
         return _of_samples(x, lambda local: convolve(local, weight, bias, pads))

@@ -16,9 +16,7 @@ from gulliver.parallel.convolution._sharded import (
     Sharded,
     Statistics,
     handles,
-    is_plain,
     like,
-    own_run,
     refuse,
 )
 
@@ -40,28 +38,10 @@ def _group_norm(func: Any, args: Any, kwargs: Any) -> Sharded:
     if x.cut.dim == 0:
         return like(x, func(x.local, groups, weight, bias, eps))
     if x.cut.dim == 1:
-        return _of_channels(x, groups, weight, bias, eps)
+        refuse("a group norm over the cut dim", x)
     name = ("group_norm", 0 if weight is None else id(weight))
     local = _GroupNorm.apply(x.local, weight, bias, groups, eps, x, name)
     return like(x, local)
-
-
-def _of_channels(
-    x: Sharded, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Sharded:
-    """Normalises where every rank has whole groups of channels: nothing has to be sent."""
-    width = x.shape[1] // groups
-    if not is_plain(x):
-        refuse("a group norm over merged channels", x)
-    if any(size % width for size in x.cut.sizes):
-        dealt = x.holder.layout(groups)
-        x = x.holder.relay(x, tuple(width * size for size in dealt))
-    start, stop = own_run(x)
-    weight, bias = (None if t is None else t[start:stop] for t in (weight, bias))
-    if start == stop:
-        shift = 0 if weight is None or bias is None else (weight.sum() + bias.sum()) * 0
-        return like(x, x.local + shift)
-    return like(x, F.group_norm(x.local, (stop - start) // width, weight, bias, eps))
 
 
 class _GroupNorm(torch.autograd.Function):

@@ -66,7 +66,7 @@ def predict(
 def _predicted(
     network: nn.Module, x: Tensor, name: str, dim: int, ranks: int, cluster: Cluster
 ) -> Predicted:
-    holder = Imagined(0, ranks, channels=name == "channels")
+    holder = Imagined(0, ranks)
     counter, moved = FlopCounterMode(display=False), _Moved()
     given: Tensor = holder.shard(torch.empty(x.shape, dtype=x.dtype, device="meta"), dim)
     if name == "samples":

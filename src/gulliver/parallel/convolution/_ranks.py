@@ -35,9 +35,6 @@ from gulliver.parallel.convolution._sharded import (
 )
 from gulliver.parallel.convolution._windows import IDENTITY, Interval, Window, even, overlap, runs
 
-NORM_GROUPS = 32
-"""Groups of most group norms."""
-
 
 # [Note: one order on all ranks] Messages are told apart by their order, in backward too. Autograd
 # runs the nodes of a graph in the reverse order of their making, whatever their timing, so it is
@@ -49,8 +46,8 @@ class Ranks(Holder):
 
     where = "ranks"
 
-    def __init__(self, rank_group: RankGroup, channels: bool = False) -> None:
-        self.rank_group, self.channels = rank_group, channels
+    def __init__(self, rank_group: RankGroup) -> None:
+        self.rank_group = rank_group
         self.rank, self.size = rank_group.rank, rank_group.size
         self.graded = torch.is_grad_enabled()
 
@@ -66,9 +63,7 @@ class Ranks(Holder):
 
     def layout(self, extent: int) -> Sizes:
         """Returns the sizes of all parts of an extent."""
-        # Of channels those of a group of the usual 32 of a norm stay together.
-        groups = self.channels and extent % NORM_GROUPS == 0
-        return even(extent, self.size, extent // NORM_GROUPS if groups else 1)
+        return even(extent, self.size)
 
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
         """Returns the padding that there is before the first position and behind the last."""
@@ -165,10 +160,6 @@ class Ranks(Holder):
             parts.append((size * each, of_mean, of_squares))
         return merged(parts)
 
-    def reduce(self, partial: Tensor, dim: int, sizes: Sizes) -> Tensor:
-        """Returns this rank's part of the sum of what all ranks hold."""
-        return _Reduce.apply(partial, dim, sizes, self)
-
     def relay(self, x: Sharded, sizes: Sizes) -> Sharded:
         """Returns the same activation in parts of other sizes."""
         if x.cut.sizes == sizes:
@@ -199,8 +190,8 @@ class Ranks(Holder):
 class Imagined(Ranks):
     """One of several ranks that are not there: counts what it would send, for predictions."""
 
-    def __init__(self, rank: int, size: int, channels: bool = False) -> None:
-        self.rank, self.size, self.channels = rank, size, channels
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
         self.sent = self.calls = 0
 
     def exchange(self, outgoing: list[Tensor], counts: list[int]) -> list[Tensor]:
@@ -225,20 +216,6 @@ class _Fetch(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         dim, have, wants, ranks = ctx.how
         return ranks.give_back(grad, dim, have, wants), None, None, None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, dim: int, sizes: Sizes, ranks: Ranks) -> Tensor:
-        have, wants = runs(sizes), [(0, sum(sizes))] * ranks.size
-        ctx.how = dim, have, wants, ranks
-        return ranks.give_back(partial, dim, have, wants)
-
-    @staticmethod
-    @once_differentiable("a convolution that is shared by ranks")
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        dim, have, wants, ranks = ctx.how
-        return torch.cat(ranks.parts(grad, dim, have, wants), dim), None, None, None
 
 
 def _resized(x: Tensor, dim: int, size: int) -> torch.Size:

@@ -63,7 +63,6 @@ def _in_blocks(x: Sharded, block: int) -> Sharded:
     if any(size % block for size in x.cut.sizes):
         rows, sizes = window_rows(x, Window(0, block, block), 0, "view")
         start, stop = rows.outputs
-        x.views.apart = True
         x = like(x, rows.take(start * block, stop * block), x.cut.resized(sizes, block))
     blocks = tuple(size // block for size in x.cut.sizes)
     # Not a true cut of this shape: the view that follows makes it one.
@@ -227,10 +226,7 @@ def sliced(x: Sharded, start: int, stop: int, step: int = 1) -> Sharded:
     local = rows.take(*rows.wanted) if low < high else rows.all(1).narrow(x.cut.dim, 0, 0)
     if step > 1 and low < high:
         local = local[(slice(None),) * x.cut.dim + (slice(None, None, step),)]
-    made = like(x, local, x.cut.resized(sizes))
-    # Copied on some rank, or in some stretch: the same everywhere, so that all refuse alike.
-    x.views.apart = made.views.apart = True
-    return made
+    return like(x, local, x.cut.resized(sizes))
 
 
 @handles("getitem")

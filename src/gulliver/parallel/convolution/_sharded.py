@@ -46,23 +46,15 @@ OF_PART = frozenset(_PART.split())
 IN_PLACE = frozenset(["iadd", "isub", "imul", "itruediv", "idiv"])
 """Operators that write to their first argument, as functions whose names end with ``_`` do."""
 
-_VIEWS = (
+_ALIASING = (
     "view unflatten permute transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze expand "
-    "getitem narrow select split split_with_sizes chunk tensor_split unbind detach"
+    "getitem narrow select split split_with_sizes chunk tensor_split unbind detach reshape flatten "
+    "contiguous to type type_as float double half bfloat16 cpu cuda"
 )
-VIEWS = frozenset(_VIEWS.split())
-"""Functions whose results share the elements of their argument."""
-
-MAYBE_VIEWS = frozenset(["reshape", "flatten", "contiguous"])
-CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda"])
-"""Functions whose results do where nothing has to be copied."""
+ALIASING = frozenset(_ALIASING.split())
+"""Functions whose results may share the elements of their argument."""
 
 
-# [Note: a cut inside a merged dim] Attention flattens frames, rows and columns to tokens. If rows
-# are cut, the tokens of a rank are no run of all tokens, but a run in each frame. So a cut dim is
-# kept as three factors, ``outer x extent x inner``, of which the middle one is cut: it survives
-# `flatten`, and `unflatten` finds it again. Where nothing is outside, the inner factor is cut along
-# with it.
 @dataclass(frozen=True)
 class Cut:
     """The dim that is cut, and how."""
@@ -174,23 +166,13 @@ class Rows:
         return self.parts[0].new_full((), value).expand(shape)
 
 
-@dataclass
-class Views:
-    """Mark that an activation and its views share."""
-
-    # Whether there are views.
-    several: bool = False
-    # Whether the local tensor of one is a copy, which sees no writes to the others.
-    apart: bool = False
-
-
 class Sharded(Tensor):
     """An activation of which this process holds a part."""
 
     local: Tensor
     cut: Cut
     holder: Any
-    views: Views
+    aliased: bool
 
     @staticmethod
     def __new__(cls, local: Tensor, cut: Cut, holder: Holder) -> Sharded:
@@ -201,7 +183,7 @@ class Sharded(Tensor):
         shape[cut.dim] = cut.length
         # A shell without storage: nothing is ever read from it.
         made = torch.empty(shape, dtype=local.dtype, device="meta").as_subclass(cls)
-        made.local, made.cut, made.holder, made.views = local, cut, holder, Views()
+        made.local, made.cut, made.holder, made.aliased = local, cut, holder, False
         return made
 
     def __init__(self, local: Tensor, cut: Cut, holder: Holder) -> None:
@@ -228,8 +210,7 @@ class Sharded(Tensor):
         if handler is None:
             refuse(f"torch's {name}", x)
         _keep_gradients(name, x, (args, kwargs))
-        written = _written(func, name, x, args, kwargs)
-        before = [part.local for part in written]
+        target = _written(func, name, x, args, kwargs)
         try:
             made = handler(func, args, kwargs)
         except Exception as error:
@@ -237,14 +218,15 @@ class Sharded(Tensor):
             if type(error).__module__ != "builtins" or _of_messages(error):
                 raise
             refuse(f"this form of torch's {name} ({type(error).__name__}: {error})", x, cause=error)
-        for part, local in zip(written, before, strict=True):
-            if made.local is not part.local or (part.views.several and part.local is not local):
-                refuse(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)
-        _relate(name, written[0] if written else x, made, bool(written))
+        if target is not None and made is not target:
+            refuse(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)
+        if name in ALIASING:
+            for part in (x, *parts_in(made)):
+                part.aliased = True
         return made
 
 
-_NOT_IN_PLACE = "views along this dim are copies, so call the function that returns a new tensor"
+_NOT_IN_PLACE = "call the function that returns a new tensor"
 
 
 def _keep_gradients(name: str, x: Sharded, given: Any) -> None:
@@ -273,44 +255,24 @@ def in_place(func: Any, kwargs: dict[str, Any]) -> bool:
     return by_name or name.strip("_") in IN_PLACE or bool(kwargs.get("inplace"))
 
 
-def _written(func: Any, name: str, x: Sharded, args: Any, kwargs: Any) -> list[Sharded]:
-    """Returns the activations that a function writes to; refuses those that have copies."""
-    targets = [args[0]] if in_place(func, kwargs) else []
-    targets += [kwargs["out"]] if kwargs.get("out") is not None else []
-    for target in targets:
-        if not isinstance(target, Sharded):
-            refuse(f"writing by torch's {name} to a tensor that is not cut", x, "return a new one")
-        if target.views.apart:
-            refuse(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)
-    return targets
+def _written(func: Any, name: str, x: Sharded, args: Any, kwargs: Any) -> Sharded | None:
+    """Returns the activation that a function writes to, if any; refuses those that have views."""
+    # Some views of a part are views, others copies (a slice along the cut dim is fetched from other
+    # ranks), so what a write changes elsewhere is not what it changes in the whole.
+    target = args[0] if in_place(func, kwargs) else None
+    if kwargs.get("out") is not None or (target is not None and _is_aliased(target)):
+        refuse(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)
+    return target
+
+
+def _is_aliased(target: Any) -> bool:
+    return not isinstance(target, Sharded) or target.aliased
 
 
 def _of_messages(error: BaseException) -> bool:
     """Returns whether an error came from the communication between ranks."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(str(f.f_globals.get("__name__")).startswith("gulliver.comm") for f, _ in frames)
-
-
-def _relate(name: str, x: Sharded, made: Any, written: bool) -> None:
-    """Tells views and what they are views of about each other."""
-    for part in parts_in(made):
-        if part is x:
-            continue
-        same = part.local.untyped_storage().data_ptr() == x.local.untyped_storage().data_ptr()
-        # What reshape copies here it copies of the whole, too, unless the part lies in strides.
-        maybe = same or (name in MAYBE_VIEWS and not _is_dense(x.local))
-        if name in VIEWS or written or (name in MAYBE_VIEWS | CASTS and maybe):
-            x.views.several = True
-            x.views.apart |= part.views.apart or not same
-            part.views = x.views
-        elif part.views is x.views:
-            part.views = Views()
-
-
-def _is_dense(local: Tensor) -> bool:
-    """Returns whether a tensor's elements lie next to each other, in whatever order."""
-    steps = zip(local.shape, local.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps) == local.numel()
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:

@@ -46,8 +46,7 @@ from gulliver.parallel.convolution._samples import (
 )
 from gulliver.parallel.convolution._sharded import Cut, Sharded, own_of
 
-Dim = Literal["samples", "height", "width", "time", "channels"]
-DIMS: dict[str, int] = {"samples": 0, "height": -2, "width": -1, "time": -3, "channels": 1}
+DIMS: dict[str, int] = {"samples": 0, "height": -2, "width": -1, "time": -3}
 """Dims of the networks' inputs; of ``[batch, channels, frames, height, width]``."""
 
 
@@ -108,7 +107,7 @@ class SharedNetworks:
         dim = self._choose(network, plain, dims, name, x, rest)
         if dim == "samples":
             self._check_samples(network, plain, name, x, rest)
-        ranks = Ranks(self.rank_group, channels=dim == "channels")
+        ranks = Ranks(self.rank_group)
         part = given(x, dims[dim], ranks)
         with without_masks(network):
             made = own_samples(plain, part, rest) if dim == "samples" else plain(part, *rest)
@@ -183,7 +182,7 @@ def share_autoencoder(
             diffusers'; or any other module made of convolutions, norms, resampling and attention,
             which is then shared as a whole.
         mesh: mesh of one dim, or rank group; None is the whole world.
-        dim: "samples", "height", "width", "time", "channels", or "auto" for the predicted fastest.
+        dim: "samples", "height", "width", "time" or "auto" for the predicted fastest.
         cluster: cluster to predict for; None for the one that was probed.
         show: function that is told of every choice and its reason.
 

@@ -6,8 +6,7 @@
 
 Read `_layout.py` (who holds which positions), `_mask.py` and `_tiles.py` (what is computed of two
 ranks' tokens), `_kernels.py` and `_partial.py` (blocks, and how they are merged), `_ring.py` and
-`_heads.py` (what travels), then `_attention.py`, which joins them. `_two_ring.py` is the naive
-twin, an oracle for tests.
+`_heads.py` (what travels), then `_attention.py`, which joins them.
 
 A *ring rank* is a position in the ring: one rank, or with Ulysses the group of ranks that hold the
 tokens of that position together. It does not know of models, parameters or optimizers.
@@ -15,7 +14,6 @@ tokens of that position together. It does not know of models, parameters or opti
 
 from gulliver.hardware import AttentionBytes as Volume
 from gulliver.hardware import AttentionShape as Shape
-from gulliver.hardware import two_ring_bytes as two_ring_volume
 from gulliver.parallel.sequence._attention import attention
 from gulliver.parallel.sequence._choose import Chosen, Predicted, choose, predict, volume
 from gulliver.parallel.sequence._decode import decode
@@ -37,8 +35,6 @@ from gulliver.parallel.sequence._shard import (
     unshard_tail,
 )
 from gulliver.parallel.sequence._swap import swap_sharded_dim
-from gulliver.parallel.sequence._tiles import imbalance
-from gulliver.parallel.sequence._two_ring import two_ring_attention
 
 __all__ = [
     "Chosen",
@@ -53,7 +49,6 @@ __all__ = [
     "attention",
     "choose",
     "decode",
-    "imbalance",
     "make_groups",
     "make_mixed_groups",
     "mean_loss",
@@ -63,8 +58,6 @@ __all__ = [
     "shard_labels",
     "show",
     "swap_sharded_dim",
-    "two_ring_attention",
-    "two_ring_volume",
     "unshard",
     "unshard_tail",
     "volume",

@@ -59,7 +59,7 @@ class Visit:
     half: int | None = None
 
 
-class _Carousel:
+class _RingChannel:
     """Hops of one piece of each block along one ring, arriving in two buffers in turn."""
 
     def __init__(self, rank_group: RankGroup, piece: int, largest: int) -> None:
@@ -80,14 +80,14 @@ class _Carousel:
         return shift(self._rank_group, block, buffer[:count], BLOCK_TAG + self._piece)
 
 
-class _Road:
+class _TwoLevelRing:
     """Both levels of the ring, for one piece of each block."""
 
     def __init__(self, groups: SequenceGroups, piece: int, count: Count) -> None:
         self._groups, self._piece, self._count = groups, piece, count
         largest = max(count(place, piece) for place in range(groups.plan.ring))
-        self._slow = _Carousel(groups.outer, piece, largest)
-        self._fast = _Carousel(groups.inner, piece, largest)
+        self._slow = _RingChannel(groups.outer, piece, largest)
+        self._fast = _RingChannel(groups.inner, piece, largest)
 
     def origin(self, a: int, b: int) -> int:
         """Returns the ring rank whose block is here in step (a, b)."""
@@ -113,7 +113,7 @@ class _Road:
 
 def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterator[Visit]:
     """Yields the blocks of all ring ranks piece by piece, the own first, while the next travel."""
-    pieces = [_turn(_Road(groups, p, count), block, groups) for p, block in enumerate(own)]
+    pieces = [_turn(_TwoLevelRing(groups, p, count), block, groups) for p, block in enumerate(own)]
     # So that a generator alone holds its block, and frees it when it has left.
     del own
     for _ in range(groups.plan.ring):
@@ -121,7 +121,7 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
             yield next(piece)
 
 
-def _turn(road: _Road, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
+def _turn(ring: _TwoLevelRing, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
     """Yields one piece of each block; waits happen when it is this piece's turn again."""
     # So the other pieces' computation lies between posting a hop and waiting for it.
     ahead: Flight | None = Flight(None, own)
@@ -129,10 +129,10 @@ def _turn(road: _Road, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
     for a in range(groups.outer.size):
         assert ahead is not None
         block = ahead.wait()
-        ahead = road.outwards(a, block)
+        ahead = ring.outwards(a, block)
         for b in range(groups.inner.size):
-            following = road.inwards(a, b, block)
-            yield road.visit(a, b, block)
+            following = ring.inwards(a, b, block)
+            yield ring.visit(a, b, block)
             if following is not None:
                 block = following.wait()
 
@@ -148,7 +148,7 @@ def round_trip(
 ) -> list[Tensor]:
     """Takes every block round; returns what all ranks have gathered for the own pieces."""
     trips = [
-        _Trip(_Road(groups, p, count), p, gathered_count, groups, add, wire).steps(block)
+        _Trip(_TwoLevelRing(groups, p, count), p, gathered_count, groups, add, wire).steps(block)
         for p, block in enumerate(own)
     ]
     del own
@@ -175,7 +175,7 @@ class _Trip:
 
     # A generator, so that the pieces take turns in one thread without a state machine by hand.
 
-    road: _Road
+    ring: _TwoLevelRing
     piece: int
     gathered_count: Count
     groups: SequenceGroups
@@ -185,13 +185,13 @@ class _Trip:
     def steps(self, own: Tensor) -> _Steps:
         """Goes through both rings; returns the sum for the own block."""
         if self.groups.plan.ring == 1:
-            return (yield self.road.visit(0, 0, own))
-        road, outer = self.road, self.groups.outer
+            return (yield self.ring.visit(0, 0, own))
+        ring, outer = self.ring, self.groups.outer
         nothing = own.new_empty(0)
         held, home, home_flight, flight = own, None, None, None
         del own
         for a in range(outer.size):
-            ahead = road.outwards(a, held)
+            ahead = ring.outwards(a, held)
             steps = self._inner_turn(a, held)
             if a == 0:
                 held = nothing
@@ -199,15 +199,15 @@ class _Trip:
             if a == 0:
                 home, home_flight = first, arriving
             else:
-                total = yield from self._rest(road.visit(a, 0, held, 1), first, arriving)
+                total = yield from self._rest(ring.visit(a, 0, held, 1), first, arriving)
                 if flight is not None:
-                    total = self.add(total, flight.wait(), road.visit(a, 0, held))
-                flight = self._send_home(outer, total, road.origin(a + 1, 0))
+                    total = self.add(total, flight.wait(), ring.visit(a, 0, held))
+                flight = self._send_home(outer, total, ring.origin(a + 1, 0))
                 yield None
             if ahead is not None:
                 held = ahead.wait()
         assert home is not None
-        visit = road.visit(0, 0, nothing, 1)
+        visit = ring.visit(0, 0, nothing, 1)
         total = yield from self._rest(visit, home, home_flight)
         return total if flight is None else self.add(total, flight.wait(), visit)
 
@@ -215,21 +215,21 @@ class _Trip:
         self, a: int, held: Tensor
     ) -> Generator[Visit | None, Tensor, tuple[Tensor, Flight | None]]:
         """Returns the first half for the held block, and the others' sum for it, under way."""
-        road, inner, block = self.road, self.groups.inner, held
+        ring, inner, block = self.ring, self.groups.inner, held
         del held
-        following = road.inwards(a, 0, block)
-        first = yield road.visit(a, 0, block, 0)
+        following = ring.inwards(a, 0, block)
+        first = yield ring.visit(a, 0, block, 0)
         arriving = None
         for b in range(1, inner.size):
             yield None
             assert following is not None
             block = following.wait()
-            following = road.inwards(a, b, block)
-            visit = road.visit(a, b, block)
+            following = ring.inwards(a, b, block)
+            visit = ring.visit(a, b, block)
             part = yield visit
             if arriving is not None:
                 part = self.add(part, arriving.wait(), visit)
-            arriving = self._send_home(inner, part, road.origin(a, b + 1))
+            arriving = self._send_home(inner, part, ring.origin(a, b + 1))
         yield None
         return first, arriving
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gulliver.parallel.sequence._layout import Interval, Layout
+from gulliver.parallel.sequence._layout import Interval
 from gulliver.parallel.sequence._mask import Rules, Verdict
 
 Kind = Literal["plain", "causal", "masked"]
@@ -66,15 +66,6 @@ def tiles(
         for tile in _cut(Tile(q[0], k[0], q[1], k[1], "masked"), rules, leaf)
     ]
     return tuple(_merged(found))
-
-
-def area(found: tuple[Tile, ...]) -> int:
-    """Returns the number of pairs that kernels compute; half of a causal square."""
-    total = 0
-    for tile in found:
-        q, k = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
-        total += q * (q + 1) // 2 if tile.kind == "causal" else q * k
-    return total
 
 
 def _pieces(
@@ -168,25 +159,3 @@ def _joined(row: list[Tile], side: Literal["q", "k"]) -> list[Tile]:
         else:
             joined.append(tile)
     return joined
-
-
-def pairs_per_place(
-    layout: Layout, rules: Rules | None = None, leaf: int | None = None
-) -> list[list[int]]:
-    """Returns the pairs that each ring rank computes with each one's keys, ``[queries][keys]``."""
-    # Steps of a ring last as long as their slowest rank: see `imbalance`.
-    rules = rules or Rules()
-    held = [layout.of_place(place) for place in range(layout.ring)]
-    return [[area(tiles(q, k, rules, leaf=leaf)) for k in held] for q in held]
-
-
-def imbalance(layout: Layout, rules: Rules | None = None) -> float:
-    """Returns how much longer a ring computes than with even work: 0 is balanced, 1 twice as long.
-
-    Args:
-        layout: layout of the sequence.
-        rules: rules of the pairs that are allowed; None for all.
-    """
-    pairs, ring = pairs_per_place(layout, rules), layout.ring
-    slowest = sum(max(pairs[p][(p - step) % ring] for p in range(ring)) for step in range(ring))
-    return slowest * ring / max(1, sum(map(sum, pairs))) - 1
