@@ -32,7 +32,7 @@ from gulliver.parallel.sequence import (
     predict,
     volume,
 )
-from gulliver.parallel.sequence._core import Call, _Pack
+from gulliver.parallel.sequence._core import RingCall, _Pack
 from gulliver.parallel.sequence._heads import deal_heads
 from gulliver.parallel.sequence._mask import Rules
 from gulliver.parallel.sequence._partial import How, Partial, attend
@@ -107,7 +107,7 @@ def _computing(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Steps:
 def _sending(k: Tensor, v: Tensor, groups: SequenceGroups, shape: Shape) -> Steps:
     """The messages of a forward and a backward, without what is computed in between."""
     layout = groups.plan.lay(shape.length)
-    call = Call(groups, layout, layout, How(1.0, Rules(), ()))
+    call = RingCall(groups, layout, layout, How(1.0, Rules(), ()))
     pack = _Pack([k.detach(), v.detach()], call)
     part = torch.zeros(pack.numel(0, 0))
 
@@ -182,7 +182,7 @@ def time_balance(options: Options) -> dict[str, float]:
         layout = groups.plan.lay(shape.length)
         rules = Mask(causal=True).rules(1, shape.length, shape.length)
         how = How(0.125, rules, deal_heads(shape.heads, shape.heads, 1).runs(0))
-        call = Call(groups, layout, layout, how)
+        call = RingCall(groups, layout, layout, how)
         steps = [_step_seconds(q, k, v, call, step, options.rounds) for step in range(RANKS)]
         ranks = gather_objects(steps)
         worst = sum(max(step) for step in zip(*ranks, strict=True))
@@ -190,7 +190,7 @@ def time_balance(options: Options) -> dict[str, float]:
     return found
 
 
-def _step_seconds(q: Tensor, k: Tensor, v: Tensor, call: Call, step: int, rounds: int) -> float:
+def _step_seconds(q: Tensor, k: Tensor, v: Tensor, call: RingCall, step: int, rounds: int) -> float:
     """Processor seconds of one step's block: neither messages nor other processes count.
 
     The least of all rounds: what is computed is the same each time, and more is a disturbance.

@@ -16,7 +16,7 @@ from gulliver.parallel.convolution import share_autoencoder
 from tests.autoencoder_models import TinyAutoencoder, tiny_image_autoencoder
 from tests.pool import Pool
 
-VIDEO_DIMS = ("samples", "height", "width", "time", "channels")
+VIDEO_DIMS = ("samples", "height", "width", "time")
 
 
 def _make(name: str) -> tuple[nn.Module, Tensor]:
@@ -65,7 +65,7 @@ CASES = [
     *(("group raster", dim) for dim in VIDEO_DIMS),
     *(("frame frame", dim) for dim in ("height", "time")),
     *(("root full", dim) for dim in ("width", "time")),
-    *(("images", dim) for dim in ("height", "width", "channels")),
+    *(("images", dim) for dim in ("height", "width")),
     *(("ours", dim) for dim in VIDEO_DIMS),
     # Fewer latent rows than ranks; fewer rows than a window covers.
     ("group raster 5 4 6", "height"),
@@ -76,7 +76,7 @@ CASES = [
 
 CHOSEN = [
     *(("group raster", dim) for dim in VIDEO_DIMS),
-    ("images", "channels"),
+    ("images", "width"),
     ("ours", "time"),
     ("ours", "samples"),
     *CASES[-3:],
@@ -105,7 +105,6 @@ def _refused(world: World) -> list[str]:
     network, x = _make("root full")
     wrong = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.InstanceNorm2d(3))
     for module, dim, given in (
-        (network, "channels", x),
         (wrong.double(), "height", x[:, :, 0]),
         (nn.Conv3d(3, 3, 3, padding=1, padding_mode="reflect").double(), "time", x),
         (nn.Upsample(scale_factor=2, mode="bilinear"), "width", x[:, :, 0]),
@@ -124,35 +123,28 @@ def _refused(world: World) -> list[str]:
 def test_what_cannot_be_exact_is_refused_by_name_on_all_ranks(pool: Pool) -> None:
     messages = pool.run(_refused, 2)
     assert messages[0] == messages[1]
-    words = ("normalize along the cut dim", "instance norm", "mode reflect", "mode bilinear",
+    words = ("instance norm", "mode reflect", "mode bilinear",
              "every rank would draw others", "height")  # fmt: skip
     for word, message in zip(words, messages[0], strict=True):
         assert word in message
 
 
-def _halo(world: World) -> dict[str, tuple[int, int]]:
-    """Bytes sent by this rank for a convolution, beside those of an all-reduce of its output."""
-    found = {}
+def _halo(world: World) -> tuple[int, int]:
+    """Bytes sent by this rank for a convolution, without those of gathering its output."""
     x = torch.randn(1, 8, 4, 16 * world.size, 16)
     network = nn.Conv3d(8, 8, 3, padding=1)
-    for dim in ("height", "channels"):
-        shared = share_autoencoder(network, dim=dim)
-        with torch.no_grad():
-            before = sent_bytes()
-            out = network(x)
-        shared.off()
-        gathered = out.nbytes * (world.size - 1) // world.size
-        found[dim] = sent_bytes() - before - gathered // 1, out.nbytes
-    return found
+    shared = share_autoencoder(network, dim="height")
+    with torch.no_grad():
+        before = sent_bytes()
+        out = network(x)
+    shared.off()
+    gathered = out.nbytes * (world.size - 1) // world.size
+    return sent_bytes() - before - gathered, out.nbytes
 
 
-def test_halos_are_a_row_a_neighbour_and_channels_send_their_slices_once(pool: Pool) -> None:
-    for rank, found in enumerate(pool.run(_halo, 4)):
-        sent, whole = found["height"]
-        rows = whole // (16 * 4)
-        assert sent == rows * (1 if rank in (0, 3) else 2)
-        sent, whole = found["channels"]
-        assert sent == whole * 3 // 4  # an all-reduce of which each keeps a slice: 6 / 4
+def test_halos_are_a_row_for_each_neighbour(pool: Pool) -> None:
+    for rank, (sent, whole) in enumerate(pool.run(_halo, 4)):
+        assert sent == whole // (16 * 4) * (1 if rank in (0, 3) else 2)
 
 
 def _chosen(world: World) -> tuple[list[str], str, list[str]]:

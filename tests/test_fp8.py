@@ -20,7 +20,7 @@ from gulliver.precision.fp8 import (
     LayerState,
     Recipe,
     Scaled,
-    Shared,
+    SharedDims,
     convert_to_fp8,
     encode,
     fp8_events,
@@ -343,7 +343,7 @@ def test_half_of_a_layer_is_quantised_as_the_whole(scaling: str) -> None:
     a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
     linear(a, b, None, emulated(scaling)).backward(g)
 
-    def shard(parts: list[list[Tensor]], shared: Shared) -> list[tuple[Tensor, Tensor]]:
+    def shard(parts: list[list[Tensor]], shared: SharedDims) -> list[tuple[Tensor, Tensor]]:
         found = []
         for inputs, weight, grad in parts:
             inputs, weight = (t.clone().requires_grad_() for t in (inputs, weight))
@@ -362,11 +362,11 @@ def test_half_of_a_layer_is_quantised_as_the_whole(scaling: str) -> None:
 
     # Outputs are cut: the weight's columns, and the gradient's rows, have magnitudes of both.
     halves = [[x, w[:16], g[:, :16]], [x, w[16:], g[:, 16:]]]
-    shard(halves[:1], Shared(outputs=note))
-    (second,) = shard(halves[1:], Shared(outputs=told))
+    shard(halves[:1], SharedDims(outputs=note))
+    (second,) = shard(halves[1:], SharedDims(outputs=told))
     seen.clear()
-    shard(halves[1:], Shared(outputs=note))
-    (first,) = shard(halves[:1], Shared(outputs=told))
+    shard(halves[1:], SharedDims(outputs=note))
+    (first,) = shard(halves[:1], SharedDims(outputs=told))
     assert torch.allclose(first[0] + second[0], a.grad, rtol=1e-12)
     assert torch.allclose(torch.cat([first[1], second[1]]), b.grad, rtol=1e-12)
 

@@ -38,7 +38,7 @@ from gulliver.parallel.sequence import (
     volume,
 )
 from gulliver.parallel.sequence._heads import deal_heads
-from gulliver.parallel.sequence._kernels import Asked, Block, select
+from gulliver.parallel.sequence._kernels import Asked, AttentionBlock, select
 from gulliver.parallel.sequence._mask import Rules
 from gulliver.parallel.sequence._partial import (
     Gradients,
@@ -818,9 +818,9 @@ def test_kernels_agree_on_a_block(kind: str, dtype: torch.dtype) -> None:
     if kind == "masked":
         seen = torch.rand(2, 1, 24, 24, generator=torch.Generator().manual_seed(0)) < 0.5
         bias = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -math.inf)
-    block = Block(q[:, :, 2:18], k[:, :, 2:18], v[:, :, 2:18], 0.3, kind == "causal")
+    block = AttentionBlock(q[:, :, 2:18], k[:, :, 2:18], v[:, :, 2:18], 0.3, kind == "causal")
     if bias is not None:
-        block = Block(block.q, block.k, block.v, 0.3, bias=bias[:, :, 2:18, 2:18])
+        block = AttentionBlock(block.q, block.k, block.v, 0.3, bias=bias[:, :, 2:18, 2:18])
     asked = Asked("cpu", dtype, 8, 8)
     results = []
     for name in ("reference", "cpu flash"):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gulliver.parallel.sequence import Mask, SequencePlan
 from gulliver.parallel.sequence._heads import deal_heads
-from gulliver.parallel.sequence._kernels import KERNELS, Block, asked_of, precise, select
+from gulliver.parallel.sequence._kernels import KERNELS, AttentionBlock, asked_of, precise, select
 from gulliver.parallel.sequence._layout import Layout
 from gulliver.parallel.sequence._partial import (
     Gradients,
@@ -101,7 +101,7 @@ def one_call(case: Case, tensors: list[Tensor], kernel: str) -> list[Tensor]:
     q, k, v, grad = tensors
     kind = "causal" if case.mask.causal else "plain"
     chosen = select(asked_of(q, v, kind), kernel)
-    block = Block(q, k, v, case.head_dim**-0.5, case.mask.causal)
+    block = AttentionBlock(q, k, v, case.head_dim**-0.5, case.mask.causal)
     out, lse = chosen.forward(block)
     out = out.to(q.dtype)
     return [out, *(g.to(q.dtype) for g in chosen.backward(grad, block, out, lse))]

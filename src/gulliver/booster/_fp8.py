@@ -6,9 +6,9 @@ device; running them is `use_fp8`, once the model is cut.
 [Note: as one process] Parity is that of one process with the same recipe on the same micro-batches.
 Data ranks each quantise their own samples, as a loop over micro-batches would. Ranks that share a
 layer or a sequence quantise parts of one tensor: where a scale is of a dim that they share, they
-take the largest magnitude of all of them, by a small all-reduce (`Shared`). A layer whose gradient
-is a partial sum on each rank cannot be so: FP8 of a sum is not the sum of FP8. Those are kept, and
-sequences are shared only in models whose linear layers all work on tokens.
+take the largest magnitude of all of them, by a small all-reduce (`SharedDims`). A layer whose
+gradient is a partial sum on each rank cannot be so: FP8 of a sum is not the sum of FP8. Those are
+kept, and sequences are shared only in models whose linear layers all work on tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gulliver.precision.fp8 import (
     Layer,
     Recipe,
     Selection,
-    Shared,
+    SharedDims,
     check_hardware,
     check_layers,
     convert_to_fp8,
@@ -213,8 +213,8 @@ def _parts(
     return parts, others
 
 
-def _shared(module: nn.Module, tensor: RankGroup, sequence: RankGroup) -> Shared:
-    return Shared(
+def _shared(module: nn.Module, tensor: RankGroup, sequence: RankGroup) -> SharedDims:
+    return SharedDims(
         tokens=_agree(sequence),
         inputs=_agree(tensor) if isinstance(module, RowLinear) else None,
         outputs=_agree(tensor) if isinstance(module, ColumnLinear) else None,

@@ -91,9 +91,7 @@ class GenerateConfig(SamplingConfig):
     """Ranks that share each clip's tokens; 0 takes all that guidance leaves."""
     guidance_ranks: Annotated[int, Range(0, 2)] = 0
     """2 runs the model with and without the sentence on separate ranks; 0: 2 where possible."""
-    share_autoencoder: Literal["auto", "samples", "height", "width", "time", "channels", "off"] = (
-        "auto"
-    )
+    share_autoencoder: Literal["auto", "samples", "height", "width", "time", "off"] = "auto"
     """Dim of clips that the ranks cut to decode them together; off: every rank decodes all."""
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: --sequence x --guidance-ranks. Ignored under torchrun."""

@@ -33,14 +33,11 @@ from gulliver.errors import GulliverError, nearest
 class Axes:
     """Named axes over all ranks of the world."""
 
-    # Outer to inner.
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int]  # Outer to inner
     # Ranks of the world by their place along each axis; None in a world of one.
     ranks: Tensor | None
-    # Kind of device of the tensors.
     device_type: str
-    # This rank's line along each axis.
-    rank_groups: Mapping[str, RankGroup]
+    rank_groups: Mapping[str, RankGroup]  # This rank's line along each axis
 
     @cached_property
     def mesh(self) -> DeviceMesh | None:

@@ -13,14 +13,11 @@ from gulliver.hardware import RING_BYTES, Cluster, Link, all_reduce_ways
 class ReduceChoice:
     """How an all-reduce over gloo goes, and why."""
 
-    # Size of the tensor.
     nbytes: int
-    # Ranks of the world that take part.
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # Ranks of the world that take part
     # "ring", gloo's own, or "direct", an exchange from each rank to all others.
     kind: Literal["direct", "ring"]
-    # Seconds of each kind, where they were measured.
-    measured: Mapping[str, float]
+    measured: Mapping[str, float]  # Seconds of each kind, where they were measured
 
     def __str__(self) -> str:
         what = f"all_reduce of {self.nbytes} bytes among {len(self.ranks)} ranks: {self.kind}"

@@ -356,9 +356,7 @@ def _check_sum(dtype: torch.dtype) -> None:
         )
 
 
-def _backend_is_cheaper(
-    tensor: Tensor, op: Op, ranks: tuple[int, ...], any_order: bool
-) -> bool:
+def _backend_is_cheaper(tensor: Tensor, op: Op, ranks: tuple[int, ...], any_order: bool) -> bool:
     """Whether gloo's own all-reduce takes less of the processor, with bits that will do."""
     # It receives, adds and sends in one thread in C++, where a reduce-scatter and an all-gather of
     # ours wake Python for each message: at 128 KiB and 1 MiB it takes about half the processor's

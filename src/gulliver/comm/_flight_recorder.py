@@ -39,12 +39,9 @@ Entries = dict[str, list[tuple[int, str]]]
 class Purpose:
     """What a collective is for."""
 
-    # Continues "rank 1 ...".
-    text: str = ""
-    # Number, 1 to 2046; no two purposes that may meet have the same.
-    code: int = 0
-    # Number of the format that elements travel in; see `gulliver.comm._wire.told`.
-    wire: int = 0
+    text: str = ""  # Continues "rank 1 ..."
+    code: int = 0  # Number, 1 to 2046; no two purposes that may meet have the same
+    wire: int = 0  # Number of the format that elements travel in; see `gulliver.comm._wire.told`
 
 
 ANY = Purpose()

@@ -34,12 +34,10 @@ Key = tuple[str, tuple[int, ...]]
 class _Shared:
     """A group, or what torch gives to ranks that are not in it."""
 
-    # Process group of the ranks.
     group: Any
     # Rank groups of this process that were given it; those that are gone are empty.
     users: list[weakref.ref[RankGroup]] = field(default_factory=list)
-    # Since the ranks agreed the last time.
-    wanted: bool = True
+    wanted: bool = True  # Since the ranks agreed the last time
     # Made by its members alone, and given back by them; other ranks do not know it.
     of_members: bool = False
     # The group was given out without a rank group, so nobody knows its users.

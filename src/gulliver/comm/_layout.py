@@ -25,16 +25,12 @@ NAMES = {2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
 class ChosenAxes:
     """A torus, or none, and why."""
 
-    # Name and size of each axis, outer to inner; empty for all ranks at once.
-    axes: dict[str, int]
+    axes: dict[str, int]  # Name and size of each axis, outer to inner; empty for all ranks at once
     # Ranks in the order of their places on the axes; None for 0, 1, 2 ...
     order: tuple[int, ...] | None
-    # Predicted seconds of the collectives along `best`, the fastest torus.
-    seconds: float
-    # Predicted seconds with all ranks at once.
-    flat_s: float
-    # The fastest torus, chosen or not; empty where the ranks make none.
-    best: dict[str, int]
+    seconds: float  # Predicted seconds of the collectives along `best`, the fastest torus
+    flat_s: float  # Predicted seconds with all ranks at once
+    best: dict[str, int]  # The fastest torus, chosen or not; empty where the ranks make none
 
     def __str__(self) -> str:
         torus, flat = f"{1e3 * self.seconds:.3g} ms", f"{1e3 * self.flat_s:.3g} ms"

@@ -42,7 +42,7 @@ Steps = Generator[Arriving, None, None]
 """A collective: it yields messages to wait for."""
 
 
-class Exchange:
+class PendingCollective:
     """A collective under way, done or failed."""
 
     def __init__(self) -> None:
@@ -70,14 +70,14 @@ class _Threads:
     """The threads of this process."""
 
     def __init__(self) -> None:
-        self.begun: SimpleQueue[tuple[Steps, Exchange]] = SimpleQueue()
-        self.apart: SimpleQueue[tuple[Steps, Exchange]] = SimpleQueue()
-        self._arriving: SimpleQueue[tuple[Steps, Exchange, Arriving]] = SimpleQueue()
+        self.begun: SimpleQueue[tuple[Steps, PendingCollective]] = SimpleQueue()
+        self.apart: SimpleQueue[tuple[Steps, PendingCollective]] = SimpleQueue()
+        self._arriving: SimpleQueue[tuple[Steps, PendingCollective, Arriving]] = SimpleQueue()
         self._lock, self._drivers, self._driven = threading.Lock(), 0, 0
         _serve("post", self.begun, self._resume)
         _serve("finish", self._arriving, self._finish)
 
-    def drive(self, steps: Steps, exchange: Exchange) -> None:
+    def drive(self, steps: Steps, exchange: PendingCollective) -> None:
         """Hands in a collective that goes apart; threads are started when they are needed."""
         with self._lock:
             self._driven += 1
@@ -87,7 +87,7 @@ class _Threads:
         if more:
             _serve(f"apart-{self._drivers}", self.apart, self._drive)
 
-    def _resume(self, steps: Steps, exchange: Exchange) -> None:
+    def _resume(self, steps: Steps, exchange: PendingCollective) -> None:
         with _errors_of(exchange):
             messages = next(steps, None)
             if messages is None:
@@ -95,12 +95,12 @@ class _Threads:
             else:
                 self._arriving.put((steps, exchange, messages))
 
-    def _finish(self, steps: Steps, exchange: Exchange, messages: Arriving) -> None:
+    def _finish(self, steps: Steps, exchange: PendingCollective, messages: Arriving) -> None:
         with _errors_of(exchange):
             messages.wait()
             self._resume(steps, exchange)
 
-    def _drive(self, steps: Steps, exchange: Exchange) -> None:
+    def _drive(self, steps: Steps, exchange: PendingCollective) -> None:
         with _errors_of(exchange):
             drive(steps)
             exchange.end()
@@ -109,15 +109,15 @@ class _Threads:
 
 
 _threads: _Threads | None = None
-_under_way: WeakSet[Exchange] = WeakSet()
+_under_way: WeakSet[PendingCollective] = WeakSet()
 
 
-def start(steps: Steps, apart: bool = False) -> Exchange:
+def start(steps: Steps, apart: bool = False) -> PendingCollective:
     """Hands in a collective."""
     global _threads
     if _threads is None:
         _threads = _Threads()
-    exchange = Exchange()
+    exchange = PendingCollective()
     _under_way.add(exchange)
     if apart:
         _threads.drive(steps, exchange)
@@ -139,7 +139,7 @@ def drain(until: float) -> bool:
 
 
 @contextmanager
-def _errors_of(exchange: Exchange) -> Iterator[None]:
+def _errors_of(exchange: PendingCollective) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
@@ -152,4 +152,9 @@ def _serve(name: str, queue: SimpleQueue[Any], work: Callable[..., None]) -> Non
             # What it was handed is let go at once: the next may be long in coming.
             work(*queue.get())
 
+    # A daemon: at exit the interpreter must not wait for a thread that waits for a lost rank. What
+    # is still in flight is drained before (`_world._leave`), since a thread that is ended inside of
+    # gloo takes the process down with it. A forked child has the queues but not the threads, so
+    # processes that communicate are spawned, as all of ours are; workers of data loaders never
+    # communicate.
     threading.Thread(target=loop, name=f"gulliver-comm-{name}", daemon=True).start()

@@ -18,9 +18,7 @@ from gulliver.precision.wire import IDENTITY, WireFormat
 class RankGroup:
     """Ranks that follow each other, the last one followed by the first."""
 
-    # Ranks of the world, in the order of the group.
-    ranks: tuple[int, ...] = (0,)
-    # Number of this process among them.
+    ranks: tuple[int, ...] = (0,)  # Ranks of the world, in the order of the group
     rank: int = 0
     # Process group that they all belong to; None for a group of one rank, and for the whole world.
     process_group: dist.ProcessGroup | None = None

@@ -59,17 +59,14 @@ SEGMENTS, LEAST_SEGMENT, MOST_SEGMENT = 8, 512 << 10, 4 << 20
 # [Note: order of the sum] Terms are added in the order of the ranks along each axis, so the bits
 # depend on the shape of the torus, and on nothing else.
 @dataclass
-class Exchange:
+class AxisExchange:
     """One exchange of blocks ``[rows, length]`` along a rank group."""
 
     rank_group: RankGroup
-    # The first of as many as there are rows.
-    tag: int
-    # Those that were posted and not waited for.
-    receives: list[Any] = field(default_factory=list)
+    tag: int  # The first of as many as there are rows
+    receives: list[Any] = field(default_factory=list)  # Those that were posted and not waited for
     sends: list[Any] = field(default_factory=list)
-    # What must live until it is sent.
-    keep: list[Tensor] = field(default_factory=list)
+    keep: list[Tensor] = field(default_factory=list)  # What must live until it is sent
 
     def receive(self, peer: int, block: Tensor) -> None:
         """Posts the receive of a block; its pieces must lie contiguously."""
@@ -161,10 +158,10 @@ def reduce_scatter_steps(
 ) -> Steps:
     """One segment, an interval of each part, from the inner to the outer axis."""
     sizes, length = [rank_group.size for rank_group in rank_groups], segment[1] - segment[0]
-    stages: list[tuple[Exchange, Tensor]] = []
+    stages: list[tuple[AxisExchange, Tensor]] = []
     dtype = input.dtype
     for depth in reversed(range(len(rank_groups))):
-        exchange = Exchange(rank_groups[depth], tags[depth])
+        exchange = AxisExchange(rank_groups[depth], tags[depth])
         rows = math.prod(sizes[:depth])
         buffer = take_buffer((sizes[depth] - 1) * rows * length, dtype)
         slots = buffer.view(sizes[depth] - 1, rows, length)
@@ -203,9 +200,9 @@ def all_gather_steps(
     segment: tuple[int, int],
 ) -> Steps:
     """One segment, an interval of each part, from the outer to the inner axis."""
-    stages: list[tuple[Exchange, Tensor, dict[int, Tensor]]] = []
+    stages: list[tuple[AxisExchange, Tensor, dict[int, Tensor]]] = []
     for depth, rank_group in enumerate(rank_groups):
-        exchange = Exchange(rank_group, tags[depth])
+        exchange = AxisExchange(rank_group, tags[depth])
         blocks = _along(
             output.view(math.prod(rank_group.size for rank_group in rank_groups), input.numel()),
             rank_groups,
@@ -282,7 +279,7 @@ class _Level:
         self.tensor, self.rank_group, self.whole = tensor, rank_group, whole
         self.intervals = [interval] * rank_group.size if whole else _cut(interval, rank_group.size)
         self.mine = self.intervals[rank_group.rank]
-        self.out, self.back = Exchange(rank_group, tags[0]), Exchange(rank_group, tags[1])
+        self.out, self.back = AxisExchange(rank_group, tags[0]), AxisExchange(rank_group, tags[1])
         length = self.mine[1] - self.mine[0]
         buffer = take_buffer((rank_group.size - 1) * length, tensor.dtype)
         self.slots = buffer.view(rank_group.size - 1, 1, length)

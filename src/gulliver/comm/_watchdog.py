@@ -44,22 +44,14 @@ MESSAGE_LENGTH = 500
 class _Word:
     """What a rank says of itself in the store."""
 
-    # Sign that it lives, a number that grows.
-    beat: int = 0
-    # Number of the passage that failed; 0 for none.
-    passage: int = 0
-    # What that passage failed with.
-    error: str = ""
-    # Why it ends before its time; empty where it goes on or is done.
-    end: str = ""
-    # Whether it ended as it should.
-    done: bool = False
-    # Another rank that was lost to it, and why it ends.
-    lost: int | None = None
-    # Why that rank ends.
-    reason: str = ""
-    # What ranks do differently.
-    differs: str = ""
+    beat: int = 0  # Sign that it lives, a number that grows
+    passage: int = 0  # Number of the passage that failed; 0 for none
+    error: str = ""  # What that passage failed with
+    end: str = ""  # Why it ends before its time; empty where it goes on or is done
+    done: bool = False  # Whether it ended as it should
+    lost: int | None = None  # Another rank that was lost to it, and why it ends
+    reason: str = ""  # Why that rank ends
+    differs: str = ""  # What ranks do differently
 
 
 class Watchdog:

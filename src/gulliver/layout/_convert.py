@@ -26,7 +26,7 @@ from gulliver.hardware import (
     seconds_text,
 )
 from gulliver.layout._placements import reduction_of, sharding_of
-from gulliver.layout._run import Place, run_move
+from gulliver.layout._run import MeshPlace, run_move
 from gulliver.options import size_text
 from gulliver.solve import Conversion, ConversionStep, Sharding, convert_least
 
@@ -35,16 +35,11 @@ from gulliver.solve import Conversion, ConversionStep, Sharding, convert_least
 class ConversionPlan:
     """The least-cost way from one layout to another."""
 
-    # Steps in order; empty where nothing is to be done.
-    moves: tuple[ConversionStep, ...]
-    # Predicted seconds of each move.
+    moves: tuple[ConversionStep, ...]  # Steps in order; empty where nothing is to be done
     seconds: tuple[float, ...]
-    # Bytes of an element.
-    item: int
-    # Bytes that a rank holds at most at once, read and written.
-    peak_bytes: int
-    # Name of the machines that the seconds are of.
-    cluster: str
+    item: int  # Bytes of an element
+    peak_bytes: int  # Bytes that a rank holds at most at once, read and written
+    cluster: str  # Name of the machines that the seconds are of
 
     @property
     def total(self) -> float:
@@ -186,7 +181,7 @@ def _converted(
     dims = tuple(_positive(p, len(shape)) for p in placements)
     local: Any = tensor.to_local()
     local = local.wait() if hasattr(local, "wait") else local  # of a collective under way
-    place = Place(mesh, shape, reduction_of(tensor.placements, dims))
+    place = MeshPlace(mesh, shape, reduction_of(tensor.placements, dims))
     for move in _agreed(tensor, dims, cluster, room):
         local = run_move(local, move, place)
     return DTensor.from_local(

@@ -28,14 +28,12 @@ OPS: dict[str, Literal["sum", "mean", "max"]] = {"sum": "sum", "avg": "mean", "m
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshPlace:
     """A tensor on a mesh, and this rank on it."""
 
     mesh: DeviceMesh
-    # Size of each dim of the whole tensor.
-    shape: tuple[int, ...]
-    # Reduction of partial values: sum, avg or max.
-    op: str = "sum"
+    shape: tuple[int, ...]  # Size of each dim of the whole tensor
+    op: str = "sum"  # Reduction of partial values: sum, avg or max
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -78,7 +76,7 @@ class Place:
         return RankGroup(tuple(ranks), dist.get_rank(group), group), numbers
 
 
-def run_move(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
+def run_move(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     """The local part after a move."""
     return _RUN[move.kind](_own(local), move, place)
 
@@ -90,13 +88,13 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _slice(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
+def _slice(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     outer = place.box(move.before, place.here)
     # A copy: a view would keep the whole alive.
     return _view(local, outer, place.box(move.after, place.here)).clone()
 
 
-def _split(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
+def _split(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     before, after = (place.box(layout, place.here) for layout in (move.before, move.after))
     if before == after and place.op != "sum":
         return local
@@ -107,7 +105,7 @@ def _split(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
     return whole
 
 
-def _reduce(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
+def _reduce(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     whole = local.clone()
     if len(move.axes) == 1:
         all_reduce(whole, _op(place), place.mesh.get_group(move.axes[0]))
@@ -124,7 +122,7 @@ def _reduce(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
     return parts.view(whole.shape)
 
 
-def _gather(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
+def _gather(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     most, after = move.elements[0], place.box(move.after, place.here)
     blocks = _filled(local, most).view(1, most)
     for axis in move.axes:  # the slowest links carry what is still small
@@ -138,7 +136,7 @@ def _gather(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
     return whole
 
 
-def _scatter(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
+def _scatter(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     before, most = place.box(move.before, place.here), move.elements[1]
     inwards = move.axes[::-1]
     boxes = [place.box(move.after, c) for c in place.beside(inwards)]
@@ -149,7 +147,7 @@ def _scatter(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
     return parts[: _count(own)].view(_shape(own))
 
 
-def _exchange(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
+def _exchange(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     (axis,) = move.axes
     before, after = (place.box(layout, place.here) for layout in (move.before, move.after))
     group, numbers = place.line(axis)
@@ -165,7 +163,7 @@ def _exchange(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
     return whole
 
 
-def _swap(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
+def _swap(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     source = _source(move, place, place.here)
     if source == place.here:
         return local
@@ -176,7 +174,7 @@ def _swap(local: Tensor, move: ConversionStep, place: Place) -> Tensor:
     return arriving
 
 
-def _source(move: ConversionStep, place: Place, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+def _source(move: ConversionStep, place: MeshPlace, coordinate: tuple[int, ...]) -> tuple[int, ...]:
     """Where the box lies before a swap that a rank has after it."""
     low, high = move.axes
     if place.sizes[low] == place.sizes[high]:
@@ -188,7 +186,7 @@ def _source(move: ConversionStep, place: Place, coordinate: tuple[int, ...]) -> 
     return next(other for other in others if place.box(move.before, other) == wanted)
 
 
-def _gathered(flat: Tensor, axis: int, place: Place) -> Tensor:
+def _gathered(flat: Tensor, axis: int, place: MeshPlace) -> Tensor:
     """What the ranks along an axis hold, in the order of their coordinates: ``[n, elements]``."""
     group, numbers = place.line(axis)
     whole = flat.new_empty(group.size * flat.numel())
@@ -197,7 +195,7 @@ def _gathered(flat: Tensor, axis: int, place: Place) -> Tensor:
     return rows if numbers == list(range(group.size)) else rows[numbers]
 
 
-def _scattered(flat: Tensor, axis: int, place: Place) -> Tensor:
+def _scattered(flat: Tensor, axis: int, place: MeshPlace) -> Tensor:
     """This coordinate's part of a reduction along an axis."""
     group, numbers = place.line(axis)
     parts = flat.view(group.size, -1)
@@ -208,7 +206,7 @@ def _scattered(flat: Tensor, axis: int, place: Place) -> Tensor:
     return own
 
 
-def _op(place: Place) -> Literal["sum", "mean", "max"]:
+def _op(place: MeshPlace) -> Literal["sum", "mean", "max"]:
     return OPS[place.op]
 
 

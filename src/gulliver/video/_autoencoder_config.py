@@ -118,7 +118,7 @@ class TrainAutoencoderConfig(Options):
     segment: memory of one segment, the same gradients. 0 takes clips whole."""
     share_ranks: Annotated[int, Range(1, 1024)] = 1
     """Ranks that run the networks of each clip together, with the same gradients."""
-    share_dim: Literal["auto", "height", "width", "time", "channels"] = "height"
+    share_dim: Literal["auto", "height", "width", "time"] = "height"
     """Dim that they share."""
     save_every: Annotated[int, AT_LEAST_1] = 200
     """Steps between checkpoints."""

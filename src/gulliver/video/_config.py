@@ -92,7 +92,7 @@ class AutoencoderConfig(Options):
     """Clips of one of its steps."""
     learning_rate: Annotated[float, RATE] = 3e-3
     """Peak of its one-cycle learning rate."""
-    share: Literal["auto", "samples", "height", "width", "time", "channels", "off"] = "auto"
+    share: Literal["auto", "samples", "height", "width", "time", "off"] = "auto"
     """Dim of clips that the ranks of one model cut to encode together; off: every rank all."""
 
 

@@ -25,7 +25,7 @@ from gulliver.parallel.convolution._plan import (
     ConvPlan,
     plan_convolution,
 )
-from gulliver.parallel.convolution._predict import Predicted
+from gulliver.parallel.convolution._predict import SharingPrediction
 from gulliver.parallel.convolution._recompute import stream_trained
 from gulliver.parallel.convolution._share import SharedNetworks, share_autoencoder
 from gulliver.parallel.convolution._stream import stream_decode, stream_encode, stream_module
@@ -35,8 +35,8 @@ __all__ = [
     "ChunkedConvolutions",
     "ConvPlan",
     "Convolution",
-    "Predicted",
     "SharedNetworks",
+    "SharingPrediction",
     "chunk_convolutions",
     "frame_causal_attention",
     "has_networks",

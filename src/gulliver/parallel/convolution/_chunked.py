@@ -27,11 +27,11 @@ from gulliver.options import byte_size
 from gulliver.parallel.convolution._plan import (
     INDEX_LIMIT,
     Convolution,
+    ConvPiece,
     ConvPlan,
-    Piece,
     plan_convolution,
 )
-from gulliver.parallel.convolution._windows import Window, overlap
+from gulliver.parallel.convolution._windows import SlidingWindow, overlap
 
 KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CALLS = (F.conv1d, F.conv2d, F.conv3d)
@@ -216,11 +216,11 @@ class _InPieces(torch.autograd.Function):
         return of_x, of_weight.to(weight.dtype) if wanted[1] else None, of_bias, None, None
 
 
-def _weight_of(weight: Tensor, piece: Piece, term: tuple[int, int, int, int]) -> Tensor:
+def _weight_of(weight: Tensor, piece: ConvPiece, term: tuple[int, int, int, int]) -> Tensor:
     return weight[slice(*piece.outputs), term[2] : term[3]]
 
 
-def _written(out: Tensor, piece: Piece) -> Tensor:
+def _written(out: Tensor, piece: ConvPiece) -> Tensor:
     part = out[slice(*piece.batch), slice(*piece.outputs)]
     for dim, (start, stop) in enumerate(piece.box):
         part = part.narrow(2 + dim, start, stop - start)
@@ -228,7 +228,7 @@ def _written(out: Tensor, piece: Piece) -> Tensor:
 
 
 def _read(
-    x: Tensor, plan: ConvPlan, piece: Piece, term: tuple[int, int, int, int], mode: str
+    x: Tensor, plan: ConvPlan, piece: ConvPiece, term: tuple[int, int, int, int], mode: str
 ) -> Tensor:
     """Returns what a piece is made from, with its part of the padding."""
     part, pads = x[slice(*piece.batch), term[0] : term[1]], []
@@ -246,7 +246,7 @@ def _add_back(
     total: Tensor,
     found: Tensor,
     plan: ConvPlan,
-    piece: Piece,
+    piece: ConvPiece,
     term: tuple[int, int, int, int],
     mode: str,
 ) -> None:
@@ -267,7 +267,7 @@ def _add_back(
 
 
 def _extent(
-    plan: ConvPlan, piece: Piece, dim: int, window: Window
+    plan: ConvPlan, piece: ConvPiece, dim: int, window: SlidingWindow
 ) -> tuple[int, int, tuple[int, int]]:
     """Returns the positions that a piece needs along a dim, and those of them that exist."""
     start, stop = window.needs(*piece.box[dim])

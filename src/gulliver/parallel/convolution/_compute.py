@@ -1,7 +1,6 @@
 """Functions that compute: point by point, along other dims, over windows.
 
 Read `_pointwise` (most of a network), `_windowed` (convolutions and pooling) and `_resampled`.
-Convolutions whose *channels* are cut sum over the ranks (`_channels.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from gulliver.parallel.convolution._sharded import (
     refuse,
     window_rows,
 )
-from gulliver.parallel.convolution._windows import Window
+from gulliver.parallel.convolution._windows import SlidingWindow
 
 PIECES = 8
 """Pieces in which a convolution writes its output where nothing is kept for backward."""
@@ -177,7 +176,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
     at = x.cut.dim - 2
     if kernel[at] == stride[at] == 1 and pads[at] == (0, 0):
         return _of_samples(x, lambda local: convolve(local, weight, bias, pads))
-    window = Window(-pads[at][0], stride[at], dilation[at] * (kernel[at] - 1) + 1)
+    window = SlidingWindow(-pads[at][0], stride[at], dilation[at] * (kernel[at] - 1) + 1)
     others = tuple((0, 0) if n == at else pad for n, pad in enumerate(pads))
     keep = torch.is_grad_enabled() and (x.local.requires_grad or weight.requires_grad)
     return _windowed(
@@ -198,7 +197,7 @@ def _of_samples(x: Sharded, call: Callable[[Tensor], Tensor]) -> Sharded:
 
 def _windowed(
     x: Sharded,
-    window: Window,
+    window: SlidingWindow,
     after: int,
     name: str,
     call: Callable[[Tensor], Tensor],
@@ -219,7 +218,7 @@ def _windowed(
 
 
 def _in_pieces(
-    rows: Rows, window: Window, call: Callable[[Tensor], Tensor], value: float
+    rows: Rows, window: SlidingWindow, call: Callable[[Tensor], Tensor], value: float
 ) -> Tensor:
     """Computes piece by piece: only the pieces at the borders are copied, beside their halo."""
     start, stop = rows.outputs
@@ -252,7 +251,7 @@ def _pool(func: Any, args: Any, kwargs: Any) -> Sharded:
     at = x.cut.dim - (x.dim() - space)
     if at < 0:
         return _of_samples(x, lambda local: func(local, size, stride))
-    window = Window(0, stride[at], size[at])
+    window = SlidingWindow(0, stride[at], size[at])
     return _windowed(x, window, 0, func.__name__, lambda t: func(t, size, stride))
 
 

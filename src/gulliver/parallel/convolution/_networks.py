@@ -24,7 +24,7 @@ def encoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[T
     own = getattr(autoencoder, "stream_encoder", None)
     if own is not None:
         return own if frames is None else _told(own, frames)
-    return _Chain(_part(autoencoder, "encoder"), getattr(autoencoder, "quant_conv", None))
+    return _ModuleChain(_part(autoencoder, "encoder"), getattr(autoencoder, "quant_conv", None))
 
 
 def decoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:
@@ -32,7 +32,9 @@ def decoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[T
     own = getattr(autoencoder, "stream_decoder", None)
     if own is not None:
         return own if frames is None else _told(own, frames)
-    return _Chain(getattr(autoencoder, "post_quant_conv", None), _part(autoencoder, "decoder"))
+    return _ModuleChain(
+        getattr(autoencoder, "post_quant_conv", None), _part(autoencoder, "decoder")
+    )
 
 
 def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
@@ -77,7 +79,7 @@ def _told(own: Callable[..., Tensor], frames: int) -> Callable[[Tensor], Tensor]
     return partial(own, frames=frames) if "frames" in inspect.signature(own).parameters else own
 
 
-class _Chain(nn.Module):
+class _ModuleChain(nn.Module):
     """Modules called one after the other."""
 
     def __init__(self, *parts: Any) -> None:

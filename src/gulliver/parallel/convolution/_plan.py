@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from gulliver.errors import GulliverError
-from gulliver.parallel.convolution._windows import Interval, Window, even, runs
+from gulliver.parallel.convolution._windows import Interval, SlidingWindow, even, runs
 
 INDEX_LIMIT = 2**31 - 1
 """Most elements that a kernel with 32-bit indices can count."""
@@ -33,32 +33,22 @@ INDEX_LIMIT = 2**31 - 1
 class Convolution:
     """The sizes of a convolution."""
 
-    # Number of samples.
     batch: int
-    # Number of input channels.
     inputs: int
-    # Number of output channels.
     outputs: int
-    # Input positions along each spatial dim.
-    extents: tuple[int, ...]
-    # Kernel size along each spatial dim.
+    extents: tuple[int, ...]  # Input positions along each spatial dim
     kernel: tuple[int, ...]
-    # Stride along each spatial dim.
     stride: tuple[int, ...]
-    # Positions of padding before and behind each spatial dim.
-    padding: tuple[Interval, ...]
-    # Dilation along each spatial dim.
+    padding: tuple[Interval, ...]  # Positions of padding before and behind each spatial dim
     dilation: tuple[int, ...]
-    # Number of groups of channels.
     groups: int = 1
-    # Bytes of an element.
-    item: int = 4
+    item: int = 4  # Bytes of an element
 
     @property
-    def windows(self) -> tuple[Window, ...]:
+    def windows(self) -> tuple[SlidingWindow, ...]:
         """Windows along the spatial dims."""
         sizes = zip(self.padding, self.stride, self.dilation, self.kernel, strict=True)
-        return tuple(Window(-p[0], s, d * (k - 1) + 1) for p, s, d, k in sizes)
+        return tuple(SlidingWindow(-p[0], s, d * (k - 1) + 1) for p, s, d, k in sizes)
 
     @property
     def out_extents(self) -> tuple[int, ...]:
@@ -68,35 +58,27 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ConvPiece:
     """A part of the output, and the parts of the input that it is the sum over."""
 
     batch: Interval
     outputs: Interval
     # Input channels of each term of the sum, and which of the weight's inputs they meet.
     terms: tuple[tuple[int, int, int, int], ...]
-    # Number of groups.
     groups: int
-    # Output positions along each spatial dim.
-    box: tuple[Interval, ...]
+    box: tuple[Interval, ...]  # Output positions along each spatial dim
 
 
 @dataclass(frozen=True)
 class ConvPlan:
     """The pieces of one convolution."""
 
-    # Sizes of the convolution.
     sizes: Convolution
-    # Number of pieces of the batch.
     batch: int = 1
-    # Number of pieces of the groups.
     groups: int = 1
-    # Number of pieces of a group's output channels.
-    outputs: int = 1
-    # Number of pieces of a group's input channels.
-    inputs: int = 1
-    # Number of pieces of each spatial dim.
-    space: tuple[int, ...] = field(default=())
+    outputs: int = 1  # Number of pieces of a group's output channels
+    inputs: int = 1  # Number of pieces of a group's input channels
+    space: tuple[int, ...] = field(default=())  # Number of pieces of each spatial dim
 
     @property
     def counts(self) -> dict[str, int]:
@@ -128,7 +110,7 @@ class ConvPlan:
         """Bytes of the input and the output of the largest piece."""
         return sum(self.largest) * self.sizes.item
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[ConvPiece]:
         """Yields the pieces; together they are the output, each element once."""
         s = self.sizes
         width_in, width_out = s.inputs // s.groups, s.outputs // s.groups
@@ -140,7 +122,7 @@ class ConvPlan:
             last = group[1] - 1
             outputs = group[0] * width_out + out[0], last * width_out + out[1]
             terms = tuple((group[0] * width_in + a, last * width_in + b, a, b) for a, b in ins)
-            yield Piece(batch, outputs, terms, group[1] - group[0], tuple(box))
+            yield ConvPiece(batch, outputs, terms, group[1] - group[0], tuple(box))
 
     def __str__(self) -> str:
         shown = ", ".join(f"{name} in {count}" for name, count in self.counts.items())

@@ -25,19 +25,14 @@ from gulliver.parallel.convolution._ranks import Imagined
 
 
 @dataclass(frozen=True)
-class Predicted:
+class SharingPrediction:
     """What a forward would take if one dim were cut."""
 
-    # Dim that is cut.
-    dim: str
-    # Predicted seconds of the busiest rank.
-    seconds: float
-    # Bytes that it sends.
-    sent: int
-    # Number of its exchanges.
+    dim: str  # Dim that is cut
+    seconds: float  # Predicted seconds of the busiest rank
+    sent: int  # Bytes that it sends
     exchanges: int
-    # Number of its floating-point operations.
-    operations: int
+    operations: int  # Number of its floating-point operations
 
     def __str__(self) -> str:
         return (
@@ -48,7 +43,7 @@ class Predicted:
 
 def predict(
     network: nn.Module, x: Tensor, dims: dict[str, int], ranks: int, cluster: Cluster
-) -> list[Predicted]:
+) -> list[SharingPrediction]:
     """Predicts a forward for every dim that can be cut, the fastest first."""
     found, refused = [], None
     for name, dim in dims.items():
@@ -65,7 +60,7 @@ def predict(
 
 def _predicted(
     network: nn.Module, x: Tensor, name: str, dim: int, ranks: int, cluster: Cluster
-) -> Predicted:
+) -> SharingPrediction:
     holder = Imagined(0, ranks)
     counter, moved = FlopCounterMode(display=False), _Moved()
     given: Tensor = holder.shard(torch.empty(x.shape, dtype=x.dtype, device="meta"), dim)
@@ -84,7 +79,7 @@ def _predicted(
         link = cluster.axes[0].link
         each = holder.sent / max(1, holder.calls)
         seconds += holder.calls * point_to_point_seconds(link, int(each))
-    return Predicted(name, seconds, holder.sent, holder.calls, operations)
+    return SharingPrediction(name, seconds, holder.sent, holder.calls, operations)
 
 
 @contextmanager

@@ -21,11 +21,11 @@ from gulliver.comm import RankGroup, exchange
 from gulliver.errors import once_differentiable
 from gulliver.parallel.convolution._norms import merged
 from gulliver.parallel.convolution._sharded import (
-    Cut,
     Holder,
     Key,
     Rows,
     Sharded,
+    ShardedDim,
     Sizes,
     Statistics,
     is_plain,
@@ -33,7 +33,14 @@ from gulliver.parallel.convolution._sharded import (
     opened,
     refuse,
 )
-from gulliver.parallel.convolution._windows import IDENTITY, Interval, Window, even, overlap, runs
+from gulliver.parallel.convolution._windows import (
+    IDENTITY,
+    Interval,
+    SlidingWindow,
+    even,
+    overlap,
+    runs,
+)
 
 
 # [Note: one order on all ranks] Messages are told apart by their order, in backward too. Autograd
@@ -57,7 +64,7 @@ class Ranks(Holder):
 
     def shard(self, whole: Tensor, dim: int) -> Sharded:
         """Cuts a tensor that all ranks have, as evenly as can be."""
-        cut = Cut(dim % whole.dim(), self.layout(whole.shape[dim]))
+        cut = ShardedDim(dim % whole.dim(), self.layout(whole.shape[dim]))
         start, stop = runs(cut.sizes)[self.rank]
         return Sharded(whole.narrow(dim, start, stop - start), cut, self)
 
@@ -69,12 +76,12 @@ class Ranks(Holder):
         """Returns the padding that there is before the first position and behind the last."""
         return before, after
 
-    def rows(self, x: Sharded, window: Window, after: int, key: Key) -> tuple[Rows, Sizes]:
+    def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
         """Fetches what each rank's share of the outputs needs."""
         sizes = self.layout(window.count(x.cut.extent, after))
         return self.rows_for(x, window, sizes), sizes
 
-    def rows_for(self, x: Sharded, window: Window, sizes: Sizes) -> Rows:
+    def rows_for(self, x: Sharded, window: SlidingWindow, sizes: Sizes) -> Rows:
         """Fetches what outputs of given parts need."""
         extent, outputs = x.cut.extent, runs(sizes)
         needs = [window.needs(*o) if o[0] < o[1] else (0, 0) for o in outputs]
@@ -183,7 +190,7 @@ class Ranks(Holder):
         if x.cut.extent != 1:
             refuse("an operation on different extents", x)
         # Everybody has the only position: it is broadcast as a size of one is.
-        ones = Cut(x.cut.dim, (1,) * self.size)
+        ones = ShardedDim(x.cut.dim, (1,) * self.size)
         return like(x, self.whole(x, ("align", 0)), ones)
 
 

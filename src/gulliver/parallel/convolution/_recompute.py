@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gulliver.parallel.convolution._maskless import without_masks
-from gulliver.parallel.convolution._stream import Kept, Stream, with_last
+from gulliver.parallel.convolution._stream import FrameStream, Kept, with_last
 
 
 # [Note: backward through a stream] A segment's outputs hang on its frames and on what every layer
@@ -48,7 +48,7 @@ def stream_trained(
     Raises:
         GulliverError: a layer looks at frames that are still to come.
     """
-    stream, made = Stream({}), []
+    stream, made = FrameStream({}), []
     for part, final in with_last(parts):
         stream, out = _segment(network, stream, part, dim, final)
         if out is not None:
@@ -57,10 +57,10 @@ def stream_trained(
 
 
 def _segment(
-    network: Callable[[Tensor], Tensor], before: Stream, part: Tensor, dim: int, final: bool
-) -> tuple[Stream, Tensor | None]:
+    network: Callable[[Tensor], Tensor], before: FrameStream, part: Tensor, dim: int, final: bool
+) -> tuple[FrameStream, Tensor | None]:
     """Runs one segment; returns the stream after it, and what came out."""
-    after: list[Stream | None] = []
+    after: list[FrameStream | None] = []
 
     def run(part: Tensor, *tails: Tensor) -> tuple[Tensor | None, ...]:
         # A stream of its own each time: backward computes this once more, from the same start.
@@ -78,7 +78,7 @@ def _segment(
     return _with_tails(stream, iter(tails)), out
 
 
-def tails_of(stream: Stream) -> list[Tensor]:
+def tails_of(stream: FrameStream) -> list[Tensor]:
     """Returns the frames that a stream's layers keep, and those that wait."""
     waiting = [] if stream.waiting is None else [stream.waiting]
     return [tail for kept in stream.kept.values() for tail in _tails(kept)] + waiting
@@ -92,7 +92,7 @@ def _tails(kept: Kept) -> list[Tensor]:
     return [] if kept.tail is None else [kept.tail]
 
 
-def _with_tails(stream: Stream, tails: Iterator[Tensor]) -> Stream:
+def _with_tails(stream: FrameStream, tails: Iterator[Tensor]) -> FrameStream:
     """Returns a copy of a stream with other tensors in the places of `tails_of`."""
     kept = {name: _refilled(value, tails) for name, value in stream.kept.items()}
     waiting = None if stream.waiting is None else next(tails)

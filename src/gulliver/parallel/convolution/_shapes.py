@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from gulliver.parallel.convolution._sharded import (
-    Cut,
     Sharded,
+    ShardedDim,
     handles,
     is_plain,
     like,
@@ -25,7 +25,7 @@ from gulliver.parallel.convolution._sharded import (
     refuse,
     window_rows,
 )
-from gulliver.parallel.convolution._windows import Window, even
+from gulliver.parallel.convolution._windows import SlidingWindow, even
 
 
 def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
@@ -46,7 +46,7 @@ def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
                 refuse(f"a view as {tuple(shape)}", x)
             x = _in_blocks(x, block)
             outer = above // (inside * extent) if extent else 1
-            return _viewed(x, shape, Cut(dim, x.cut.sizes, outer, inside // below))
+            return _viewed(x, shape, ShardedDim(dim, x.cut.sizes, outer, inside // below))
         if below <= inside < above:
             # The positions go on in the dim before: whole blocks of them stay together.
             block, extent, inside = block * (above // inside), extent // (above // inside), above
@@ -61,7 +61,7 @@ def _in_blocks(x: Sharded, block: int) -> Sharded:
     if x.cut.extent % block and hasattr(x.holder, "layout"):
         refuse(f"a view that splits dim {x.cut.dim} in blocks of {block}", x)
     if any(size % block for size in x.cut.sizes):
-        rows, sizes = window_rows(x, Window(0, block, block), 0, "view")
+        rows, sizes = window_rows(x, SlidingWindow(0, block, block), 0, "view")
         start, stop = rows.outputs
         x = like(x, rows.take(start * block, stop * block), x.cut.resized(sizes, block))
     blocks = tuple(size // block for size in x.cut.sizes)
@@ -71,7 +71,7 @@ def _in_blocks(x: Sharded, block: int) -> Sharded:
     return made
 
 
-def _viewed(x: Sharded, shape: Sequence[int], cut: Cut) -> Sharded:
+def _viewed(x: Sharded, shape: Sequence[int], cut: ShardedDim) -> Sharded:
     local = list(shape)
     local[cut.dim] = cut.outer * cut.sizes[x.holder.rank] * cut.inner
     return like(x, x.local.reshape(local), cut)
@@ -105,10 +105,11 @@ def _unflatten(func: Any, args: Any, kwargs: Any) -> Sharded:
     growing = sizes[0] == -1 and x.holder.grows
     if -1 in sizes:
         sizes[sizes.index(-1)] = x.shape[dim] // -math.prod(sizes)
+    shape = [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]]
     if dim == x.cut.dim and is_plain(x) and growing:
         x = _in_blocks(x, math.prod(sizes[1:]))
-        return _viewed(x, [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]], Cut(dim, x.cut.sizes))
-    return reshaped(x, [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]])
+        return _viewed(x, shape, ShardedDim(dim, x.cut.sizes))
+    return reshaped(x, shape)
 
 
 @handles("permute")
@@ -168,7 +169,7 @@ def _elsewhere(x: Sharded, dim: int) -> Sharded:
         merged = x.local.movedim(at, dim + 1).flatten(dim, dim + 1)
     else:
         merged = x.local.movedim(at, dim).flatten(dim - 1, dim)
-    return like(x, merged.unsqueeze(at), Cut(dim, x.cut.sizes, x.shape[dim]))
+    return like(x, merged.unsqueeze(at), ShardedDim(dim, x.cut.sizes, x.shape[dim]))
 
 
 def _back_to(x: Sharded, dim: int) -> Sharded:
@@ -180,7 +181,7 @@ def _back_to(x: Sharded, dim: int) -> Sharded:
     held = x.cut.sizes[x.holder.rank]
     at = x.cut.dim - (dim < x.cut.dim)
     local = x.local.squeeze(dim).unflatten(at, (x.cut.outer, held)).movedim(at + 1, dim)
-    return like(x, local, Cut(dim, x.cut.sizes))
+    return like(x, local, ShardedDim(dim, x.cut.sizes))
 
 
 @handles("expand")
@@ -220,7 +221,7 @@ def sliced(x: Sharded, start: int, stop: int, step: int = 1) -> Sharded:
         return x
     if step < 1:
         refuse("a slice with a negative step", x)
-    rows, sizes = window_rows(x, Window(start, step), stop - extent, "slice")
+    rows, sizes = window_rows(x, SlidingWindow(start, step), stop - extent, "slice")
     low, high = rows.outputs
     # What no part is asked for stays in the graph: backward has the same messages everywhere.
     local = rows.take(*rows.wanted) if low < high else rows.all(1).narrow(x.cut.dim, 0, 0)
@@ -357,7 +358,7 @@ def _one_behind(x: Sharded, after: Sharded, dim: int) -> Sharded:
         behind = tuple(size - part for size, part in zip(ends, before, strict=True))
         x, after = x.holder.relay(x, before), x.holder.relay(after, behind)
     sizes = tuple(a + b for a, b in zip(x.cut.sizes, after.cut.sizes, strict=True))
-    return like(x, torch.cat([x.local, after.local], dim), Cut(dim, sizes))
+    return like(x, torch.cat([x.local, after.local], dim), ShardedDim(dim, sizes))
 
 
 def _below(sizes: Sequence[int], rank: int, border: int) -> int:

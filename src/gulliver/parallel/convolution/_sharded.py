@@ -8,9 +8,9 @@ it. A function that is in no table is refused by name: nothing is computed that 
 right.
 
 Where the rest comes from is the *holder's* business: `Ranks` (`_ranks.py`) exchanges with other
-ranks, `Stream` (`_stream.py`) keeps what earlier calls have seen.
+ranks, `FrameStream` (`_stream.py`) keeps what earlier calls have seen.
 
-Read `Cut`, `Sharded`, `Holder`. It does not know the functions: those that only move elements are
+Read `ShardedDim`, `Sharded`, `Holder`. The functions are elsewhere: those that only move elements
 in `_shapes.py`, those that compute in `_compute.py`, `_norms.py` and `_attention.py`.
 """
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.parallel.convolution._windows import Interval, Window, runs
+from gulliver.parallel.convolution._windows import Interval, SlidingWindow, runs
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[str, Handler] = {}
@@ -56,17 +56,13 @@ ALIASING = frozenset(_ALIASING.split())
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardedDim:
     """The dim that is cut, and how."""
 
-    # Dim of the whole, counted from the front.
-    dim: int
-    # Positions that each part has.
-    sizes: tuple[int, ...]
-    # Factor of the dim outside of the positions.
-    outer: int = 1
-    # Factor of the dim inside of them.
-    inner: int = 1
+    dim: int  # Dim of the whole, counted from the front
+    sizes: tuple[int, ...]  # Positions that each part has
+    outer: int = 1  # Factor of the dim outside of the positions
+    inner: int = 1  # Factor of the dim inside of them
 
     @property
     def extent(self) -> int:
@@ -78,7 +74,7 @@ class Cut:
         """Length of the dim of the whole."""
         return self.outer * self.extent * self.inner
 
-    def resized(self, sizes: Sequence[int], times: int = 1) -> Cut:
+    def resized(self, sizes: Sequence[int], times: int = 1) -> ShardedDim:
         """Returns the cut with other sizes, or with each position repeated."""
         return replace(self, sizes=tuple(size * times for size in sizes))
 
@@ -86,17 +82,15 @@ class Cut:
 class Holder(ABC):
     """Layout of the parts, and the ways from one to the others."""
 
-    # Number of the part that is held here.
-    rank: int
-    # Kind of the parts, for messages.
-    where: str
+    rank: int  # Number of the part that is held here
+    where: str  # Kind of the parts, for messages
     # Whether more positions may come, so that a shape of one position says little.
     grows = False
     # Whether gradients were enabled when the network was called.
     graded = False
 
     @abstractmethod
-    def rows(self, x: Sharded, window: Window, after: int, key: Key) -> tuple[Rows, Sizes]:
+    def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
         """Returns what this part's windows see, and the sizes of the outputs' parts."""
 
     @abstractmethod
@@ -126,15 +120,11 @@ Statistics = tuple[float, Tensor, Tensor]
 class Rows:
     """Neighbouring positions along one dim, in pieces that need not be copied together."""
 
-    # Tensors, one after the other; at least one.
-    parts: list[Tensor]
+    parts: list[Tensor]  # Tensors, one after the other; at least one
     start: int
-    # Dim that they follow each other along.
-    dim: int
-    # Positions that are asked for, some perhaps in the padding.
-    wanted: Interval
-    # Outputs that they are for.
-    outputs: Interval
+    dim: int  # Dim that they follow each other along
+    wanted: Interval  # Positions that are asked for, some perhaps in the padding
+    outputs: Interval  # Outputs that they are for
 
     def take(self, start: int, stop: int, value: float = 0.0) -> Tensor:
         """Returns some positions, those outside filled with a value."""
@@ -170,15 +160,15 @@ class Sharded(Tensor):
     """An activation of which this process holds a part."""
 
     local: Tensor
-    cut: Cut
+    cut: ShardedDim
     holder: Any
     aliased: bool
 
     @staticmethod
-    def __new__(cls, local: Tensor, cut: Cut, holder: Holder) -> Sharded:
+    def __new__(cls, local: Tensor, cut: ShardedDim, holder: Holder) -> Sharded:
         """Makes the shell, of the shape of the whole."""
         if cut.outer == 1 and cut.inner > 1:
-            cut = Cut(cut.dim, tuple(size * cut.inner for size in cut.sizes))
+            cut = ShardedDim(cut.dim, tuple(size * cut.inner for size in cut.sizes))
         shape = list(local.shape)
         shape[cut.dim] = cut.length
         # A shell without storage: nothing is ever read from it.
@@ -186,7 +176,7 @@ class Sharded(Tensor):
         made.local, made.cut, made.holder, made.aliased = local, cut, holder, False
         return made
 
-    def __init__(self, local: Tensor, cut: Cut, holder: Holder) -> None:
+    def __init__(self, local: Tensor, cut: ShardedDim, holder: Holder) -> None:
         pass
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -321,7 +311,7 @@ def locals_of(values: Any, change: Callable[[Any], Any]) -> Any:
     return values
 
 
-def like(x: Sharded, local: Tensor, cut: Cut | None = None) -> Sharded:
+def like(x: Sharded, local: Tensor, cut: ShardedDim | None = None) -> Sharded:
     """Returns a part with the holder of another."""
     return Sharded(local, cut or x.cut, x.holder)
 
@@ -331,7 +321,7 @@ def is_plain(x: Sharded) -> bool:
     return x.cut.outer == x.cut.inner == 1
 
 
-def opened(local: Tensor, cut: Cut, held: int) -> Tensor:
+def opened(local: Tensor, cut: ShardedDim, held: int) -> Tensor:
     """Returns the cut dim as its three factors; the positions stand at ``cut.dim + 1``."""
     return local.unflatten(cut.dim, (cut.outer, held, cut.inner))
 
@@ -341,7 +331,7 @@ def own_run(x: Sharded) -> Interval:
     return runs(x.cut.sizes)[x.holder.rank]
 
 
-def own_of(whole: Tensor, cut: Cut, holder: Holder) -> Tensor:
+def own_of(whole: Tensor, cut: ShardedDim, holder: Holder) -> Tensor:
     """Returns the part of a whole that belongs here; a view where nothing is outside."""
     start, stop = runs(cut.sizes)[holder.rank]
     parts = opened(whole, cut, cut.extent).narrow(cut.dim + 1, start, stop - start)
@@ -349,7 +339,7 @@ def own_of(whole: Tensor, cut: Cut, holder: Holder) -> Tensor:
 
 
 def window_rows(
-    x: Sharded, window: Window, after: int, name: str, weight: Tensor | None = None
+    x: Sharded, window: SlidingWindow, after: int, name: str, weight: Tensor | None = None
 ) -> tuple[Rows, Sizes]:
     """Asks the holder for what windows along the cut dim see; see `Holder.rows`."""
     if not is_plain(x):

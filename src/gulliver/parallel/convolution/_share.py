@@ -8,9 +8,8 @@
 
 `height`, `width` and `time` cut activations into runs of rows, columns or frames: convolutions
 fetch the border of their neighbours' parts, norms merge statistics, attention gathers keys and
-values.
-`channels` cuts between all layers, and sums with a reduce-scatter. `samples` deals whole clips to
-the ranks: where there are enough of them, that sends least. A network that mixes clips is refused.
+values. `samples` deals whole clips to the ranks: where there are enough of them, that sends least.
+A network that mixes clips is refused.
 
 All ranks call the networks with the same input. What comes out is gathered, so all have the whole;
 its gradient is taken to be the same on all ranks, and each passes its own part back. The gradient
@@ -25,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,14 +36,14 @@ from gulliver.errors import GulliverError, nearest, once_differentiable
 from gulliver.hardware import Cluster, current_cluster
 from gulliver.parallel.convolution._maskless import without_masks
 from gulliver.parallel.convolution._networks import networks_of
-from gulliver.parallel.convolution._predict import Predicted, predict
+from gulliver.parallel.convolution._predict import SharingPrediction, predict
 from gulliver.parallel.convolution._ranks import Ranks
 from gulliver.parallel.convolution._samples import (
     own_samples,
     refuse_mixing_layers,
     verify_independent,
 )
-from gulliver.parallel.convolution._sharded import Cut, Sharded, own_of
+from gulliver.parallel.convolution._sharded import Sharded, ShardedDim, own_of
 
 DIMS: dict[str, int] = {"samples": 0, "height": -2, "width": -1, "time": -3}
 """Dims of the networks' inputs; of ``[batch, channels, frames, height, width]``."""
@@ -55,16 +54,13 @@ class SharedNetworks:
     """Networks that the ranks of a group run together; `off` makes them plain again."""
 
     rank_group: RankGroup
-    # Dim that is cut, or "auto".
-    dim: str
-    # Cluster to predict for; None for the one that was probed.
-    cluster: Cluster | None = None
-    # Function that is told of every choice.
-    show: Callable[[str], None] | None = None
+    dim: str  # Dim that is cut, or "auto"
+    cluster: Cluster | None = None  # Cluster to predict for; None for the one that was probed
+    show: Callable[[str], None] | None = None  # Function that is told of every choice
     # Dim that was chosen for each network and shape.
     chosen: dict[Any, str] = field(default_factory=dict)
     # Predictions that each choice was made from.
-    predictions: dict[Any, list[Predicted]] = field(default_factory=dict)
+    predictions: dict[Any, list[SharingPrediction]] = field(default_factory=dict)
     _networks: list[Any] = field(default_factory=list)
     _independent: set[str] = field(default_factory=set)
 
@@ -212,7 +208,7 @@ def given(x: Tensor, dim: int, ranks: Ranks) -> Sharded:
 
 class _Given(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, cut: ShardedDim, ranks: Ranks) -> Tensor:
         ctx.how = cut, ranks
         return own_of(whole, cut, ranks)
 

@@ -7,9 +7,9 @@
 
 The network's own forward runs over one stretch of frames after another. What it is given says that
 it is all frames so far, and holds those that are new; every convolution in time keeps its last
-frames (`Stream.rows`), so each output frame is computed once, from the same frames as in the whole.
-The first stretch is padded as the clip is, the last one too. A layer that must leave a remainder
-for later (a downsampling) keeps it.
+frames (`FrameStream.rows`), so each output frame is computed once, from the same frames as in the
+whole. The first stretch is padded as the clip is, the last one too. A layer that must leave a
+remainder for later (a downsampling) keeps it.
 
 Group norms over time are told apart: their statistics are of frames that are still to come.
 ``norms="passes"`` runs through the clip once for each of them, in their order: with the statistics
@@ -18,7 +18,7 @@ costs as much time as there are norms, halved. Without it they are refused.
 
 Attention of the middle block must be of single frames or causal: then keys and values are kept.
 
-Read `stream_encode`, `stream_module`, `Stream`.
+Read `stream_encode`, `stream_module`, `FrameStream`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from gulliver.parallel.convolution._maskless import without_masks
 from gulliver.parallel.convolution._networks import decoder_of, encoder_of, pieces_of, time_dim
 from gulliver.parallel.convolution._norms import merged
 from gulliver.parallel.convolution._sharded import (
-    Cut,
     Holder,
     Key,
     Rows,
     Sharded,
+    ShardedDim,
     Sizes,
     Statistics,
     like,
     refuse,
 )
-from gulliver.parallel.convolution._windows import Window
+from gulliver.parallel.convolution._windows import SlidingWindow
 
 Norms = Literal["refuse", "passes"]
 Clips = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
@@ -107,10 +107,10 @@ def stream_module(
                     "norms='passes' has no backward through group norms over time: stream under "
                     "torch.no_grad(), or train by share_autoencoder"
                 )
-    return _streamed(network, clips, Stream(counted), dim)
+    return _streamed(network, clips, FrameStream(counted), dim)
 
 
-def _streamed(network: Any, clips: Clips, stream: Stream, dim: int) -> Iterator[Tensor]:
+def _streamed(network: Any, clips: Clips, stream: FrameStream, dim: int) -> Iterator[Tensor]:
     with without_masks(network):
         for part, final in with_last(clips() if callable(clips) else clips):
             made = stream.run(network, part, dim, final)
@@ -120,7 +120,7 @@ def _streamed(network: Any, clips: Clips, stream: Stream, dim: int) -> Iterator[
 
 def _count(network: Any, clips: Any, dim: int, counted: dict[Any, Any]) -> bool:
     """Counts the statistics of the first norm that is not known; whether there was one."""
-    stream = Stream(counted, counting=True)
+    stream = FrameStream(counted, counting=True)
     with torch.no_grad(), without_masks(network):
         for part, final in with_last(clips()):
             stream.run(network, part, dim, final)
@@ -154,22 +154,17 @@ class _Counted(Exception):
 class KeptRows:
     """Rows that a layer keeps from stretch to stretch."""
 
-    # Window of the layer.
-    window: Window
-    # Outputs that were given.
-    done: int = 0
-    # First position of the tail.
-    start: int = 0
-    # Positions that later outputs need.
-    tail: Tensor | None = None
-    # Position that a slice ends at.
-    bound: int | None = None
+    window: SlidingWindow
+    done: int = 0  # Outputs that were given
+    start: int = 0  # First position of the tail
+    tail: Tensor | None = None  # Positions that later outputs need
+    bound: int | None = None  # Position that a slice ends at
 
 
 Kept = KeptRows | list[KeptRows] | Tensor
 
 
-class Stream(Holder):
+class FrameStream(Holder):
     """Parts of an activation in time: what came before is part 0, what is new part 1."""
 
     rank = 1
@@ -191,9 +186,9 @@ class Stream(Holder):
         # Frames that gave nothing yet.
         self.waiting: Tensor | None = None
 
-    def taken_up(self, kept: dict[Any, Any], waiting: Tensor | None) -> Stream:
+    def taken_up(self, kept: dict[Any, Any], waiting: Tensor | None) -> FrameStream:
         """Returns another stream at this place, with other tensors kept."""
-        other = Stream(self.counted, self.counting)
+        other = FrameStream(self.counted, self.counting)
         other.kept, other.waiting, other._past = kept, waiting, self._past
         return other
 
@@ -204,7 +199,7 @@ class Stream(Holder):
             return network(part)  # all of it is here
         self.final, self._seen, self._new = final, {}, {}
         self.graded = torch.is_grad_enabled()
-        x = Sharded(part, Cut(dim, (self._past, part.shape[dim])), self)
+        x = Sharded(part, ShardedDim(dim, (self._past, part.shape[dim])), self)
         try:
             made = network(x)
             if not isinstance(made, Sharded):
@@ -220,7 +215,7 @@ class Stream(Holder):
         self._past, self.waiting = self._past + part.shape[dim], None
         return made
 
-    def rows(self, x: Sharded, window: Window, after: int, key: Key) -> tuple[Rows, Sizes]:
+    def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
         """Puts the kept frames before the new ones, and keeps those that later outputs need."""
         name = self._name(key)
         kept = self.kept.get(name) or KeptRows(window)
@@ -263,7 +258,7 @@ class Stream(Holder):
         if len({part.cut.sizes for part in parts}) == 1:
             return list(parts)
         name = self._name(key)
-        kept = self.kept.get(name) or [KeptRows(Window()) for _ in parts]
+        kept = self.kept.get(name) or [KeptRows(SlidingWindow()) for _ in parts]
         done, ready = kept[0].done, min(part.cut.extent for part in parts)
         if not ready:
             raise _Starved
@@ -276,7 +271,7 @@ class Stream(Holder):
                      part.cut.resized((done, ready - done)))
             )  # fmt: skip
             tail = local.narrow(dim, ready - start, stop - ready).clone()
-            news.append(KeptRows(Window(), ready, ready, tail))
+            news.append(KeptRows(SlidingWindow(), ready, ready, tail))
         self._new[name] = news
         return made
 

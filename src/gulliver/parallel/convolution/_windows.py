@@ -16,15 +16,12 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """A window that slides along one dim."""
 
-    # Position at which the window of output 0 begins; negative in padding.
-    first: int = 0
-    # Distance between the windows of neighbouring outputs.
-    stride: int = 1
-    # Number of positions that a window covers.
-    span: int = 1
+    first: int = 0  # Position at which the window of output 0 begins; negative in padding
+    stride: int = 1  # Distance between the windows of neighbouring outputs
+    span: int = 1  # Number of positions that a window covers
 
     def count(self, extent: int, after: int = 0) -> int:
         """Returns the number of outputs."""
@@ -35,7 +32,7 @@ class Window:
         return start * self.stride + self.first, (stop - 1) * self.stride + self.first + self.span
 
 
-IDENTITY = Window()
+IDENTITY = SlidingWindow()
 
 
 def even(extent: int, parts: int, grain: int = 1) -> tuple[int, ...]:

@@ -31,10 +31,8 @@ Batch = Mapping[str, Any] | Sequence[Any] | Tensor
 class MicroBatch:
     """Some of the samples of a batch."""
 
-    # Samples in the form of the batch, for the criterion.
-    given: Any
-    # Number of samples; 0 where nobody cut it from a batch.
-    samples: int
+    given: Any  # Samples in the form of the batch, for the criterion
+    samples: int  # Number of samples; 0 where nobody cut it from a batch
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -110,8 +108,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 class Weights:
     """The weight of each micro-batch's loss in the batch's."""
 
-    # Weights of the loss that the model computes itself.
-    own: list[float]
+    own: list[float]  # Weights of the loss that the model computes itself
     # Weights of a criterion's loss; None: not known, as it may count otherwise than the model.
     given: list[float] | None
 

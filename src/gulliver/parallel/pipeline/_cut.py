@@ -27,12 +27,9 @@ class Cut:
 
     # Stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
     bounds: tuple[int, ...]
-    # Cost of each block, with what lies around it, in any unit.
-    costs: tuple[float, ...]
-    # Cost of each stage, in that unit.
-    times: tuple[float, ...]
-    # No cut has a slowest stage below this.
-    lower: float
+    costs: tuple[float, ...]  # Cost of each block, with what lies around it, in any unit
+    times: tuple[float, ...]  # Cost of each stage, in that unit
+    lower: float  # No cut has a slowest stage below this
 
     @property
     def stages(self) -> int:

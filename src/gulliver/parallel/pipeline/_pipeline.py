@@ -32,7 +32,7 @@ from gulliver.parallel.pipeline._batch import (
     weigh,
 )
 from gulliver.parallel.pipeline._losses import Criterion, Losses
-from gulliver.parallel.pipeline._runner import Run, Runner
+from gulliver.parallel.pipeline._runner import PipelineRun, StageRunner
 from gulliver.parallel.pipeline._schedules import check_counts, fits, make_schedule, style_of
 from gulliver.parallel.pipeline._stage import Stage
 
@@ -83,7 +83,7 @@ class Pipeline:
         self.readers = readers or (lambda: [stage.rank_group])
         self.check_batch = check_batch
         check_counts(style, stage.cut.stages, stage.rank_group.size, self.micro_batches)
-        self._runners: list[Runner] = []
+        self._runners: list[StageRunner] = []
         self._schedules = dict[int, Any]()
         self._failed = False
         self._loss: Losses | None = None
@@ -203,9 +203,9 @@ class Pipeline:
 
     def _new_run(
         self, micros: Sequence[MicroBatch], states: str, keep: bool, added: dict[str, Any]
-    ) -> Run:
+    ) -> PipelineRun:
         kinds = [_short(f"{states}|{micro.shapes()}") for micro in micros]
-        run = Run(micros, kinds, self.call or self.model, keep, added)
+        run = PipelineRun(micros, kinds, self.call or self.model, keep, added)
         run.weights = [p for p in self.model.parameters() if p.requires_grad]
         return run
 
@@ -218,7 +218,7 @@ class Pipeline:
         return lambda number: told(starts[number], micros[number].samples)
 
     def _through(
-        self, run: Run, losses: Losses, forward_only: bool, return_loss: bool
+        self, run: PipelineRun, losses: Losses, forward_only: bool, return_loss: bool
     ) -> Tensor | None:
         """Runs micro-batches through the stages, and gives all ranks the loss."""
         self._failed = True
@@ -230,7 +230,7 @@ class Pipeline:
         self._failed = False
         return loss
 
-    def _go(self, run: Run, losses: Losses, forward_only: bool) -> None:
+    def _go(self, run: PipelineRun, losses: Losses, forward_only: bool) -> None:
         if self.stage.rank_group.size == 1 and self.stage.cut.stages == 1:
             self._alone(run, losses, forward_only)
             return
@@ -252,7 +252,7 @@ class Pipeline:
                 runner.run = None
                 runner.clear_runtime_states()
 
-    def _alone(self, run: Run, losses: Losses, forward_only: bool) -> None:
+    def _alone(self, run: PipelineRun, losses: Losses, forward_only: bool) -> None:
         """Runs micro-batches one after the other where all blocks lie on one rank."""
         with torch.set_grad_enabled(not forward_only):
             for number in range(len(run.micros)):
@@ -281,7 +281,7 @@ class Pipeline:
         ordered = [places[n] for n in range(self.stage.cut.stages)]
         device = self._device()
         self._runners = [
-            Runner(self.stage, number, ordered, self.micro_batches, device)
+            StageRunner(self.stage, number, ordered, self.micro_batches, device)
             for number in self.stage.own
         ]
 

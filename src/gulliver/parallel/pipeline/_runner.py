@@ -1,9 +1,9 @@
 """Adapts one stage to torch's pipeline schedules.
 
-Schedules of `torch.distributed.pipelining` decide what is done when, and ask their stages to do it
-by the methods of `Runner`, whose names are torch's. torch's own stage wants tensors of one shape in
-all micro-batches, and finds that out by an additional forward and backward; this one learns it as
-the first micro-batch comes by (`_messages.py`), so that shapes may differ and change.
+Schedules of `torch.distributed.pipelining` decide what is done when, and call the methods of
+`StageRunner`, whose names are torch's. torch's own stage requires one shape for all micro-batches
+and finds it with an additional forward and backward. This one learns shapes from the first
+micro-batch of each kind (`_messages.py`), so they may differ and change.
 
 Backward is that of autograd for each micro-batch. Schedules that fill the bubble ask for it in two
 parts, gradients of the inputs first and those of the weights later (`_split.py` says why).
@@ -27,25 +27,20 @@ from gulliver.parallel.pipeline._stage_forward import Carry
 
 
 @dataclass
-class Run:
+class PipelineRun:
     """The batch that the stages of one rank work on."""
 
-    # Micro-batches of the batch.
     micros: Sequence[MicroBatch]
-    # Kind of each micro-batch; those of one kind send tensors of equal shapes.
-    kinds: Sequence[str]
-    # Model, or a wrapper of its forward.
-    call: Callable[..., Any]
-    # Whether outputs of the last stage are wanted.
-    keep: bool
+    kinds: Sequence[str]  # Kind of each micro-batch; those of one kind send tensors of equal shapes
+    call: Callable[..., Any]  # Model, or a wrapper of its forward
+    keep: bool  # Whether outputs of the last stage are wanted
     # Keyword arguments beside those of the batch.
     added: dict[str, Any] = field(default_factory=dict)
     # Function called before each forward with the number of its micro-batch.
     before: Callable[[int], None] | None = None
     # Outputs of the last stage, by micro-batch.
     outputs: dict[int, Any] = field(default_factory=dict)
-    # Parameters that want gradients.
-    weights: list[nn.Parameter] = field(default_factory=list)
+    weights: list[nn.Parameter] = field(default_factory=list)  # Parameters that want gradients
 
     def arguments(self, micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the model's arguments for a micro-batch, whose forward follows."""
@@ -55,14 +50,29 @@ class Run:
 
 
 @dataclass
-class _Kept:
+class _KeptTensors:
     """The tensors of a micro-batch that are kept between its forward and its backward."""
 
     outputs: Carry
     carry: Carry
 
 
-class Runner:
+# [Note: what torch's schedules ask for] Checked with torch 2.13. A schedule does not look at the
+# class of a stage of ours: its metadata inference (`_warmup_*`) is for torch's own stages. It reads
+# and calls what follows, and a new torch that asks for more fails with an AttributeError in its
+# first step.
+#
+# - All schedules: `submod`, `device`, `stage_index`, `num_stages`, `group_rank`, `group_size`,
+#   `is_first`, `is_last`, `output_chunks`, `_prepare_forward_infra`, `_prepare_backward_infra`,
+#   `clear_runtime_states`, `forward_one_chunk`, `backward_one_chunk`, and the `get_*_ops` for
+#   messages in both directions. They write `has_backward`, False in `eval`.
+# - GPipe and 1F1B, one stage on a rank: `perform_reduce_grad` at the end.
+# - Several stages on a rank: `scale_grads` at the end, `stage_index_to_group_rank` (written),
+#   `args_recv_info` and `act_send_info`, in which they look for skip connections, and between
+#   stages of one rank `set_local_fwd_input`, `get_local_bwd_output` and `set_local_bwd_input`.
+# - Split backwards (zero bubble, ZBV, DualPipeV): `backward_one_chunk(full_backward=False)`, and
+#   later `backward_weight_one_chunk`.
+class StageRunner:
     """Does what a schedule asks of one stage."""
 
     def __init__(
@@ -75,10 +85,10 @@ class Runner:
     ) -> None:
         self.stage = stage
         self.messages = Messages(stage.rank_group, number, places, micro_batches)
-        self.run: Run | None = None
+        self.run: PipelineRun | None = None
         self._looked: set[str] = set()
         self._received: dict[int, Carry] = {}
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _KeptTensors] = {}
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._to_send: dict[int, tuple[Tensor | None, ...]] = {}
         self._later: dict[int, Callable[[], None]] = {}
@@ -125,7 +135,7 @@ class Runner:
         """Does nothing: gradients are not scaled, as their losses are weighted."""
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Does nothing, as `perform_reduce_grad`; the name is that of older schedules."""
+        """Does nothing, as `perform_reduce_grad`: what schedules of several stages call."""
 
     # Forward.
 
@@ -178,10 +188,10 @@ class Runner:
             if run.keep:
                 run.outputs[micro] = output
             if self.has_backward:
-                self._kept[micro] = _Kept((), carry)
+                self._kept[micro] = _KeptTensors((), carry)
             return output
         self.messages.know(kind, output, micro)
-        self._kept[micro] = _Kept(output, carry)
+        self._kept[micro] = _KeptTensors(output, carry)
         return output
 
     # Backward.
@@ -245,7 +255,7 @@ class Runner:
             self._later.pop(micro, _nothing)()
 
     def _roots(
-        self, kept: _Kept, loss: Tensor | None, gradients: Sequence[Tensor | None]
+        self, kept: _KeptTensors, loss: Tensor | None, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor] | None, dict[Tensor, Tensor]]:
         """Returns the roots of backward, their gradients, and gradients that pass the stage by."""
         # A tensor that the stage hands on as it came, as the encoder's output, is no root: autograd
@@ -265,7 +275,7 @@ class Runner:
         return roots, used, passing
 
     @property
-    def _run(self) -> Run:
+    def _run(self) -> PipelineRun:
         assert self.run is not None, "a schedule runs inside Pipeline.run"
         return self.run
 

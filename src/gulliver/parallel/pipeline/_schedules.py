@@ -25,16 +25,11 @@ from gulliver.errors import GulliverError, nearest
 class Style:
     """A way to order the forwards and backwards of micro-batches."""
 
-    # Name of torch's class.
-    schedule: str
-    # Stages on each rank, unless the user says otherwise.
-    chunks: int = 1
-    # Whether the schedule can have no other number of them.
-    fixed: bool = True
-    # Whether the second half of the stages lies in reverse order.
-    folded: bool = False
-    # Whether backward comes in two parts.
-    splits: bool = False
+    schedule: str  # Name of torch's class
+    chunks: int = 1  # Stages on each rank, unless the user says otherwise
+    fixed: bool = True  # Whether the schedule can have no other number of them
+    folded: bool = False  # Whether the second half of the stages lies in reverse order
+    splits: bool = False  # Whether backward comes in two parts
 
 
 STYLES = {

@@ -24,22 +24,18 @@ from gulliver.families import Blocks, family_of, type_of
 class Stack:
     """The blocks of a model, in the order in which they run."""
 
-    # Paths of the blocks.
     blocks: tuple[str, ...]
-    # Paths of the lists that hold them.
-    lists: tuple[str, ...]
+    lists: tuple[str, ...]  # Paths of the lists that hold them
     # Path of the module around the first list, whose output every block of the second list reads;
     # None where there is one row of blocks.
     memory: str | None = None
-    # How many blocks lie in it; 0 without one.
-    border: int = 0
+    border: int = 0  # How many blocks lie in it; 0 without one
     # Entries that a block returns after the hidden state; None: a plain tensor; -1: not known,
     # found out when a block is passed by.
     extra: int | None = -1
     # Paths of modules that run after the blocks although they are registered before.
     after: tuple[str, ...] = ()
-    # Paths of modules that every stage keeps.
-    everywhere: tuple[str, ...] = ()
+    everywhere: tuple[str, ...] = ()  # Paths of modules that every stage keeps
     # Path in a block of what only the first has, as in `gulliver.families.Blocks`.
     first_only: str | None = None
     # Name of the model's family; None where its blocks were named or looked for.
@@ -213,10 +209,8 @@ def _join(path: str, child: str) -> str:
 class Unit:
     """A module around the blocks that holds parameters, kept or replaced as one."""
 
-    # Path of the module.
     path: str
-    # Number of the block whose stage it goes to; None: every stage keeps it.
-    home: int | None
+    home: int | None  # Number of the block whose stage it goes to; None: every stage keeps it
 
 
 @dataclass

@@ -54,20 +54,14 @@ class StageEnd(Exception):
 class ForwardState:
     """A forward that is under way."""
 
-    # Number of the stage's first block.
-    start: int
-    # Number of its last block, plus one.
-    stop: int
-    # Whether the model ends with this stage.
-    last: bool
+    start: int  # Number of the stage's first block
+    stop: int  # Number of its last block, plus one
+    last: bool  # Whether the model ends with this stage
     # Received hidden state for the first block; None where the stage begins with modules.
     hidden: Tensor | None
-    # Output of the first list's module (an encoder), received or computed.
-    memory: Tensor | None
-    # Whether this stage's own computation has begun.
-    live: bool
-    # Whether to look for what leaks past the received tensors.
-    look: bool
+    memory: Tensor | None  # Output of the first list's module (an encoder), received or computed
+    live: bool  # Whether this stage's own computation has begun
+    look: bool  # Whether to look for what leaks past the received tensors
     # Modules of other stages that were asked for something before the blocks.
     elsewhere: list[str] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ tokens of that position together. It does not know of models, parameters or opti
 from gulliver.hardware import AttentionBytes as Volume
 from gulliver.hardware import AttentionShape as Shape
 from gulliver.parallel.sequence._attention import attention
-from gulliver.parallel.sequence._choose import Chosen, Predicted, choose, predict, volume
+from gulliver.parallel.sequence._choose import Chosen, SplitPrediction, choose, predict, volume
 from gulliver.parallel.sequence._decode import decode
 from gulliver.parallel.sequence._layout import Layout, Tail
 from gulliver.parallel.sequence._mask import Mask
@@ -40,10 +40,10 @@ __all__ = [
     "Chosen",
     "Layout",
     "Mask",
-    "Predicted",
     "SequenceGroups",
     "SequencePlan",
     "Shape",
+    "SplitPrediction",
     "Tail",
     "Volume",
     "attention",

@@ -19,7 +19,7 @@ from torch import Tensor
 from gulliver.comm import gather_integers
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.sequence._choose import Shape, volume
-from gulliver.parallel.sequence._core import Call, Circulate, RingAttention
+from gulliver.parallel.sequence._core import Circulate, RingAttention, RingCall
 from gulliver.parallel.sequence._heads import Heads, Swap, ToHeads, ToSequence, deal_heads
 from gulliver.parallel.sequence._kernels import DTYPES, HALVES, asked_of, readable, select
 from gulliver.parallel.sequence._layout import Layout
@@ -118,7 +118,7 @@ def _attention(
         deterministic,
     )
     chosen = _cheaper(q, k, v, queries, keys, groups) if circulate == "auto" else circulate
-    call = Call(groups, queries, keys, how, chosen)
+    call = RingCall(groups, queries, keys, how, chosen)
     if groups.plan.ulysses == 1:
         return _apply(q, k, v, call)
     swap = _swap(heads, groups, queries, keys)
@@ -132,7 +132,7 @@ def _attention(
 _eager: Callable[..., Tensor] = torch.compiler.disable(_attention)  # pyright: ignore
 
 
-def _apply(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+def _apply(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
     return RingAttention.apply(q, k, v, call)
 
 

@@ -19,29 +19,23 @@ from gulliver.parallel.sequence._plan import SequencePlan
 
 
 @dataclass(frozen=True)
-class Predicted:
+class SplitPrediction:
     """A plan and what it should cost."""
 
-    # Plan that was considered.
     plan: SequencePlan
-    # Seconds of a forward and a backward.
-    seconds: float
-    # Seconds of both if nothing had to be sent.
-    compute: float
-    # Seconds of the exchanges of heads.
-    exchanges: float
-    # Bytes that each rank sends.
-    sent: Volume
+    seconds: float  # Seconds of a forward and a backward
+    compute: float  # Seconds of both if nothing had to be sent
+    exchanges: float  # Seconds of the exchanges of heads
+    sent: Volume  # Bytes that each rank sends
 
 
 @dataclass(frozen=True)
 class Chosen:
     """The plan with the least predicted seconds, and the others."""
 
-    # Plan to use.
     plan: SequencePlan
     # Predictions of all plans that were considered, the best first.
-    predicted: tuple[Predicted, ...]
+    predicted: tuple[SplitPrediction, ...]
 
     @property
     def reason(self) -> str:
@@ -96,10 +90,10 @@ def choose(
     return Chosen(found[0].plan, tuple(found))
 
 
-def predict(cluster: Cluster, shape: Shape, plan: SequencePlan, stride: int = 1) -> Predicted:
+def predict(cluster: Cluster, shape: Shape, plan: SequencePlan, stride: int = 1) -> SplitPrediction:
     """Predicts what a plan costs on every `stride`-th rank of a cluster."""
     took = split_attention_seconds(cluster, shape, _split(plan, shape), stride)
-    return Predicted(plan, took.total, took.compute, took.exchanges, volume(plan, shape))
+    return SplitPrediction(plan, took.total, took.compute, took.exchanges, volume(plan, shape))
 
 
 def volume(plan: SequencePlan, shape: Shape, circulate: str = "kv") -> Volume:

@@ -52,19 +52,14 @@ the last step, which nothing hides, is short enough."""
 
 
 @dataclass(frozen=True)
-class Call:
+class RingCall:
     """One call of the ring."""
 
-    # Rank groups of the plan.
     groups: SequenceGroups
-    # Layout of the queries.
     queries: Layout
-    # Layout of the keys and values.
     keys: Layout
-    # Options that all blocks share.
     how: How
-    # What goes round, "kv" or "q".
-    circulate: Circulate = "kv"
+    circulate: Circulate = "kv"  # What goes round, "kv" or "q"
 
     def cuts(self) -> _Cuts:
         """Returns how the blocks that go round are cut into pieces."""
@@ -109,13 +104,16 @@ class RingAttention(torch.autograd.Function):
     """Ring attention with its gradient; see the top of the file."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
         """Returns the output, ``[batch, heads, own queries, value dim]`` of q's dtype."""
         forward = forward_kv if call.circulate == "kv" else forward_q
-        # The explicit kernel's products must stay in the dtype that it chose.
+        # `attention` has cast q, k and v as autocast would. Inside, partial results are float32 on
+        # purpose: under autocast their products would be cast down again, block by block.
         with torch.autocast(q.device.type, enabled=False):
             partial = forward(q, k, v, call)
         out = partial.out.to(q.dtype)
+        # Of this rank alone, so that memory stays at 1 / N of the sequence. `lse` is kept because a
+        # block's gradients need the log-sum-exp of whole rows, over the keys of all ranks.
         ctx.save_for_backward(q, k, v, out, partial.lse)
         ctx.call = call
         return out
@@ -128,12 +126,13 @@ class RingAttention(torch.autograd.Function):
         # A gradient may be any view, even one number expanded; messages need plain memory.
         rows = Rows(q, grad.contiguous(), out, lse.masked_fill(lse == -torch.inf, 0.0))
         backward = backward_kv if ctx.call.circulate == "kv" else backward_q
+        # Backward runs with the autocast state of whoever called it, perhaps on another thread.
         with torch.autocast(q.device.type, enabled=False):
             grads = backward(rows, k, v, ctx.call)
         return grads.q.to(q.dtype), grads.k.to(k.dtype), grads.v.to(v.dtype), None
 
 
-def forward_kv(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
+def forward_kv(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Partial:
     """Computes the forward with keys and values going round."""
     pack = _Pack([k, v], call)
     partial = Partial.empty(q, v.shape[3])
@@ -143,7 +142,7 @@ def forward_kv(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
     return partial
 
 
-def backward_kv(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
+def backward_kv(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
     """Computes the backward with keys and values going round, and their gradients behind them."""
     pack = _Pack([k, v], call)
     dtype = precise(k.dtype)
@@ -164,7 +163,7 @@ def backward_kv(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
     return Gradients(dq, dk, dv)
 
 
-def forward_q(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
+def forward_q(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Partial:
     """Computes the forward with queries going round, and their partial outputs behind them."""
     pack = _Pack([q], call)
     whole = Partial.empty(q, v.shape[3])
@@ -191,7 +190,7 @@ def forward_q(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
     return Partial(*home.joined(totals))
 
 
-def backward_q(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
+def backward_q(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
     """Computes the backward with queries and their rows' outputs going round, gradients behind."""
     # The widest dtype first, so that each part begins at a multiple of its element.
     pack = _Pack([rows.lse, rows.q, rows.grad, rows.out], call, exact=1)
@@ -225,7 +224,7 @@ class _Pack:
         exact: number of the first tensors, which are not packed: sums of exponents are not.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], call: Call, exact: int = 0) -> None:
+    def __init__(self, tensors: Sequence[Tensor], call: RingCall, exact: int = 0) -> None:
         self._tensors, self.cuts = tensors, call.cuts()
         wire = call.groups.all.wire
         self._wires = [IDENTITY if n < exact else wire for n in range(len(tensors))]

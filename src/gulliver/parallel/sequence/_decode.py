@@ -15,7 +15,14 @@ from torch import Tensor
 from gulliver.comm import exchange
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence._heads import deal_heads
-from gulliver.parallel.sequence._kernels import Block, Kernel, asked_of, precise, readable, select
+from gulliver.parallel.sequence._kernels import (
+    AttentionBlock,
+    Kernel,
+    asked_of,
+    precise,
+    readable,
+    select,
+)
 from gulliver.parallel.sequence._mask import Mask
 from gulliver.parallel.sequence._partial import Partial
 from gulliver.parallel.sequence._plan import SequenceGroups
@@ -80,7 +87,7 @@ def _own(
         bias = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device)
         bias = bias.masked_fill_(~allowed, -math.inf).unsqueeze(1)
         unseen = ~allowed.any(-1).unsqueeze(1)
-    out, lse = kernel.forward(Block(q, k, v, scale, bias=bias))
+    out, lse = kernel.forward(AttentionBlock(q, k, v, scale, bias=bias))
     if unseen is not None:
         lse = lse.masked_fill(unseen, -math.inf)
         out = out.masked_fill(unseen.unsqueeze(-1), 0.0)

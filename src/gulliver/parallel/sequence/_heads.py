@@ -32,12 +32,10 @@ Run = tuple[slice, slice]
 class Heads:
     """The heads that each rank of a Ulysses group works on."""
 
-    # Interval of query heads of each rank.
-    queries: tuple[Interval, ...]
+    queries: tuple[Interval, ...]  # Interval of query heads of each rank
     # Interval of KV heads of each rank; intervals overlap where a head is needed twice.
     keys: tuple[Interval, ...]
-    # Query heads for one KV head.
-    group: int
+    group: int  # Query heads for one KV head
 
     def runs(self, member: int) -> tuple[Run, ...]:
         """Cuts a rank's heads, numbered from 0, into runs in which each KV head serves as many."""
@@ -84,14 +82,10 @@ def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
 class Swap:
     """The sharding of some tensors before and after an exchange."""
 
-    # Rank group of Ulysses.
     rank_group: RankGroup
-    # Interval of heads of each rank, for each tensor.
-    heads: tuple[tuple[Interval, ...], ...]
-    # Tokens of each rank, for each tensor.
-    lengths: tuple[tuple[int, ...], ...]
-    # Number of heads of each tensor.
-    totals: tuple[int, ...]
+    heads: tuple[tuple[Interval, ...], ...]  # Interval of heads of each rank, for each tensor
+    lengths: tuple[tuple[int, ...], ...]  # Tokens of each rank, for each tensor
+    totals: tuple[int, ...]  # Number of heads of each tensor
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Exchanges all heads of some tokens for some heads of all tokens."""

@@ -40,24 +40,17 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 class Asked:
     """The requirements that a kernel has to meet."""
 
-    # Type of the tensors' device, "cpu" or "cuda".
-    device: str
-    # Dtype of q, k and v.
+    device: str  # Type of the tensors' device, "cpu" or "cuda"
     dtype: torch.dtype
-    # Dim of queries and keys.
     head_dim: int
-    # Dim of values.
     value_dim: int
-    # Kind of mask.
     kind: Kind = "plain"
-    # Whether the same bits have to come out every time.
-    deterministic: bool = False
-    # Compute capability of a CUDA device, major and minor.
-    arch: tuple[int, int] = (0, 0)
+    deterministic: bool = False  # Whether the same bits have to come out every time
+    arch: tuple[int, int] = (0, 0)  # Compute capability of a CUDA device, major and minor
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """A rectangle: tensors of one dtype, heads of k and v dividing those of q.
 
     Attributes:
@@ -84,14 +77,13 @@ class Block:
 class Kernel:
     """A way to compute blocks."""
 
-    # Name that users choose it by.
     name: str
     # Function of a block that returns its output and log-sum-exp ``[batch, heads, queries]``, the
     # latter in `precise` of the dtype.
-    forward: Callable[[Block], tuple[Tensor, Tensor]]
+    forward: Callable[[AttentionBlock], tuple[Tensor, Tensor]]
     # Function of the output's gradient, the block, the rows' output and log-sum-exp that returns
     # dq, dk and dv.
-    backward: Callable[[Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[[Tensor, AttentionBlock, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     # Function of the requirements that returns what it cannot do; None if it can.
     lacks: Callable[[Asked], str | None]
 
@@ -129,7 +121,7 @@ def asked_of(q: Tensor, v: Tensor, kind: Kind = "plain", deterministic: bool = F
     return Asked(q.device.type, q.dtype, q.shape[-1], v.shape[-1], kind, deterministic, arch)
 
 
-def _reference_forward(block: Block) -> tuple[Tensor, Tensor]:
+def _reference_forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     q, k, v = _grouped(block)
     logits = _logits(q, k, block)
     lse = logits.logsumexp(-1)
@@ -139,7 +131,7 @@ def _reference_forward(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _reference_backward(
-    grad: Tensor, block: Block, out: Tensor, lse: Tensor
+    grad: Tensor, block: AttentionBlock, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _grouped(block)
     heads = q.shape[1:3]
@@ -151,14 +143,14 @@ def _reference_backward(
     return dq, (slope.mT @ q).sum(2), (weights.mT @ grad).sum(2)
 
 
-def _grouped(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _grouped(block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k, v as ``[batch, KV heads, queries of each, length, dim]`` in `precise`."""
     dtype = precise(block.q.dtype)
     q = block.q.to(dtype).unflatten(1, (block.k.shape[1], -1))
     return q, block.k.to(dtype).unsqueeze(2), block.v.to(dtype).unsqueeze(2)
 
 
-def _logits(q: Tensor, k: Tensor, block: Block) -> Tensor:
+def _logits(q: Tensor, k: Tensor, block: AttentionBlock) -> Tensor:
     logits = q @ k.mT * block.scale
     if block.causal:
         above = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -166,28 +158,28 @@ def _logits(q: Tensor, k: Tensor, block: Block) -> Tensor:
     return logits if block.bias is None else logits + block.bias.unsqueeze(1)
 
 
-def _cpu_forward(block: Block) -> tuple[Tensor, Tensor]:
+def _cpu_forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     return _compat_attention.cpu_flash_forward(
         block.q, block.k, block.v, block.scale, block.causal, block.bias
     )
 
 
 def _cpu_backward(
-    grad: Tensor, block: Block, out: Tensor, lse: Tensor
+    grad: Tensor, block: AttentionBlock, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _compat_attention.cpu_flash_backward(
         *(grad, block.q, block.k, block.v, out, lse, block.scale, block.causal, block.bias)
     )
 
 
-def _flash_forward(block: Block) -> tuple[Tensor, Tensor]:
+def _flash_forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     return _compat_attention.cuda_flash_forward(
         block.q, block.k, block.v, block.scale, block.causal
     )
 
 
 def _flash_backward(
-    grad: Tensor, block: Block, out: Tensor, lse: Tensor
+    grad: Tensor, block: AttentionBlock, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -202,7 +194,7 @@ def _flash_backward(
         torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
-def _efficient_forward(block: Block) -> tuple[Tensor, Tensor]:
+def _efficient_forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     k, v = _repeated(block)
     return _compat_attention.cuda_efficient_forward(
         block.q, k, v, block.scale, block.causal, _aligned(block)
@@ -210,7 +202,7 @@ def _efficient_forward(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _efficient_backward(
-    grad: Tensor, block: Block, out: Tensor, lse: Tensor
+    grad: Tensor, block: AttentionBlock, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     k, v = _repeated(block)
     dq, dk, dv = _compat_attention.cuda_efficient_backward(
@@ -221,7 +213,7 @@ def _efficient_backward(
     return dq, dk.float().unflatten(1, heads).sum(2), dv.float().unflatten(1, heads).sum(2)
 
 
-def _repeated(block: Block) -> tuple[Tensor, Tensor]:
+def _repeated(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Returns keys and values with as many heads as there are of queries."""
     times = block.q.shape[1] // block.k.shape[1]
     if times == 1:
@@ -229,7 +221,7 @@ def _repeated(block: Block) -> tuple[Tensor, Tensor]:
     return block.k.repeat_interleave(times, 1), block.v.repeat_interleave(times, 1)
 
 
-def _aligned(block: Block) -> Tensor | None:
+def _aligned(block: AttentionBlock) -> Tensor | None:
     """Returns the bias for every head, its rows at multiples of 16 elements for the kernel."""
     if block.bias is None:
         return None
@@ -238,14 +230,14 @@ def _aligned(block: Block) -> Tensor | None:
     return padded.expand(block.q.shape[0], block.q.shape[1], -1, -1)
 
 
-def _cudnn_forward(block: Block) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     return _compat_attention.cuda_cudnn_forward(
         block.q, block.k, block.v, block.scale, block.causal
     )
 
 
 def _cudnn_backward(
-    grad: Tensor, block: Block, out: Tensor, lse: Tensor
+    grad: Tensor, block: AttentionBlock, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _compat_attention.cuda_cudnn_backward(
         *(grad.contiguous(), block.q, block.k, block.v),

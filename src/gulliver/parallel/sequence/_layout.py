@@ -37,14 +37,10 @@ Interval = tuple[int, int]
 class Layout:
     """The sharding of a sequence of one length over a ring and its Ulysses groups."""
 
-    # Tokens of the whole sequence.
-    length: int
-    # Size of the ring, outer and inner together.
-    ring: int = 1
-    # Ranks of each Ulysses group.
-    ulysses: int = 1
-    # Name of the layout, contiguous or zigzag.
-    name: LayoutName = "contiguous"
+    length: int  # Tokens of the whole sequence
+    ring: int = 1  # Size of the ring, outer and inner together
+    ulysses: int = 1  # Ranks of each Ulysses group
+    name: LayoutName = "contiguous"  # Name of the layout, contiguous or zigzag
 
     def __post_init__(self) -> None:
         if self.name not in get_args(LayoutName):
@@ -136,10 +132,8 @@ def part_of(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Int
 class Tail:
     """The sharding of the last tokens of a sequence, numbered from the first of them."""
 
-    # Layout of the sequence.
     whole: Layout
-    # Number of the tokens, at most its length.
-    count: int
+    count: int  # Number of the tokens, at most its length
 
     @property
     def degree(self) -> int:

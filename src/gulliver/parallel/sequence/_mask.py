@@ -148,20 +148,13 @@ class Mask:
 class Rules:
     """A mask for one call. Rows stand for the batch, one row for all of it; None allows all."""
 
-    # Number of keys that a query sees before its position.
-    before: int = FAR
-    # Number of keys that a query sees after its position; 0 is causal.
-    after: int = FAR
-    # Distance between a query's index and its position among the keys.
-    offset: int = 0
-    # Document ids of the queries, ``[rows, length]``.
-    documents: Tensor | None = None
-    # Document ids of the keys, ``[rows, key length]``.
-    key_documents: Tensor | None = None
-    # Queries that see anything, ``[rows, length]`` bool.
-    queries: Tensor | None = None
-    # Keys that may be seen, ``[rows, key length]`` bool.
-    keys: Tensor | None = None
+    before: int = FAR  # Number of keys that a query sees before its position
+    after: int = FAR  # Number of keys that a query sees after its position; 0 is causal
+    offset: int = 0  # Distance between a query's index and its position among the keys
+    documents: Tensor | None = None  # Document ids of the queries, ``[rows, length]``
+    key_documents: Tensor | None = None  # Document ids of the keys, ``[rows, key length]``
+    queries: Tensor | None = None  # Queries that see anything, ``[rows, length]`` bool
+    keys: Tensor | None = None  # Keys that may be seen, ``[rows, key length]`` bool
     _spans: dict[tuple[int, Interval], tuple[int, int]] = field(
         default_factory=dict, repr=False, compare=False
     )

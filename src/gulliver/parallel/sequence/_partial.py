@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gulliver.parallel.sequence._heads import Run
-from gulliver.parallel.sequence._kernels import Block, asked_of, precise, select
+from gulliver.parallel.sequence._kernels import AttentionBlock, asked_of, precise, select
 from gulliver.parallel.sequence._layout import Interval
 from gulliver.parallel.sequence._mask import Rules
 from gulliver.parallel.sequence._tiles import Tile
@@ -30,26 +30,19 @@ from gulliver.parallel.sequence._tiles import Tile
 class How:
     """The options that all blocks of a call share."""
 
-    # Factor of the logits.
     scale: float
-    # Rules of the pairs that are allowed.
-    rules: Rules
-    # Query heads and the KV heads that serve them.
-    runs: tuple[Run, ...]
-    # Name of a kernel; None for the fastest that can.
-    kernel: str | None = None
-    # Whether the same bits have to come out every time.
-    deterministic: bool = False
+    rules: Rules  # Rules of the pairs that are allowed
+    runs: tuple[Run, ...]  # Query heads and the KV heads that serve them
+    kernel: str | None = None  # Name of a kernel; None for the fastest that can
+    deterministic: bool = False  # Whether the same bits have to come out every time
 
 
 @dataclass(frozen=True)
 class Partial:
     """Attention over the keys seen so far."""
 
-    # Output ``[batch, heads, queries, value dim]``, in the precise dtype.
-    out: Tensor
-    # Log-sum-exp of the logits, ``[batch, heads, queries]``.
-    lse: Tensor
+    out: Tensor  # Output ``[batch, heads, queries, value dim]``, in the precise dtype
+    lse: Tensor  # Log-sum-exp of the logits, ``[batch, heads, queries]``
 
     @classmethod
     def empty(cls, q: Tensor, value_dim: int) -> Partial:
@@ -90,11 +83,8 @@ def attend(into: Partial, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Tile]
 class Rows:
     """Whole rows of queries, as a backward needs them (see `_kernels.py`)."""
 
-    # Queries ``[batch, heads, queries, head dim]``.
-    q: Tensor
-    # Gradient of the output.
+    q: Tensor  # Queries ``[batch, heads, queries, head dim]``
     grad: Tensor
-    # Output over all keys.
     out: Tensor
     # Log-sum-exp over all keys; 0 for rows without a key, as ``exp(-inf - -inf)`` is NaN where
     # ``exp(-inf - 0)`` is the right 0.
@@ -140,9 +130,9 @@ def _block(
     kv_heads: slice,
     bias: Tensor | None,
     how: How,
-) -> Block:
+) -> AttentionBlock:
     (first, last), (k_first, k_last) = tile.q, tile.k
-    return Block(
+    return AttentionBlock(
         q[:, heads, first:last],
         k[:, kv_heads, k_first:k_last],
         v[:, kv_heads, k_first:k_last],

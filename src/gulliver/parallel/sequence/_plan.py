@@ -73,18 +73,12 @@ class SequencePlan:
 class SequenceGroups:
     """The rank groups that this process belongs to."""
 
-    # Plan that they were made for.
     plan: SequencePlan
-    # Group of all ranks of the sequence.
-    all: RankGroup = ALONE
-    # Group that this rank exchanges heads with.
-    ulysses: RankGroup = ALONE
-    # Group of its inner ring.
+    all: RankGroup = ALONE  # Group of all ranks of the sequence
+    ulysses: RankGroup = ALONE  # Group that this rank exchanges heads with
     inner: RankGroup = ALONE
-    # Group of its outer ring.
     outer: RankGroup = ALONE
-    # Ranks of every sequence of the world.
-    sequences: Sequence[Sequence[int]] = ((0,),)
+    sequences: Sequence[Sequence[int]] = ((0,),)  # Ranks of every sequence of the world
 
     @property
     def rank(self) -> int:

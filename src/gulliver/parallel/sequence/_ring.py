@@ -49,14 +49,10 @@ Count = Callable[[int, int], int]
 class Visit:
     """A piece of a block that has arrived."""
 
-    # Ring rank that the block belongs to.
-    place: int
-    # Number of the piece.
+    place: int  # Ring rank that the block belongs to
     piece: int
-    # Flat content; for the own block it may be empty.
-    block: Tensor
-    # Half of the rows to compute, 0 or 1; None for all.
-    half: int | None = None
+    block: Tensor  # Flat content; for the own block it may be empty
+    half: int | None = None  # Half of the rows to compute, 0 or 1; None for all
 
 
 class _RingChannel:

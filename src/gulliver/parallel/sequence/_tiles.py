@@ -30,13 +30,9 @@ LEAF = 512
 class Tile:
     """A rectangle of local tokens of consecutive positions."""
 
-    # Interval of local queries.
     q: Interval
-    # Interval of local keys.
     k: Interval
-    # Position of the first query.
     q_at: int
-    # Position of the first key.
     k_at: int
     # Kind of mask: everything allowed (plain); causal and square, its diagonal allowed; or by the
     # dense mask (masked).

@@ -369,8 +369,7 @@ def _summed_once(parameter: nn.Parameter, rank_group: RankGroup, grad: Tensor) -
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
     """Allocates parameters that are on meta, in place; the memory is not initialised."""
-    # Ties and regions stay. Buffers on meta are left alone.
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}  # Ties and regions stay. Buffers on meta are left alone
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.is_meta:

@@ -48,7 +48,7 @@ def uncompiled(function: F) -> F:
 @uncompiled
 def copy(x: Tensor, rank_group: RankGroup) -> Tensor:
     """Returns the same tensor; its gradient is summed over the ranks."""
-    return x if rank_group.size == 1 else _Copy.apply(x, rank_group)
+    return x if rank_group.size == 1 else _CopyIn.apply(x, rank_group)
 
 
 @uncompiled
@@ -65,36 +65,39 @@ def reduce(x: Tensor, rank_group: RankGroup) -> Tensor:
 
 @uncompiled
 def gather(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
-    """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece."""
-    return (
-        x if rank_group.size == 1 else _Gather.apply(x, dim % x.dim(), tuple(lengths), rank_group)
-    )
+    """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece.
+
+    Args:
+        x: this rank's piece.
+        dim: dimension that is sharded.
+        lengths: length of each rank's piece along `dim`.
+        rank_group: rank group to gather over.
+    """
+    return _along("gather", x, dim, lengths, rank_group)
 
 
 @uncompiled
 def split(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
     """Returns this rank's piece of a whole that all have; the gradient is gathered."""
-    return x if rank_group.size == 1 else _Split.apply(x, dim % x.dim(), tuple(lengths), rank_group)
+    return _along("split", x, dim, lengths, rank_group)
 
 
 @uncompiled
 def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
     """Gathers the whole of which each rank has a piece; gradients are reduce-scattered."""
-    return (
-        x
-        if rank_group.size == 1
-        else _GatherPartial.apply(x, dim % x.dim(), tuple(lengths), rank_group)
-    )
+    return _along("gather_partial", x, dim, lengths, rank_group)
 
 
 @uncompiled
 def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
     """Returns this rank's piece of the sum over the ranks; the gradient is gathered."""
-    return (
-        x
-        if rank_group.size == 1
-        else _ReduceSplit.apply(x, dim % x.dim(), tuple(lengths), rank_group)
-    )
+    return _along("reduce_split", x, dim, lengths, rank_group)
+
+
+def _along(move: str, x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
+    if rank_group.size == 1:
+        return x
+    return _Along.apply(x, move, dim % x.dim(), tuple(lengths), rank_group)
 
 
 def summed(x: Tensor, rank_group: RankGroup, wire: WireFormat = IDENTITY) -> Tensor:
@@ -104,7 +107,7 @@ def summed(x: Tensor, rank_group: RankGroup, wire: WireFormat = IDENTITY) -> Ten
     return total
 
 
-class _Copy(Function):
+class _CopyIn(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank_group: RankGroup) -> Tensor:
         ctx.rank_group = rank_group
@@ -144,56 +147,33 @@ class _Reduce(Function):
         return copy(grads[0], ctx.rank_group), None
 
 
-class _Gather(Function):
+class _Along(Function):
+    """One of the moves along a dim; its adjoint is one of them, too."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], rank_group: RankGroup
+        ctx: Any, x: Tensor, move: str, dim: int, lengths: tuple[int, ...], rank_group: RankGroup
     ) -> Tensor:
-        ctx.cut = dim, lengths, rank_group
-        return start_gather(x, dim, lengths, rank_group)()
+        ctx.how = move, dim, lengths, rank_group
+        if move == "split":
+            return _own(x, dim, lengths, rank_group)
+        start = start_reduce if move == "reduce_split" else start_gather
+        return start(x, dim, lengths, rank_group)()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return split(grads[0], *ctx.cut), None, None, None
+        move, dim, lengths, rank_group = ctx.how
+        # By the public function: it is differentiable, and out of compilers' sight.
+        adjoint = ADJOINTS[move](grads[0], dim, lengths, rank_group)
+        return adjoint, None, None, None, None
 
 
-class _Split(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], rank_group: RankGroup
-    ) -> Tensor:
-        ctx.cut = dim, lengths, rank_group
-        return _own(x, dim, lengths, rank_group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return gather(grads[0], *ctx.cut), None, None, None
-
-
-class _GatherPartial(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], rank_group: RankGroup
-    ) -> Tensor:
-        ctx.cut = dim, lengths, rank_group
-        return start_gather(x, dim, lengths, rank_group)()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return reduce_split(grads[0], *ctx.cut), None, None, None
-
-
-class _ReduceSplit(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], rank_group: RankGroup
-    ) -> Tensor:
-        ctx.cut = dim, lengths, rank_group
-        return start_reduce(x, dim, lengths, rank_group)()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return gather_partial(grads[0], *ctx.cut), None, None, None
+ADJOINTS: dict[str, Callable[..., Tensor]] = {
+    "gather": split,
+    "split": gather,
+    "gather_partial": reduce_split,
+    "reduce_split": gather_partial,
+}
 
 
 def _own(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:

@@ -53,15 +53,12 @@ from gulliver.parallel.tensor._products import (
 #
 # Read `enter`, `Arrival`, `Entry`, then `Arriving`.
 @dataclass(frozen=True)
-class Cut:
+class SequenceCut:
     """The sharding of a sequence over ranks."""
 
-    # Dimension that is sharded.
-    dim: int
-    # Length of each rank's piece.
-    lengths: tuple[int, ...]
-    # Whether pieces are communicated one by one instead of in one collective.
-    ring: bool = False
+    dim: int  # Dimension that is sharded
+    lengths: tuple[int, ...]  # Length of each rank's piece
+    ring: bool = False  # Whether pieces are communicated one by one instead of in one collective
 
     @property
     def whole(self) -> int:
@@ -73,7 +70,7 @@ class Cut:
         return list(x.split(list(self.lengths), self.dim))
 
 
-def enter(x: Tensor, rank_group: RankGroup, cut: Cut | None) -> Tensor:
+def enter(x: Tensor, rank_group: RankGroup, cut: SequenceCut | None) -> Tensor:
     """Begins to communicate the input of columns; pass what is returned to all of them."""
     x = autocast(x)
     entry = Entry(rank_group, cut)
@@ -171,7 +168,7 @@ class Entry:
 
     # Each column calls `begin`, `add`, `weight_gradient` and `leave`, as far as it needs them.
 
-    def __init__(self, rank_group: RankGroup, cut: Cut | None) -> None:
+    def __init__(self, rank_group: RankGroup, cut: SequenceCut | None) -> None:
         self.rank_group, self.cut = rank_group, cut
         self._columns = 0
         self._reset()

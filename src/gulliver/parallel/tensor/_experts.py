@@ -32,20 +32,16 @@ ADDED = "down_proj_bias"
 # Latent attention is here, too: of what its first projection of keys and values returns, the rotary
 # part goes to each head as it is, so its gradient is summed.
 @dataclass(frozen=True)
-class Part:
+class ParameterCut:
     """The sharding of one parameter."""
 
-    # Dimension that is sharded.
-    dim: int
-    # Features along it.
-    total: int
-    # Indivisible units in each block of features.
-    units: int
-    # Number of blocks that lie one after the other, each dealt alike.
-    blocks: int = 1
+    dim: int  # Dimension that is sharded
+    total: int  # Features along it
+    units: int  # Indivisible units in each block of features
+    blocks: int = 1  # Number of blocks that lie one after the other, each dealt alike
 
 
-def parts_of_experts(path: str, module: Any, size: int) -> dict[str, Part]:
+def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCut]:
     """Returns how the parameters of an experts module are sharded, by name."""
     held = {n: p for n, p in module._parameters.items() if p is not None}
     into = [n for n in INTO if n in held]
@@ -70,14 +66,14 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, Part]:
             f"{path} has experts of {features} features, fewer than {size} tensor ranks: "
             f"tp_size from 1 to {features} would do"
         )
-    found = {OUT: Part(inputs, features, features)}
+    found = {OUT: ParameterCut(inputs, features, features)}
     for name in into:
         # Gate and up in one: as [gate; up], or in turn, feature by feature.
         fused = held[name].shape[3 - inputs] // features
         blocks = fused if fused > 1 and module.is_concatenated else 1
-        found[name] = Part(3 - inputs, fused * features, features, blocks)
+        found[name] = ParameterCut(3 - inputs, fused * features, features, blocks)
         if f"{name}_bias" in held:
-            found[f"{name}_bias"] = Part(1, fused * features, features, blocks)
+            found[f"{name}_bias"] = ParameterCut(1, fused * features, features, blocks)
     return found
 
 

@@ -28,21 +28,16 @@ from gulliver.parallel.tensor._table import STYLES
 class Choices:
     """What a plan has decided so far, and what is known besides."""
 
-    # Path to module.
     modules: Mapping[str, nn.Module]
-    # Path to its sharding.
-    placed: Mapping[str, Placed]
-    # Paths of the lists of blocks.
-    stacks: tuple[str, ...]
-    # Number of ranks.
+    placed: Mapping[str, Placed]  # Path to its sharding
+    stacks: tuple[str, ...]  # Paths of the lists of blocks
     size: int
     # Path to the style it has without the user's rule; None where the user gave none, or nothing is
     # known.
     known: Callable[[str], str | None]
     # Path and sharding of a layer to its sharding in whole heads.
     by_heads: Callable[[str, Placed], Placed]
-    # Path to that of the attention module whose heads these are.
-    attention: Callable[[str], str]
+    attention: Callable[[str], str]  # Path to that of the attention module whose heads these are
 
     def shown(self, path: str) -> str:
         """Names a module with its style and size, for errors."""

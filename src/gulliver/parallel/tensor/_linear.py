@@ -26,8 +26,8 @@ from gulliver.parallel.tensor._collectives import (
 from gulliver.parallel.tensor._deal import Interval, deal
 from gulliver.parallel.tensor._entry import (
     Arrival,
-    Cut,
     Entry,
+    SequenceCut,
     arrival_of,
     autocast,
     enter,
@@ -59,10 +59,8 @@ from gulliver.precision import fp8
 class _Sharded(OnLine):
     """A linear layer of which this rank holds a shard."""
 
-    # Shard ``[outputs, inputs]``, or the other way round where `transposed`.
-    weight: nn.Parameter
-    # Bias, or None.
-    bias: nn.Parameter | None
+    weight: nn.Parameter  # Shard ``[outputs, inputs]``, or the other way round where `transposed`
+    bias: nn.Parameter | None  # Bias, or None
 
     def __init__(
         self,
@@ -267,7 +265,7 @@ class _Row(Function):
         weight: Tensor,
         bias: Tensor | None,
         rank_group: RankGroup,
-        cut: Cut | None,
+        cut: SequenceCut | None,
         transposed: bool,
     ) -> Tensor:
         ctx.how = rank_group, cut, transposed
@@ -305,7 +303,7 @@ class _Row(Function):
 
 
 def _reduced_in_pieces(
-    x: Tensor, weight: Tensor, rank_group: RankGroup, cut: Cut, transposed: bool
+    x: Tensor, weight: Tensor, rank_group: RankGroup, cut: SequenceCut, transposed: bool
 ) -> Tensor:
     """Returns this rank's piece of the output; the others go out while the next is computed."""
     pieces = cut.pieces(x)
@@ -321,7 +319,7 @@ def _gradients_in_pieces(
     x: Tensor | None,
     weight: Tensor | None,
     rank_group: RankGroup,
-    cut: Cut,
+    cut: SequenceCut,
     transposed: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the gradients of input and weight, made from pieces of the output's as they come."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from gulliver.parallel.tensor._deal import Interval, share
-from gulliver.parallel.tensor._experts import Part
+from gulliver.parallel.tensor._experts import ParameterCut
 from gulliver.parallel.tensor._table import How
 
 
@@ -17,20 +17,15 @@ from gulliver.parallel.tensor._table import How
 class Placed:
     """How one module is cut."""
 
-    # Name of the style in `STYLES`.
     style: str
-    # Meaning of the style.
     how: How
     # Parameter to the dim that is sharded; those that are whole are not named.
     dims: Mapping[str, int]
-    # Features along it.
-    total: int = 0
-    # Indivisible units in each block of features.
-    units: int = 0
-    # Ranks that hold each of them alike.
-    copies: int = 1
+    total: int = 0  # Features along it
+    units: int = 0  # Indivisible units in each block of features
+    copies: int = 1  # Ranks that hold each of them alike
     # Parameter to how it is dealt, where those of a module are dealt differently.
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, ParameterCut] = field(default_factory=dict)
 
     def runs(self, size: int, place: int, name: str = "") -> tuple[Interval, ...]:
         """The part of a rank, of the parameter of a name."""
@@ -48,18 +43,12 @@ class TensorPlan:
     size: int
     # Path to its sharding, of modules that are cut or whose gradients are partial.
     modules: Mapping[str, Placed]
-    # Path of an attention module to how many head groups it has.
-    attention: Mapping[str, int]
-    # Modules whose input goes into several columns, and is taken in once.
-    sites: tuple[str, ...]
-    # Paths of the lists of blocks.
-    stacks: tuple[str, ...]
-    # Path to arguments of which a rank takes its heads' part.
-    sliced: Mapping[str, tuple[str, ...]]
-    # Paths of modules with parameters that stay whole.
-    replicated: tuple[str, ...]
-    # The model is of a known type, or has a plan of its own.
-    known: bool
+    attention: Mapping[str, int]  # Path of an attention module to how many head groups it has
+    sites: tuple[str, ...]  # Modules whose input goes into several columns, and is taken in once
+    stacks: tuple[str, ...]  # Paths of the lists of blocks
+    sliced: Mapping[str, tuple[str, ...]]  # Path to arguments of which a rank takes its heads' part
+    replicated: tuple[str, ...]  # Paths of modules with parameters that stay whole
+    known: bool  # The model is of a known type, or has a plan of its own
     # Paths of modules in blocks that need the whole sequence: experts, and what is cut without
     # being understood.
     whole: tuple[str, ...] = ()

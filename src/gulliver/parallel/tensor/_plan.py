@@ -17,7 +17,7 @@ from torch import nn
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.families import family_of, type_of
-from gulliver.parallel.tensor._experts import Part, parts_of_experts
+from gulliver.parallel.tensor._experts import ParameterCut, parts_of_experts
 from gulliver.parallel.tensor._fitting import Choices, check_fitting
 from gulliver.parallel.tensor._modules import (
     best_match,
@@ -321,7 +321,7 @@ class _Planner:
         if how.kind == "parameters":
             held = {n: p.shape[0] for n, p in module._parameters.items() if p is not None}
             units = self._units(f"{path}.", max(held.values()))[0]
-            parts = {n: Part(0, count, units) for n, count in held.items()}
+            parts = {n: ParameterCut(0, count, units) for n, count in held.items()}
             return Placed(style, how, dict.fromkeys(parts, 0), parts=parts)
         dims = cut_dims(path, module, how)
         total = module._parameters["weight"].shape[dims["weight"]]  # pyright: ignore[reportOptionalMemberAccess]

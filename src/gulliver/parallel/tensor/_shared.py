@@ -18,7 +18,7 @@ from torch import Tensor
 from gulliver.comm import RankGroup
 from gulliver.errors import GulliverError
 from gulliver.parallel.tensor._deal import deal
-from gulliver.parallel.tensor._entry import Cut
+from gulliver.parallel.tensor._entry import SequenceCut
 from gulliver.parallel.tensor._pieces import gather_sizes
 
 UNCUT: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class SharedSequence:
         """Returns the lengths of all ranks' pieces; one small all-gather."""
         return gather_sizes(piece.shape[1], self.rank_group, piece.device)
 
-    def cut_of(self, piece: Tensor) -> Cut | None:
+    def cut_of(self, piece: Tensor) -> SequenceCut | None:
         """Returns the sharding of a tensor of which this rank has a piece."""
         lengths = self.lengths
         if lengths == UNCUT:
@@ -69,13 +69,13 @@ class SharedSequence:
             # Rows of a batch: tokens stand in another order than elsewhere, until they are cut.
             lengths = tuple(n * (own // lengths[self.rank_group.rank]) for n in lengths)
         self._rows = lengths
-        return Cut(dim, lengths, self.ring)
+        return SequenceCut(dim, lengths, self.ring)
 
-    def cut_for(self, whole: Tensor) -> Cut | None:
+    def cut_for(self, whole: Tensor) -> SequenceCut | None:
         """Returns the sharding that a whole tensor is to get."""
         if self.lengths == UNCUT:
             return None
         if whole.dim() > 2:
-            return Cut(1, deal(whole.shape[1], self.rank_group.size), self.ring)
+            return SequenceCut(1, deal(whole.shape[1], self.rank_group.size), self.ring)
         assert sum(self._rows) == len(whole), "rows leave a block as they entered"
-        return Cut(0, self._rows, self.ring)
+        return SequenceCut(0, self._rows, self.ring)

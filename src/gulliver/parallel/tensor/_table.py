@@ -32,14 +32,11 @@ class How:
     # each rank has other heads (summed), or of whose output the rotary part goes to heads as it is
     # (latent).
     kind: Kind
-    # Heads are not cut, and query heads go where their key-value head goes.
-    heads: bool = False
+    heads: bool = False  # Heads are not cut, and query heads go where their key-value head goes
     # Number of blocks that are dealt alike, one after the other: 3 for ``[q; k; v]``.
     blocks: int = 1
-    # The output is whole on all ranks.
-    gather: bool = False
-    # The input is whole on all ranks.
-    split: bool = False
+    gather: bool = False  # The output is whole on all ranks
+    split: bool = False  # The input is whole on all ranks
 
 
 STYLES: dict[str, How] = {

@@ -2,7 +2,7 @@
 
 Read `_cast.py` (a tensor in FP8), `_linear.py` (three products), `_state.py` (what a layer keeps),
 `_select.py` and `_convert.py` (models). It knows nothing of ranks: who shares a dim passes the
-reduction (`Shared`). Seconds are predicted in `gulliver.hardware`.
+reduction (`SharedDims`). Seconds are predicted in `gulliver.hardware`.
 """
 
 from gulliver.precision.fp8._cast import (
@@ -39,7 +39,7 @@ from gulliver.precision.fp8._state import (
     SCALINGS,
     LayerState,
     Recipe,
-    Shared,
+    SharedDims,
 )
 
 __all__ = [
@@ -55,7 +55,7 @@ __all__ = [
     "Recipe",
     "Scaled",
     "Selection",
-    "Shared",
+    "SharedDims",
     "check_hardware",
     "check_layers",
     "convert_to_fp8",

@@ -35,10 +35,8 @@ EXPONENT = 0x7F800000
 class Scaled(NamedTuple):
     """A matrix in FP8."""
 
-    # Elements, in FP8.
     values: Tensor
-    # Factors that turn them back, float32: one, or one for each row or column.
-    inverse: Tensor
+    inverse: Tensor  # Factors that turn them back, float32: one, or one for each row or column
 
     def t(self) -> Scaled:
         """Returns the transpose."""

@@ -19,19 +19,16 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import FP8_CAPABILITY
 from gulliver.precision.fp8._linear import linear
 from gulliver.precision.fp8._select import Selection, is_transposed, linear_layers, select_layers
-from gulliver.precision.fp8._state import NOT_SHARED, LayerState, Recipe, Shared
+from gulliver.precision.fp8._state import NOT_SHARED, LayerState, Recipe, SharedDims
 
 
 @dataclass(frozen=True)
 class Conversion:
     """Report of a conversion: layers that compute in FP8, and those that were kept."""
 
-    # How the layers compute.
-    recipe: Recipe
-    # Paths of the FP8 layers.
-    layers: tuple[str, ...]
-    # Reasons of the linear layers that stay in high precision, by path.
-    kept: dict[str, str]
+    recipe: Recipe  # How the layers compute
+    layers: tuple[str, ...]  # Paths of the FP8 layers
+    kept: dict[str, str]  # Reasons of the linear layers that stay in high precision, by path
 
     def __str__(self) -> str:
         lines = [f"FP8 ({self.recipe}): {len(self.layers)} linear layers, {len(self.kept)} kept"]
@@ -46,7 +43,7 @@ def convert_to_fp8(
     exclude: Sequence[str] = (),
     layers: Collection[str] | None = None,
     keep_weights: bool = True,
-    shared: dict[str, Shared] | None = None,
+    shared: dict[str, SharedDims] | None = None,
 ) -> Conversion:
     """Lets a model's linear layers compute in FP8, in place.
 

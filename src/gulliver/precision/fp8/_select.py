@@ -28,22 +28,17 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Layer:
     """A linear layer that could compute in FP8."""
 
-    # Path of the module.
     path: str
-    # Number of inputs that a rank has.
-    inputs: int
-    # Number of outputs that a rank has.
-    outputs: int
-    # Reason to keep it in high precision; empty where it is taken.
-    why_not: str = ""
+    inputs: int  # Number of inputs that a rank has
+    outputs: int  # Number of outputs that a rank has
+    why_not: str = ""  # Reason to keep it in high precision; empty where it is taken
 
 
 @dataclass(frozen=True)
 class Selection:
     """The linear layers of a model."""
 
-    # All of them, in the model's order.
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...]  # All of them, in the model's order
 
     @property
     def taken(self) -> tuple[Layer, ...]:

@@ -45,8 +45,9 @@ DIMS: dict[Role, tuple[str, str]] = {
 # continues as it would have. Source: Transformer Engine's ``DelayedScaling``.
 #
 # [Note: dims that ranks share] Where a dim is sharded over ranks, a magnitude over that dim is the
-# largest of all ranks, so that each quantises its shard as one process would. `Shared` says how,
-# for the dims of a layer: a sum over ranks of products of such shards has the terms of one process.
+# largest of all ranks, so that each quantises its shard as one process would. `SharedDims` says
+# how, for the dims of a layer: a sum over ranks of products of such shards has the terms of one
+# process.
 @dataclass(frozen=True)
 class Recipe:
     """Recipe by which linear layers compute in FP8."""
@@ -54,10 +55,8 @@ class Recipe:
     # ``tensorwise``: a scale for each tensor; ``rowwise``: one for each row or column that a
     # product sums over; ``delayed``: one for each tensor, from the steps before.
     scaling: str = "tensorwise"
-    # Compute the same numerics without FP8 units: slower than without FP8.
-    emulate: bool = False
-    # Number of steps that delayed scaling looks back.
-    history: int = HISTORY
+    emulate: bool = False  # Compute the same numerics without FP8 units: slower than without FP8
+    history: int = HISTORY  # Number of steps that delayed scaling looks back
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
@@ -72,7 +71,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedDims:
     """Reductions over the ranks that share a dim of a layer; None where each has all of it."""
 
     tokens: Agree | None = None
@@ -91,11 +90,11 @@ class Shared:
         return any((self.tokens, self.inputs, self.outputs))
 
 
-NOT_SHARED = Shared()
+NOT_SHARED = SharedDims()
 
 
 @dataclass
-class History:
+class MagnitudeHistory:
     """Largest magnitudes of the last steps, and of the one that runs."""
 
     length: int
@@ -135,13 +134,13 @@ class LayerState:
     """State that an FP8 layer keeps from call to call."""
 
     def __init__(
-        self, recipe: Recipe, keep_weights: bool = True, shared: Shared = NOT_SHARED
+        self, recipe: Recipe, keep_weights: bool = True, shared: SharedDims = NOT_SHARED
     ) -> None:
         self.recipe, self.keep_weights, self.shared = recipe, keep_weights, shared
         self._step: tuple[weakref.ref[Tensor], int] | None = None
         self._events: dict[str, Tensor] = {}
         self._histories = {
-            role: History(recipe.history) for role in ("input", "gradient") if self.delayed
+            role: MagnitudeHistory(recipe.history) for role in ("input", "gradient") if self.delayed
         }
         if self.delayed:
             _watch_steps()

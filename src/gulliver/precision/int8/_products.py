@@ -56,18 +56,12 @@ Kernel = Callable[["Stored", Tensor, Tensor | None, Tensor | None], Tensor]
 class Stored:
     """A quantised weight, and what its product needs."""
 
-    # One of `MODES`.
-    mode: str
-    # Int8 ``[outputs, inputs]``, or int4 bytes ``[outputs, inputs / 2]``.
-    values: Tensor
-    # Float32 ``[outputs]``, or ``[outputs, groups]``.
-    scales: Tensor
-    # Sums of the rows of values, int32; None for int4.
-    sums: Tensor | None
-    # Number of inputs.
+    mode: str  # One of `MODES`
+    values: Tensor  # Int8 ``[outputs, inputs]``, or int4 bytes ``[outputs, inputs / 2]``
+    scales: Tensor  # Float32 ``[outputs]``, or ``[outputs, groups]``
+    sums: Tensor | None  # Sums of the rows of values, int32; None for int4
     inputs: int
-    # Magnitude from which on an activation is not quantised.
-    threshold: float
+    threshold: float  # Magnitude from which on an activation is not quantised
     # Kernels by rows, dtype and threads: a call at one row has no time to ask again.
     known: dict[tuple[Any, ...], Kernel] = field(default_factory=dict)
 

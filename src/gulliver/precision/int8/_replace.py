@@ -55,32 +55,24 @@ NOTE = "_quantisation"
 class Rounded:
     """A weight that was rounded before, as `replace_module` takes it."""
 
-    # Values, as `to_int8` or `to_int4` returns them.
-    values: Tensor
-    # Scales that those return with them.
-    scales: Tensor
-    # Relative error of the weight in the Frobenius norm.
-    error: float
+    values: Tensor  # Values, as `to_int8` or `to_int4` returns them
+    scales: Tensor  # Scales that those return with them
+    error: float  # Relative error of the weight in the Frobenius norm
 
 
 @dataclass
 class Ways:
     """Settings of a quantisation."""
 
-    # One of `MODES`.
-    mode: str
-    # Magnitude of activations that are not quantised.
-    threshold: float
+    mode: str  # One of `MODES`
+    threshold: float  # Magnitude of activations that are not quantised
     # Fills a layer on meta before it is quantised, given its path.
     load: Callable[[str, nn.Module], None] | None = None
-    # Whether the error of each weight is measured.
-    errors: bool = False
+    errors: bool = False  # Whether the error of each weight is measured
     # Weights that were rounded before, by the paths of their layers.
     rounded: Mapping[str, Rounded] = field(default_factory=dict)
-    # Path of the layer at hand.
-    path: str = ""
-    # What tells its weight from others; tied ones have the same.
-    key: int = 0
+    path: str = ""  # Path of the layer at hand
+    key: int = 0  # What tells its weight from others; tied ones have the same
     # Quantised values and scales by weight, so that tied ones stay one.
     made: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     # Relative error of the weight that was quantised last, in the Frobenius norm.

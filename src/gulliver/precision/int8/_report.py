@@ -13,20 +13,13 @@ from gulliver.precision.int8._products import chosen_kernels
 class Layer:
     """Report on one layer."""
 
-    # Path in the model.
     path: str
-    # Class of the layer.
     kind: str
-    # Shape of its weight.
     shape: tuple[int, ...]
-    # Mode that it is in; empty where it was kept.
-    format: str
-    # Bytes of its weight.
-    before: int
-    # Bytes of its weight, scales and sums of rows.
-    after: int
-    # Why it was kept, or not in the mode that was asked for.
-    why: str = ""
+    format: str  # Mode that it is in; empty where it was kept
+    before: int  # Bytes of its weight
+    after: int  # Bytes of its weight, scales and sums of rows
+    why: str = ""  # Why it was kept, or not in the mode that was asked for
     # Relative error of its weight in the Frobenius norm, where it was measured.
     error: float | None = None
 
@@ -35,12 +28,10 @@ class Layer:
 class Report:
     """Report on a model's layers and its kernels."""
 
-    # Mode that was asked for.
-    mode: str
+    mode: str  # Mode that was asked for
     # All layers with a weight of two dims or more, replaced and kept.
     layers: list[Layer] = field(default_factory=list)
-    # Bytes of the model's parameters and buffers.
-    before: int = 0
+    before: int = 0  # Bytes of the model's parameters and buffers
     after: int = 0
 
     @property

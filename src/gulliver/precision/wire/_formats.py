@@ -32,19 +32,14 @@ LEAST_SCALE = 2.0**-126
 
 
 @dataclass(frozen=True)
-class Kind:
+class ElementKind:
     """Kind of the elements of a format."""
 
-    # Bits of an element.
-    bits: int
-    # Largest number before it is scaled.
-    largest: float
-    # Bits behind the leading one; 0 of whole numbers.
-    mantissa: int
-    # Exponent of the least normal number.
-    least_exponent: int
-    # Relative Frobenius error of normally distributed elements in blocks of 256.
-    typical: float
+    bits: int  # Bits of an element
+    largest: float  # Largest number before it is scaled
+    mantissa: int  # Bits behind the leading one; 0 of whole numbers
+    least_exponent: int  # Exponent of the least normal number
+    typical: float  # Relative Frobenius error of normally distributed elements in blocks of 256
     # Dtype that elements are cast to; None where bits are put together here.
     dtype: torch.dtype | None
 
@@ -55,11 +50,11 @@ class Kind:
 
 
 KINDS = {
-    "bf16": Kind(16, 0.0, 7, -126, 0.0017, torch.bfloat16),
-    "fp8": Kind(8, 448.0, 3, -6, 0.027, torch.float8_e4m3fn),
-    "fp8_e5m2": Kind(8, 57344.0, 2, -14, 0.052, torch.float8_e5m2),
-    "int8": Kind(8, 127.0, 0, 0, 0.0064, torch.int8),
-    "int4": Kind(4, 7.0, 0, 0, 0.12, None),
+    "bf16": ElementKind(16, 0.0, 7, -126, 0.0017, torch.bfloat16),
+    "fp8": ElementKind(8, 448.0, 3, -6, 0.027, torch.float8_e4m3fn),
+    "fp8_e5m2": ElementKind(8, 57344.0, 2, -14, 0.052, torch.float8_e5m2),
+    "int8": ElementKind(8, 127.0, 0, 0, 0.0064, torch.int8),
+    "int4": ElementKind(4, 7.0, 0, 0, 0.12, None),
 }
 _ALIASES = {"fp32": "identity", "none": "identity", "fp8_e4m3": "fp8"}
 NAMES = ("identity", *KINDS)
@@ -70,19 +65,16 @@ NAMES = ("identity", *KINDS)
 class WireFormat:
     """A wire format."""
 
-    # Name, of `NAMES`.
-    name: str
-    # Number of elements that share a scale.
-    block: int = BLOCK
-    # ``nearest``, or ``stochastic``, whose mean error is zero.
-    rounding: Rounding = "nearest"
+    name: str  # Name, of `NAMES`
+    block: int = BLOCK  # Number of elements that share a scale
+    rounding: Rounding = "nearest"  # ``nearest``, or ``stochastic``, whose mean error is zero
 
     def __str__(self) -> str:
         block = "" if self.block == BLOCK else f":{self.block}"
         return self.name + block + ("" if self.rounding == "nearest" else f":{self.rounding}")
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ElementKind:
         """Kind of its elements; the identity has none."""
         return KINDS[self.name]
 
@@ -165,14 +157,10 @@ def packed_bytes(numel: int, wire: WireFormat, itemsize: int = 4) -> int:
 class ErrorBound:
     """Bound of the error of an element."""
 
-    # Share of the element itself.
-    relative: float
-    # Share of the largest element of its block.
-    of_largest: float
-    # What is lost of numbers near the least normal float32.
-    absolute: float
-    # Relative Frobenius error of many normally distributed elements.
-    typical: float
+    relative: float  # Share of the element itself
+    of_largest: float  # Share of the largest element of its block
+    absolute: float  # What is lost of numbers near the least normal float32
+    typical: float  # Relative Frobenius error of many normally distributed elements
 
     def limit(self, tensor: Tensor, block: int = BLOCK) -> Tensor:
         """Largest error of each element of a flat tensor, in float64."""

@@ -17,7 +17,7 @@ from gulliver.errors import GulliverError
 from gulliver.precision.wire._formats import (
     LEAST_SCALE,
     SCALE_BYTES,
-    Kind,
+    ElementKind,
     WireFormat,
     packed_bytes,
 )
@@ -166,7 +166,7 @@ Marks = tuple[Tensor, Tensor]
 """Mask of elements that are not finite [blocks, elements], and the codes that they travel as."""
 
 
-def _scale(run: Tensor, buffer: Tensor, scales: Tensor, kind: Kind) -> Marks | None:
+def _scale(run: Tensor, buffer: Tensor, scales: Tensor, kind: ElementKind) -> Marks | None:
     """Writes the scales of blocks, and the blocks divided by them to the buffer."""
     if run.dtype is not torch.float32:
         run = buffer.copy_(run)
@@ -189,7 +189,7 @@ def _largest(run: Tensor) -> Tensor:
     return torch.maximum(run.amax(1), run.amin(1).neg_())  # nan where one is
 
 
-def _marks(run: Tensor, kind: Kind) -> Marks | None:
+def _marks(run: Tensor, kind: ElementKind) -> Marks | None:
     """Finds what is not finite, and counts the blocks; None where there is nothing."""
     global _nonfinite
     bad = run.isfinite().logical_not_()
@@ -220,7 +220,7 @@ def _mark(values: Tensor, bad: Tensor, codes: Tensor) -> None:
     values[:, : high.shape[1]].bitwise_and_(high.to(torch.uint8).mul_(0xF0).bitwise_not_())
 
 
-def _dither(buffer: Tensor, kind: Kind, generator: torch.Generator | None) -> None:
+def _dither(buffer: Tensor, kind: ElementKind, generator: torch.Generator | None) -> None:
     """Rounds to a neighbour in the format, to the nearer one more often, so that the mean stays."""
     random = torch.rand(buffer.shape, device=buffer.device, generator=generator)
     if kind.floats:
@@ -269,7 +269,7 @@ def _decode(values: Tensor, buffer: Tensor, wire: WireFormat) -> None:
         buffer.copy_(values.view(wire.kind.dtype))
 
 
-def _factor(kind: Kind) -> float:
+def _factor(kind: ElementKind) -> float:
     """What `_decode` leaves to be multiplied by: exponents of a float16 begin at -14."""
     return 2.0 ** (14 + kind.least_exponent) if kind.floats else 1.0
 

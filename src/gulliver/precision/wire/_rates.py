@@ -26,12 +26,9 @@ ROUNDS = 5
 class PackRates:
     """Seconds of an element."""
 
-    # Seconds that packing takes.
-    pack_s: float
-    # Seconds that unpacking takes.
-    unpack_s: float
-    # Seconds of packing and unpacking next to nothing.
-    call_s: float = 0.0
+    pack_s: float  # Seconds that packing takes
+    unpack_s: float  # Seconds that unpacking takes
+    call_s: float = 0.0  # Seconds of packing and unpacking next to nothing
 
 
 @lru_cache
