@@ -46,7 +46,6 @@ from gulliver.comm._point_to_point import (
 from gulliver.comm._rank_group import ALONE, RankGroup, rank_group_of
 from gulliver.comm._rendezvous import listen_on_localhost
 from gulliver.comm._watchdog import Watchdog
-from gulliver.comm._wire import IDENTITY, WireFormat
 from gulliver.comm._world import (
     World,
     adopt_world,
@@ -56,6 +55,7 @@ from gulliver.comm._world import (
     shutdown,
     together,
 )
+from gulliver.precision.wire import IDENTITY, WireFormat
 
 __all__ = [
     "ALONE",

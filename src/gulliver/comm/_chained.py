@@ -49,7 +49,7 @@ class OnStream:
         return self._event.query()
 
 
-def run(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[Any]:
+def run_chained(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[Any]:
     """Runs steps, on a GPU on the side stream."""
     if tensors[0].is_cuda:
         return [OnStream(tensors[0].device, tensors, steps)]
@@ -57,7 +57,7 @@ def run(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[Any]:
     return []
 
 
-def reduce_scatter(
+def chained_reduce_scatter(
     output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup]
 ) -> None:
     """This rank's part of the reduction, from the inner to the outer axis."""
@@ -69,7 +69,7 @@ def reduce_scatter(
         output.div_(math.prod(rank_group.size for rank_group in rank_groups))
 
 
-def all_gather(output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup]) -> None:
+def chained_all_gather(output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup]) -> None:
     """All parts in the order of the torus, from the outer to the inner axis."""
     parts = input.view(-1)
     for depth, rank_group in enumerate(rank_groups):
@@ -77,7 +77,7 @@ def all_gather(output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup]) 
     output.view(parts.shape).copy_(parts)
 
 
-def all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]) -> None:
+def chained_all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]) -> None:
     """The reduction in place; the innermost axes reduce-scatter, the outermost all-reduces."""
     count = math.prod(rank_group.size for rank_group in rank_groups[1:])
     flat = tensor.view(-1)

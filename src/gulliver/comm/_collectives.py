@@ -16,17 +16,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
-from gulliver.comm import _chained, _packed, _steps
 from gulliver.comm._axes import Torus
+from gulliver.comm._chained import (
+    chained_all_gather,
+    chained_all_reduce,
+    chained_reduce_scatter,
+    exchange_and_add,
+    run_chained,
+)
 from gulliver.comm._choice import choose_all_reduce
 from gulliver.comm._flight_recorder import ANY, Purpose
 from gulliver.comm._messages import count_sent, next_tag
-from gulliver.comm._packed import Packer
+from gulliver.comm._packed import (
+    Packer,
+    check_packed,
+    packed_all_gather,
+    packed_all_reduce,
+    packed_reduce_scatter,
+    run_packed,
+)
 from gulliver.comm._progress import Steps, drive, start
 from gulliver.comm._rank_group import RankGroup, rank_group_of, sends_directly
-from gulliver.comm._wire import IDENTITY, WireFormat, check_wire
+from gulliver.comm._steps import (
+    DIRECT_BYTES,
+    segmented_all_gather,
+    segmented_all_reduce,
+    segmented_reduce_scatter,
+)
+from gulliver.comm._wire import check_wire
 from gulliver.errors import GulliverError, nearest
-from gulliver.precision.wire import pack, unpack
+from gulliver.precision.wire import IDENTITY, WireFormat, pack, unpack
 
 Op = Literal["sum", "mean", "max"]
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -107,20 +126,20 @@ def all_reduce(
     if wire is not IDENTITY:
         packer = _packer(wire, op, group, tensor, purpose)
         tensor = tensor.detach()
-        steps = _packed.all_reduce(tensor, op == "mean", packer, error)
-        return _finished(Handle(_packed.run(steps, packer, [tensor], finish)), async_op)
+        steps = packed_all_reduce(tensor, op == "mean", packer, error)
+        return _finished(Handle(run_packed(steps, packer, [tensor], finish)), async_op)
     rank_groups = _rank_groups(group)
     if not sends_directly(rank_groups[0].process_group, tensor):
         if isinstance(group, Torus):
-            steps = partial(_chained.all_reduce, tensor, op, rank_groups)
+            steps = partial(chained_all_reduce, tensor, op, rank_groups)
             return _finished(_chained_handle([tensor], steps), async_op)
         return backend_all_reduce(tensor, op, group, async_op)
-    small = tensor.nbytes <= _steps.DIRECT_BYTES
+    small = tensor.nbytes <= DIRECT_BYTES
     plain = not isinstance(group, Torus) and not (small and not async_op)
     if plain and _backend_is_cheaper(tensor, op, rank_groups[0].ranks, any_order):
         next_tag(rank_groups[0].process_group, 1, purpose)  # only noted: the backend has its own
         return backend_all_reduce(tensor, op, rank_groups[0].process_group, async_op)
-    steps = _steps.all_reduce(tensor, op, rank_groups, purpose)
+    steps = segmented_all_reduce(tensor, op, rank_groups, purpose)
     return _sent(steps, rank_groups, async_op, here=small)
 
 
@@ -173,14 +192,14 @@ def reduce_scatter(
     if wire is not IDENTITY:
         packer = _packer(wire, op, group, input, purpose)
         output, input = output.detach(), input.detach()
-        steps = _packed.reduce_scatter(output, input, op == "mean", packer, error)
-        return _finished(Handle(_packed.run(steps, packer, [output, input], None)), async_op)
+        steps = packed_reduce_scatter(output, input, op == "mean", packer, error)
+        return _finished(Handle(run_packed(steps, packer, [output, input], None)), async_op)
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
-        steps = _steps.reduce_scatter(output, input, op, rank_groups, purpose)
+        steps = segmented_reduce_scatter(output, input, op, rank_groups, purpose)
         return _sent(steps, rank_groups, async_op)
     if isinstance(group, Torus):
-        chained = partial(_chained.reduce_scatter, output, input, op, rank_groups)
+        chained = partial(chained_reduce_scatter, output, input, op, rank_groups)
         return _finished(_chained_handle([output, input], chained), async_op)
     count_sent(input.nbytes * (1 - 1 / size))
     if output.dtype != input.dtype:
@@ -230,14 +249,14 @@ def all_gather(
     if wire is not IDENTITY:
         packer = _packer(wire, "sum", group, output, purpose)
         output, input = output.detach(), input.detach()
-        steps = _packed.all_gather(output, input, packer, add)
-        return _finished(Handle(_packed.run(steps, packer, [output, input], None)), async_op)
+        steps = packed_all_gather(output, input, packer, add)
+        return _finished(Handle(run_packed(steps, packer, [output, input], None)), async_op)
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
-        steps = _steps.all_gather(output, input, rank_groups, purpose)
+        steps = segmented_all_gather(output, input, rank_groups, purpose)
         return _sent(steps, rank_groups, async_op)
     if isinstance(group, Torus):
-        chained = partial(_chained.all_gather, output, input, rank_groups)
+        chained = partial(chained_all_gather, output, input, rank_groups)
         return _finished(_chained_handle([output, input], chained), async_op)
     count_sent(output.nbytes * (1 - 1 / size))
     return _finished(Handle(all_gather_flat(output, input, group=group, async_op=True)), async_op)
@@ -290,7 +309,7 @@ def broadcast(
 
 def _packer(wire: WireFormat, op: str, group: Group, whole: Tensor, purpose: Purpose) -> Packer:
     """Packs and exchanges tensors, along the axes of a torus or straight."""
-    _packed.check_packed(op, wire)
+    check_packed(op, wire)
     rank_groups = _rank_groups(group)
     gloo = sends_directly(rank_groups[0].process_group, whole)
     return Packer(wire, rank_groups, purpose, gloo)
@@ -324,7 +343,7 @@ def _sent(
 
 def _chained_handle(tensors: list[Tensor], steps: Callable[[], None]) -> Handle:
     """Begins the backend's collectives, axis after axis."""
-    return Handle(_Several(_chained.run(tensors, steps)))
+    return Handle(_Several(run_chained(tensors, steps)))
 
 
 def _finished(handle: Handle, async_op: bool) -> Handle:
@@ -389,7 +408,7 @@ def _exchanged(
     output: Tensor, input: Tensor, op: Op, group: dist.ProcessGroup | None
 ) -> tuple[Any, Callable[[], Any]]:
     parts = input.view(group_size(group), -1)
-    work, add_up = _chained.exchange_and_add(output, parts, op, group)
+    work, add_up = exchange_and_add(output, parts, op, group)
 
     def finish() -> None:
         add_up()

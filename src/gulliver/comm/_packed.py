@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.comm import _chained
+from gulliver.comm._chained import run_chained
 from gulliver.comm._flight_recorder import Purpose
 from gulliver.comm._messages import (
     Messages,
@@ -41,9 +41,9 @@ from gulliver.comm._messages import (
 )
 from gulliver.comm._progress import Steps, drive, start
 from gulliver.comm._rank_group import RankGroup
-from gulliver.comm._wire import WireFormat, told
+from gulliver.comm._wire import told
 from gulliver.errors import GulliverError
-from gulliver.precision.wire import pack, packed_bytes, unpack
+from gulliver.precision.wire import WireFormat, pack, packed_bytes, unpack
 
 Lengths = Sequence[int]
 
@@ -126,7 +126,7 @@ class Packer:
                 give_buffer(buffer)
 
 
-def run(
+def run_packed(
     steps: Steps, packer: Packer, tensors: Sequence[Tensor], finish: Callable[[], None] | None
 ) -> Any:
     """Begins a collective; returns what to wait for."""
@@ -138,11 +138,11 @@ def run(
 
     if packer.gloo:
         return start(whole(), apart=len(packer.rank_groups) > 1)
-    works = _chained.run(tensors, lambda: drive(whole()))
+    works = run_chained(tensors, lambda: drive(whole()))
     return works[0] if works else None
 
 
-def all_gather(output: Tensor, input: Tensor, packer: Packer, add: bool = False) -> Steps:
+def packed_all_gather(output: Tensor, input: Tensor, packer: Packer, add: bool = False) -> Steps:
     """The parts of all ranks, each as its owner packed it, the own one too, written or added."""
     numel = input.numel()
     held, made = packer.pack(input, 0, "out"), list[Tensor]()
@@ -169,7 +169,7 @@ def all_gather(output: Tensor, input: Tensor, packer: Packer, add: bool = False)
     packer.give(made)
 
 
-def reduce_scatter(
+def packed_reduce_scatter(
     output: Tensor, input: Tensor, mean: bool, packer: Packer, error: Tensor | None
 ) -> Steps:
     """This rank's part of the sum, or of the mean."""
@@ -189,7 +189,7 @@ def reduce_scatter(
     output.view(-1).copy_(parts.view(-1))
 
 
-def all_reduce(tensor: Tensor, mean: bool, packer: Packer, error: Tensor | None) -> Steps:
+def packed_all_reduce(tensor: Tensor, mean: bool, packer: Packer, error: Tensor | None) -> Steps:
     """The sum, or the mean, in place of each rank's term."""
     flat = tensor.view(-1)
     if error is not None:

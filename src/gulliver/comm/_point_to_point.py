@@ -12,9 +12,9 @@ from torch import Tensor
 from gulliver.comm._flight_recorder import ANY
 from gulliver.comm._messages import TAGS, Messages, count_sent, note_exchange
 from gulliver.comm._rank_group import RankGroup
-from gulliver.comm._wire import IDENTITY, WireFormat, as_bytes, check_wire, told
+from gulliver.comm._wire import as_bytes, check_wire, told
 from gulliver.errors import GulliverError
-from gulliver.precision.wire import pack, packed_bytes, unpack
+from gulliver.precision.wire import IDENTITY, WireFormat, pack, packed_bytes, unpack
 
 EXCHANGE_TAG = 300
 PACKED_CODE = 1900

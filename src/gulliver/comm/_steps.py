@@ -103,7 +103,7 @@ class AxisExchange:
         return others(self.rank_group.rank, self.rank_group.size)
 
 
-def reduce_scatter(
+def segmented_reduce_scatter(
     output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
     """A reduce-scatter along rank groups, outer to inner, in segments.
@@ -121,7 +121,7 @@ def reduce_scatter(
     ]
 
 
-def all_gather(
+def segmented_all_gather(
     output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
     """An all-gather along rank groups, outer to inner, in segments."""
@@ -131,7 +131,7 @@ def all_gather(
     ]
 
 
-def all_reduce(
+def segmented_all_reduce(
     tensor: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
     """An all-reduce in place along rank groups, outer to inner, in segments."""

@@ -14,8 +14,6 @@ from torch import Tensor
 from gulliver.comm._flight_recorder import Purpose
 from gulliver.precision.wire import IDENTITY, WireFormat, wire_format
 
-__all__ = ["IDENTITY", "WireFormat", "as_bytes", "check_wire", "told"]
-
 
 def check_wire(wire: WireFormat) -> None:
     """Refuses formats that nobody has written."""

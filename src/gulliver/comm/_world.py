@@ -16,8 +16,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from gulliver.comm import _progress
 from gulliver.comm._flight_recorder import READING_S, flight_recorder
+from gulliver.comm._progress import drain
 from gulliver.comm._watchdog import Watchdog
 from gulliver.errors import GulliverError
 
@@ -140,7 +140,7 @@ def _leave() -> None:
         text = str(getattr(sys, "last_value", "")).splitlines() or [""]
         status = 130 if issubclass(error, KeyboardInterrupt) else 1
         _leave_failed(f"with {error.__name__}: {text[0][:200]}", status)
-    if not _progress.drain(time.monotonic() + LEAVING_S):
+    if not drain(time.monotonic() + LEAVING_S):
         why = "at its end: other ranks have not taken part in a collective that it began"
         print(f"gulliver: this rank failed {why}", file=sys.stderr)
         _leave_failed(why, 1)
