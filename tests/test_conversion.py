@@ -22,8 +22,8 @@ from torch.distributed.tensor import (
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.hardware import described
-from gulliver.layout import convert, placements_of, plan_conversion, sharding_of
-from gulliver.solve import ConversionStep, Sharding, box_elements, convert_least, extent, moves_from
+from gulliver.layout import convert, plan_conversion, sharding_of
+from gulliver.solve import ConversionStep, box_elements, convert_least, extent, moves_from
 from tests.pool import Pool
 from tests.solver_cases import conversion_case
 
@@ -133,13 +133,6 @@ def test_slow_links_carry_what_is_small() -> None:
 def test_what_is_not_converted_is_refused(before, after, what) -> None:
     with pytest.raises(GulliverError, match=what):
         plan_conversion((4, 4), 4, (2,), before, after, described("cpu-loopback").resized(2))
-
-
-def test_placements_and_shardings_are_two_names_of_one_layout() -> None:
-    for placements in layouts(3, 2):
-        assert placements_of(sharding_of(placements, 2), 3) == placements
-    with pytest.raises(GulliverError, match="order"):
-        placements_of(Sharding(((1, 0),)), 2)
 
 
 def _tensor(whole: Tensor, mesh: DeviceMesh, placements, terms: Tensor) -> DTensor:

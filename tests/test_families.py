@@ -18,7 +18,6 @@ from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.families import UNKNOWN, Family, Sequences, all_families, family_of, register
 from gulliver.memory import region_of
-from gulliver.parallel.pipeline import family_name
 from gulliver.parallel.tensor import STYLES, check_mode, plan_tensor
 from tests.covering import some
 from tests.family_models import TASKS, batch, build, types
@@ -164,10 +163,10 @@ def test_a_family_is_found_along_the_class_hierarchy_by_all_who_ask() -> None:
     llama = build_family("llama")
     llama.__class__, llama.config.__class__ = Own, OwnConfig
     llama.config.model_type = "of_my_own"
-    assert family_of(llama).name == record_name(llama) == family_name(llama) == "llama"
+    assert family_of(llama).name == record_name(llama) == "llama"
     clip = build_family("stdit3")
     clip.__class__ = type("Other", (type(clip),), {})
-    assert family_of(clip).name == record_name(clip) == family_name(clip) == "STDiT3"
+    assert family_of(clip).name == record_name(clip) == "STDiT3"
     with pytest.raises(GulliverError, match="its own sequence modes"):
         check_mode(clip, plan_tensor(clip, 2), "split_gather")
     # What wraps a model has its layers, but no adapter is made for it.

@@ -674,12 +674,12 @@ UNFIT_LLAMA = [
     ({"v_proj": "column, packed"}, r"v_proj .* is 'column by heads' in the plan"),
     ({"gate_proj": "latent"}, r"gate_proj is 'latent', but is not"),
     ({"gate_proj": "row"}, r"gate_proj \('row', 32 inputs\) is 'column' in the plan"),
-    ({"gate_proj": "column, gathered"}, r"gate_proj .* whole outputs on every rank, beside"),
-    ({"q_proj": "column, gathered"}, r"q_proj .* whole outputs on every rank, beside"),
+    ({"gate_proj": "column, gathered"}, r"gate_proj .* whole outputs on every rank"),
+    ({"q_proj": "column, gathered"}, r"q_proj .* whole outputs on every rank"),
     ({"down_proj": "row, split"}, r"gate_proj \('column', 52 outputs\) .* no row layer"),
 ]
 UNFIT_HEADS = [
-    ({"attention.q": "column"}, r"q \('column', 30 outputs\) would be cut within heads, beside"),
+    ({"attention.q": "column"}, r"q \('column', 30 outputs\) would be cut within heads"),
     ({"attention.q": "k; v by heads"}, r"attention.q .* give it 'column by heads'"),
     ({"mlp.gate": "column, packed"}, r"mlp.gate .* would hand each rank other features .*0.down"),
     ({"norm": "summed"}, r"blocks.0.norm is 'summed'"),

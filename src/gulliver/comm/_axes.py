@@ -146,7 +146,7 @@ class Torus:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks in the world that they are."""
+        """Their ranks in the world."""
         return self.flat.ranks
 
     def __repr__(self) -> str:

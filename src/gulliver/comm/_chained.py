@@ -5,7 +5,7 @@ are chained on a stream of their own: the host never waits, and the stream that 
 one event, when somebody asks for the result.
 
 Between two steps the parts are put into the order that the next axis needs, by one copy in the
-device's memory; that is small beside the link it spares.
+device's memory; that costs little compared with the link it saves.
 """
 
 from __future__ import annotations

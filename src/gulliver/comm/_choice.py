@@ -23,8 +23,8 @@ class ReduceChoice:
         what = f"all_reduce of {self.nbytes} bytes among {len(self.ranks)} ranks: {self.kind}"
         if not self.measured:
             return f"{what} (not measured: ring from {RING_BYTES} bytes on)"
-        told = ", ".join(f"{kind} {1e3 * s:.3g} ms" for kind, s in self.measured.items())
-        return f"{what} (measured: {told})"
+        shown = ", ".join(f"{kind} {1e3 * s:.3g} ms" for kind, s in self.measured.items())
+        return f"{what} (measured: {shown})"
 
 
 _cluster: Cluster | None = None
@@ -32,14 +32,14 @@ _reduce_choices: dict[tuple[int, tuple[int, ...]], ReduceChoice] = {}
 
 
 def use_links(cluster: Cluster | None) -> None:
-    """Takes the links of a cluster as those that all-reduces are chosen by."""
+    """Sets the cluster whose links decide how all-reduces run."""
     global _cluster
     _cluster = cluster
     _reduce_choices.clear()
 
 
 def choose_all_reduce(nbytes: int, ranks: tuple[int, ...]) -> ReduceChoice:
-    """The faster way of an all-reduce over gloo, chosen once for each size."""
+    """The faster all-reduce over gloo, chosen once for each size."""
     key = nbytes, ranks
     if key not in _reduce_choices:
         known = _cluster is not None and max(ranks) < _cluster.size
@@ -54,5 +54,5 @@ def choose_all_reduce(nbytes: int, ranks: tuple[int, ...]) -> ReduceChoice:
 
 
 def reduce_choices() -> list[ReduceChoice]:
-    """The choices that were made for all-reduces, in their order."""
+    """The choices made for all-reduces so far."""
     return list(_reduce_choices.values())

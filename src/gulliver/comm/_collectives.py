@@ -54,7 +54,7 @@ Group = dist.ProcessGroup | Torus | None
 
 
 class Handle:
-    """A collective under way: `wait` returns when its result may be read; again is no harm."""
+    """A collective in flight: `wait` returns when its result may be read."""
 
     def __init__(self, work: Any = None, finish: Callable[[], Any] | None = None) -> None:
         self._work, self._finish = work, finish
@@ -111,7 +111,7 @@ def all_reduce(
             runs that choose alike, get the same bits, but not the same as when the elements travel
             in other pieces.
         wire: format that the elements travel in.
-        purpose: all ranks pass the same; those that differ are told, over gloo.
+        purpose: what it is for, the same on all ranks; over gloo a difference is reported.
         error: what the last packing has lost, of the tensor's size: it is made up for, and what
             this one loses stands there afterwards. Nothing of it is used where nothing is packed.
         finish: called by a thread of its own as soon as the result is there, where it is packed.
@@ -174,7 +174,7 @@ def reduce_scatter(
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
         accumulate_dtype: dtype of the sum and of `output`, where it is wider than what travels.
-        purpose: all ranks pass the same; those that differ are told, over gloo.
+        purpose: what it is for, the same on all ranks; over gloo a difference is reported.
         wire: format that the elements travel in.
         error: the same as in `all_reduce`, of the size of the input, to which it is added.
     """
@@ -226,7 +226,7 @@ def all_gather(
         input: flat, of one size on all ranks.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
-        purpose: all ranks pass the same; those that differ are told, over gloo.
+        purpose: what it is for, the same on all ranks; over gloo a difference is reported.
         wire: format that the elements travel in. All ranks then have the same bits, those of the
             packed elements, also of the own part: its exact values stay in `input` alone.
         add: whether packed elements are added to what `output` holds, which may be narrower.

@@ -41,7 +41,7 @@ class Purpose:
 
     text: str = ""  # Continues "rank 1 ..."
     code: int = 0  # Number, 1 to 2046; no two purposes that may meet have the same
-    wire: int = 0  # Number of the format that elements travel in; see `gulliver.comm._wire.told`
+    wire: int = 0  # Number of the wire format; see `with_wire`
 
 
 ANY = Purpose()
@@ -72,20 +72,20 @@ OTHERWISE = "makes another call that all ranks have to make"
 
 
 class FlightRecorder:
-    """What this process handed in to its groups."""
+    """The collectives that this process has started, by group."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.clear()
 
     def clear(self) -> None:
-        """Forgets a world that has ended."""
+        """Clears the records of a world that has ended."""
         self._rows: WeakKeyDictionary[Any, deque[tuple[int, str]]] = WeakKeyDictionary()
         self.count = self.waiting = 0
         # A line about what ranks do differently, once it is known.
         self.difference = ""
         # Whether that has been raised.
-        self.told = False
+        self.raised = False
 
     def note(self, group: Any, number: int, purpose: Purpose) -> None:
         """Adds an entry."""
@@ -100,8 +100,8 @@ class FlightRecorder:
     def check(self) -> None:
         """Raises what the ranks differ in, where that is known."""
         if self.difference:
-            if not self.told:
-                self.told = True
+            if not self.raised:
+                self.raised = True
                 time.sleep(READING_S)  # else the others see but a connection that is closed
             raise GulliverError(self.difference)
 
@@ -127,7 +127,7 @@ def wait_for(done: threading.Event) -> None:
 
 
 def difference(sides: Mapping[int, Entries], standing: Mapping[int, str]) -> str:
-    """A line about the first collective of which ranks differ, or nothing."""
+    """Describes the first collective in which ranks differ; empty if there is none."""
     groups = sorted({group for entries in sides.values() for group in entries})
     for group in groups:
         found = {rank: dict(e[group]) for rank, e in sides.items() if group in e}
@@ -143,7 +143,7 @@ def difference(sides: Mapping[int, Entries], standing: Mapping[int, str]) -> str
 
 
 def standing_in() -> str:
-    """Name of the call for all ranks in torch that the main thread is in, or nothing."""
+    """Name of the torch collective that the main thread is in; empty if there is none."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         name = frame.f_code.co_name

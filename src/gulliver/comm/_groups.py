@@ -24,7 +24,7 @@ Key = tuple[str, tuple[int, ...]]
 
 # [Note: when groups go] torch keeps every group until it is destroyed, and all ranks must agree
 # when: a rank on which the last user of a group was collected does not know whether the others
-# still send. So a group without users is kept, for whoever wants it next. Where the ranks meet
+# still send. So a group without users is kept for its next user. Where the ranks meet
 # anyway, at the end of a boost, they agree on those that nobody has asked for or uses on any rank,
 # and destroy them. All others go with the world.
 #
@@ -88,7 +88,7 @@ def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
 
 
 def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
-    """A rank group for messages from host memory: of a group itself, or with one of gloo beside it.
+    """A rank group for messages from host memory, with a gloo group where the group is NCCL's.
 
     NCCL moves nothing that lies in host memory. The group's ranks call this together, and
     `return_rank_group` in the end.

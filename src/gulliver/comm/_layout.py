@@ -23,7 +23,7 @@ NAMES = {2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
 
 @dataclass(frozen=True)
 class ChosenAxes:
-    """A torus, or none, and why."""
+    """The chosen torus, if any, and the predictions behind the choice."""
 
     axes: dict[str, int]  # Name and size of each axis, outer to inner; empty for all ranks at once
     # Ranks in the order of their places on the axes; None for 0, 1, 2 ...

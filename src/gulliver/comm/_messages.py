@@ -1,4 +1,4 @@
-"""Point-to-point messages: how they are posted and told apart, and the buffers they arrive in."""
+"""Point-to-point messages: how they are posted and matched, and the buffers they arrive in."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ KEPT_BYTES = 128 << 20
 """Receive buffers that are kept for the next operation: fresh memory is slow to touch."""
 
 
-# [Note: tags] Messages are told apart by tags that every operation takes from a counter of its
+# [Note: tags] Messages are matched by tags that every operation takes from a counter of its
 # group when it is handed in, and by what the operation is for, where that is known (see
 # `_flight_recorder.py`). All ranks must hand in the operations of a group in one order; after that,
 # nothing depends on the order in which they are posted.
 #
 # It does not know what the messages are for.
 class Messages:
-    """Point-to-point messages under way."""
+    """Point-to-point messages in flight."""
 
     def __init__(
         self, works: list[Any], keep: Any = None, finish: Callable[[], None] | None = None
@@ -64,7 +64,7 @@ def count_sent(count: float) -> None:
 
 
 def sent_bytes() -> int:
-    """Bytes of tensors that this process has sent to other ranks since it began."""
+    """Bytes of tensors that this process has sent to other ranks so far."""
     # Those of our own messages are counted as they are posted. What a backend does by itself counts
     # as a ring: (n - 1) / n of the tensor, of an all-reduce twice. Objects, broadcasts and the
     # messages of torch's DDP are not counted.
@@ -119,7 +119,7 @@ def note_exchange(group: dist.ProcessGroup | None, purpose: Purpose) -> None:
 
 
 def take_buffer(numel: int, dtype: torch.dtype) -> Tensor:
-    """A flat buffer with anything in it."""
+    """A flat, uninitialized buffer."""
     global _kept_bytes
     with _lock:
         free = _buffers.get((numel, dtype))
@@ -131,7 +131,7 @@ def take_buffer(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def give_buffer(buffer: Tensor) -> None:
-    """Returns a buffer of `take_buffer`; the longest unused go when there are too many."""
+    """Gives a buffer of `take_buffer` back; the least recently used are freed above a limit."""
     global _kept_bytes
     key = (buffer.numel(), buffer.dtype)
     with _lock:
@@ -149,5 +149,5 @@ def give_buffer(buffer: Tensor) -> None:
 
 
 def _content(tensor: Tensor) -> Tensor:
-    """What travels of a tensor: a message of no elements is of one byte."""
+    """The bytes to send for a tensor; an empty one is sent as one element."""
     return as_bytes(tensor if tensor.numel() else tensor.new_zeros(1))

@@ -1,6 +1,6 @@
 """Collectives of packed elements: all-reduce, reduce-scatter and all-gather in a wire format.
 
-Packed elements cannot be added up by whoever passes them on. So every rank sends each part straight
+A rank that passes packed elements on cannot add them up. So every rank sends each part straight
 to its owner, who unpacks them, adds them up in float32 or wider, this rank's own term as it is, and
 packs the sum once more where others need it. All ranks, the owner too, go on with what was packed,
 so they have the same bits.
@@ -13,7 +13,7 @@ so they have the same bits.
 
 Each is a generator, as in `_steps.py`, made of one exchange: over gloo point-to-point messages,
 over other backends their all-to-all. Over a torus it goes axis by axis, and what was added up along
-one axis is packed anew for the next.
+one axis is packed again for the next.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from gulliver.comm._messages import (
 )
 from gulliver.comm._progress import Steps, drive, start
 from gulliver.comm._rank_group import RankGroup
-from gulliver.comm._wire import told
+from gulliver.comm._wire import with_wire
 from gulliver.errors import GulliverError
 from gulliver.precision.wire import WireFormat, pack, packed_bytes, unpack
 
@@ -62,7 +62,7 @@ class Packer:
         self, wire: WireFormat, rank_groups: Sequence[RankGroup], purpose: Purpose, gloo: bool
     ) -> None:
         self.wire, self.rank_groups, self.gloo = wire, rank_groups, gloo
-        why = told(purpose, wire)
+        why = with_wire(purpose, wire)
         # Taken when the collective is handed in, the same on all ranks.
         self._tags = {
             (depth, way): next_tag(group.process_group, 1, why)
@@ -120,7 +120,7 @@ class Packer:
         return Messages([work], sent), [parts[order.index(p)] for p in range(group.size)]
 
     def give(self, *lists: Sequence[Tensor]) -> None:
-        """Lets buffers be used again, once they were sent and read."""
+        """Gives buffers back once they were sent and read."""
         for buffer in itertools.chain(*lists):
             if buffer.device.type == "cpu" and buffer.numel() and self.gloo:
                 give_buffer(buffer)
@@ -253,7 +253,7 @@ def _added_up(
 
 
 def check_packed(op: str, wire: WireFormat) -> None:
-    """Refuses reductions that packed elements are not for."""
+    """Refuses reductions other than sums and means."""
     if op not in ("sum", "mean"):
         raise GulliverError(
             f"a reduction by {op!r} does not travel as {wire}: sums and means do, others as "

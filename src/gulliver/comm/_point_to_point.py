@@ -12,13 +12,13 @@ from torch import Tensor
 from gulliver.comm._flight_recorder import ANY
 from gulliver.comm._messages import TAGS, Messages, count_sent, note_exchange
 from gulliver.comm._rank_group import RankGroup
-from gulliver.comm._wire import as_bytes, check_wire, told
+from gulliver.comm._wire import as_bytes, check_wire, with_wire
 from gulliver.errors import GulliverError
 from gulliver.precision.wire import IDENTITY, WireFormat, pack, packed_bytes, unpack
 
 EXCHANGE_TAG = 300
 PACKED_CODE = 1900
-"""Purposes from here on are no collectives': messages in wire formats, told apart by them."""
+"""Codes of messages in wire formats begin here; collectives have those below."""
 Addressed = Iterable[tuple[int, Tensor]]
 """Ranks of the world, and the tensor that comes from or goes to each; contiguous, of any dtype."""
 
@@ -32,13 +32,13 @@ Addressed = Iterable[tuple[int, Tensor]]
 #
 # Tags below `_messages.TAGS` are the callers' own; collectives count theirs from there on.
 class Flight:
-    """Messages under way; `wait` returns what arrives, when it and what was sent are done."""
+    """A message in flight each way; `wait` returns what arrived once both are done."""
 
     def __init__(self, messages: Messages | None, arriving: Tensor) -> None:
         self._messages, self._arriving = messages, arriving
 
     def wait(self) -> Tensor:
-        """What arrived; nothing that was sent is needed any more."""
+        """Waits and returns what arrived; the sent tensor may be reused."""
         if self._messages is not None:
             self._messages.wait()
         self._messages = None
@@ -174,9 +174,9 @@ def exchange(
 
 
 def _note(rank_group: RankGroup, wire: WireFormat) -> None:
-    """Notes what all ranks of a group exchange, so that those of another format are told."""
+    """Records an exchange, so that ranks with another wire format are reported."""
     # Over NCCL nothing has tags, and formats are agreed upon when a model is boosted.
-    note_exchange(rank_group.process_group, told(ANY, wire))
+    note_exchange(rank_group.process_group, with_wire(ANY, wire))
 
 
 def gather_integers(

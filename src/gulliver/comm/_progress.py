@@ -1,4 +1,4 @@
-"""The one engine that lets collectives over gloo go on while Python computes.
+"""The engine that makes progress on collectives over gloo while Python computes.
 
 A collective is a generator: it posts messages, yields them, and is resumed when they have arrived;
 then it uses them, and may post the next ones. Posting copies into sockets and what follows adds up,
@@ -26,13 +26,13 @@ THREADS = 8
 # order in which they are handed in, which is the same on all ranks of a group. Those of at most two
 # exchanges go *in turn*: one thread begins them, whatever else is under way, another waits for what
 # arrives, in that order, and resumes them. So the link serves first who came first, and sums do not
-# run beside each other. It cannot block: each exchange is posted as soon as the one before it has
+# run in parallel. It cannot block: each exchange is posted as soon as the one before it has
 # arrived, and the first ones unconditionally. Of three exchanges it could: a rank that waits for an
 # old collective before it begins a new one blocks those that wait for the new one, and have the
 # third exchange of the old one still to post. So collectives along several axes go *apart*, in a
 # thread each: the oldest unfinished one has a thread on every rank, and always goes on.
 class Arriving(Protocol):
-    """Messages under way."""
+    """Messages in flight."""
 
     def wait(self) -> None:
         """Returns when all have arrived."""
@@ -43,7 +43,7 @@ Steps = Generator[Arriving, None, None]
 
 
 class PendingCollective:
-    """A collective under way, done or failed."""
+    """A collective in flight, done or failed."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -78,7 +78,7 @@ class _Threads:
         _serve("finish", self._arriving, self._finish)
 
     def drive(self, steps: Steps, exchange: PendingCollective) -> None:
-        """Hands in a collective that goes apart; threads are started when they are needed."""
+        """Hands in a collective with a thread of its own; threads are started on demand."""
         with self._lock:
             self._driven += 1
             more = self._drivers < min(THREADS, self._driven)
@@ -127,13 +127,13 @@ def start(steps: Steps, apart: bool = False) -> PendingCollective:
 
 
 def drive(steps: Steps) -> None:
-    """Takes a collective to its end, in this thread."""
+    """Runs a collective to its end in this thread."""
     for messages in steps:
         messages.wait()
 
 
 def drain(until: float) -> bool:
-    """Lets collectives that are under way end, whether or not anybody waits for them."""
+    """Waits for all collectives in flight; returns whether they ended before the deadline."""
     every = [e._done.wait(max(0.0, until - time.monotonic())) for e in list(_under_way)]
     return all(every)
 

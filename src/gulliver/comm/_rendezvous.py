@@ -1,6 +1,6 @@
 """How ranks of one machine meet: over a store that listens on localhost only.
 
-torch's own ways to meet make a store that listens on all interfaces, where anybody on the network
+torch's own ways to meet make a store that listens on all interfaces, where any host on the network
 may read and write it. Gloo's and NCCL's listeners follow the interface that the environment names.
 """
 
@@ -23,7 +23,7 @@ LOCALHOST = "127.0.0.1"
 
 
 class LocalRendezvous(RendezvousHandler):
-    """A meeting of the ranks that one agent starts; nobody else can come."""
+    """A rendezvous of the ranks that one agent starts."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id, self._closed = run_id, False
@@ -63,7 +63,7 @@ class LocalRendezvous(RendezvousHandler):
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """None ever."""
+        """Always 0."""
         return 0
 
     def get_run_id(self) -> str:
@@ -71,13 +71,13 @@ class LocalRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Lets go of the store."""
+        """Releases the store."""
         self._store = None
         return True
 
 
 def make_rendezvous(parameters: RendezvousParameters) -> LocalRendezvous:
-    """What the agent asks for; see `register`."""
+    """Factory for the agent; see `register`."""
     return LocalRendezvous(parameters.run_id)
 
 
@@ -88,7 +88,7 @@ def register() -> str:
 
 
 def listen_on_localhost() -> None:
-    """Lets backends of ranks that are started from here listen on the loopback interface only."""
+    """Restricts the backends of ranks started from here to the loopback interface."""
     # ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` that are set already are left alone.
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):

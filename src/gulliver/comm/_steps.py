@@ -38,7 +38,7 @@ from gulliver.comm._rank_group import RankGroup
 ROW_BYTES = 32 << 10
 """Rows from this size on travel as they lie."""
 DIRECT_BYTES = 32 << 10
-"""Along the outermost axis an all-reduce sends everything to everybody at once, which saves an
+"""Along the outermost axis an all-reduce sends everything to every rank at once, which saves an
 exchange, if each rank sends at most so much more."""
 TINY_BYTES = 2 << 10
 """Up to this size it does so along every axis: to send a shard less far costs one more exchange."""
@@ -314,7 +314,7 @@ class _Level:
 
 
 def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> None:
-    """Reduces the terms of all ranks in their order."""
+    """Adds up the terms of all ranks in rank order."""
     if not total.numel():
         return
     add: Callable[..., Any] = torch.maximum if op == "max" else torch.add
@@ -350,7 +350,7 @@ _CONTIGUOUS = torch.contiguous_format
 
 
 def _pieces(block: Tensor) -> list[Tensor]:
-    """A block ``[rows, length]`` as what travels; see the note above."""
+    """The contiguous pieces in which a block ``[rows, length]`` is sent; see the note above."""
     if not block.numel():
         return []
     if block.shape[0] > 1 and block.shape[1] * block.element_size() >= ROW_BYTES:
@@ -368,7 +368,7 @@ def _slot(peer: int, rank: int) -> int:
 
 
 def _scratch(slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where a sum is made that travels on."""
+    """The buffer for a sum that is sent on."""
     return slots[0] if slots.dtype == dtype else torch.empty_like(slots[0], dtype=dtype)
 
 

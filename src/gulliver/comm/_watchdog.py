@@ -26,23 +26,23 @@ SUSPECTED_S = 8.0
 """A silence that is long enough once a collective has failed, too."""
 
 STANDING_BEATS = 4
-"""A rank that is in one call for so many beats stands still there."""
+"""A rank that is in one call for so many beats is stuck there."""
 
 MESSAGE_LENGTH = 500
-"""Characters of an error that the other ranks are told."""
+"""Characters of an error that are sent to the other ranks."""
 
 
 # [Note: failures] A rank that raises in the middle of what all do together, such as the steps of a
 # pipeline, lives on, and so do its connections: the others would wait for messages that it never
-# sends. So it writes beside its count which passage failed, and why. Those that are in the same
+# sends. So it writes next to its count which passage failed, and why. Those that are in the same
 # passage by their own count, and do not come out of it by themselves, are ended as above. gloo has
 # no call that would wake a thread which waits for a message.
 #
 # Ranks that do different things wait for each other for ever; see the note at
-# `_flight_recorder.py`. All raise one line about it, told beside the counts, too.
+# `_flight_recorder.py`. All raise the same line about it, which is shared next to the counts.
 @dataclass
-class _Word:
-    """What a rank says of itself in the store."""
+class _Status:
+    """The status that a rank publishes in the store."""
 
     beat: int = 0  # Sign that it lives, a number that grows
     passage: int = 0  # Number of the passage that failed; 0 for none
@@ -64,31 +64,31 @@ class Watchdog:
         self._suspected = threading.Event()
         self.lost: int | None = None
         self.reason = ""
-        self._word = _Word()
+        self._status = _Status()
         self._others = [other for other in range(size) if other != rank]
-        self._heard = {other: (_Word(), time.monotonic()) for other in self._others}
+        self._heard = {other: (_Status(), time.monotonic()) for other in self._others}
         self._passages, self._inside = 0, False
         self._position = _Position()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
         """Begins to beat and to watch."""
-        self._heard = {other: (_Word(), time.monotonic()) for other in self._others}
+        self._heard = {other: (_Status(), time.monotonic()) for other in self._others}
         self._thread.start()
 
     def stop(self, failure: str | None = None) -> None:
-        """Says good-bye, so that nobody takes this rank for lost."""
+        """Publishes the end of this rank, so that no other takes it for lost."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
         if self.lost is not None:
-            self._word.lost, self._word.reason = self.lost, self.reason  # not this rank's fault
+            self._status.lost, self._status.reason = self.lost, self.reason  # not this rank's fault
         elif failure is not None:
-            self._word.end = f"failed {failure}"
-        self._word.done = True
+            self._status.end = f"failed {failure}"
+        self._status.done = True
         # A store that is gone has nobody left who could listen.
         with contextlib.suppress(RuntimeError, dist.DistError):
-            self._tell()
+            self._publish()
 
     def enter(self) -> None:
         """The main thread enters the next passage that no rank leaves without the others."""
@@ -96,15 +96,15 @@ class Watchdog:
         self._inside = True
 
     def leave(self, error: BaseException | None) -> None:
-        """Leaves the passage; an error is told to the others, unless it was one of theirs."""
+        """Leaves the passage; an error of this rank is published to the others."""
         self._inside = False
-        if error is None or self._failure() is not None or flight_recorder.told:
+        if error is None or self._failure() is not None or flight_recorder.raised:
             return
         lines = str(error).strip().splitlines() or [""]
-        self._word.passage = self._passages
-        self._word.error = f"{type(error).__name__}: {lines[0][:MESSAGE_LENGTH]}"
+        self._status.passage = self._passages
+        self._status.error = f"{type(error).__name__}: {lines[0][:MESSAGE_LENGTH]}"
         with contextlib.suppress(RuntimeError, dist.DistError):
-            self._tell()
+            self._publish()
 
     def wait_for_reason(self) -> str | None:
         """Waits until a lost or failed rank is known, no longer than a silence takes to be seen."""
@@ -120,27 +120,27 @@ class Watchdog:
             return failure  # a rank that failed may have ended meanwhile: why it failed is why
         return None if self.lost is None else f"rank {self.lost} is gone: it {self.reason}"
 
-    def _tell(self) -> None:
-        self._store.set(str(self.rank), json.dumps(asdict(self._word)))
+    def _publish(self) -> None:
+        self._store.set(str(self.rank), json.dumps(asdict(self._status)))
 
     def _watch(self) -> None:
         interval = min(1.0, self.silence_s / 10)
         stuck_since: float | None = None
         while not self._stop.wait(interval):
-            self._word.beat += 1
+            self._status.beat += 1
             try:
-                self._tell()
+                self._publish()
                 for other in self._others:
-                    self._listen(other)
+                    self._read_status(other)
                 self._compare()
             except (RuntimeError, dist.DistError):
-                # Rank 0's process, or the launcher beside it, keeps the store.
+                # Rank 0's process, or its launcher, keeps the store.
                 self._declare(0, "ended, and its store with it")
                 return
             if lost := self._lost() or self._silent():
                 self._declare(*lost)
                 return
-            differs = flight_recorder.difference if not flight_recorder.told else ""
+            differs = flight_recorder.difference if not flight_recorder.raised else ""
             if not (differs or self._same_passage_failed()):
                 stuck_since = None
                 continue
@@ -152,10 +152,10 @@ class Watchdog:
         """Compares what the ranks handed in, while this one hands in nothing."""
         if flight_recorder.difference:
             return
-        told = [word.differs for word, _ in self._heard.values() if word.differs]
+        reported = [status.differs for status, _ in self._heard.values() if status.differs]
         mine = self._position.look()
-        if mine is not None and not told:
-            self._store.set(f"{self.rank}/handed-in", json.dumps((*mine, self._word.beat)))
+        if mine is not None and not reported:
+            self._store.set(f"{self.rank}/handed-in", json.dumps((*mine, self._status.beat)))
             sides, standing = {self.rank: mine[0]}, {}
             for other in self._others:
                 if not self._store.check([f"{other}/handed-in"]):
@@ -164,39 +164,39 @@ class Watchdog:
                 # It may have gone on since; what it handed in stays true.
                 if call and flight_recorder.waiting and beat >= self._heard[other][0].beat - 1:
                     standing[other] = call
-            told = [difference(sides, standing)]
-        if told and told[0]:
-            self._word.differs = told[0]
-            self._tell()
-            flight_recorder.difference = told[0]
+            reported = [difference(sides, standing)]
+        if reported and reported[0]:
+            self._status.differs = reported[0]
+            self._publish()
+            flight_recorder.difference = reported[0]
             if standing_in():
-                self._end(told[0])  # nothing wakes it there but a connection that is closed
+                self._end(reported[0])  # nothing wakes it there but a connection that is closed
 
-    def _listen(self, other: int) -> None:
+    def _read_status(self, other: int) -> None:
         said = self._store.get(str(other)) if self._store.check([str(other)]) else b""
-        word = _Word(**json.loads(said)) if said else _Word()
-        if word != self._heard[other][0] or word.done:
-            self._heard[other] = word, time.monotonic()
+        status = _Status(**json.loads(said)) if said else _Status()
+        if status != self._heard[other][0] or status.done:
+            self._heard[other] = status, time.monotonic()
 
     def _failure(self) -> str | None:
         """The line about a passage that failed on another rank."""
-        for other, (word, _) in self._heard.items():
-            if word.passage:
-                return f"rank {other} failed: {word.error}"
+        for other, (status, _) in self._heard.items():
+            if status.passage:
+                return f"rank {other} failed: {status.error}"
         return None
 
     def _same_passage_failed(self) -> bool:
-        words = [word for word, _ in self._heard.values()]
-        return self._inside and any(word.passage == self._passages for word in words)
+        statuses = [status for status, _ in self._heard.values()]
+        return self._inside and any(status.passage == self._passages for status in statuses)
 
     def _lost(self) -> tuple[int, str] | None:
-        """A rank that says itself, or of which another says, that it is gone, and why."""
-        for other, (word, _) in self._heard.items():
-            if word.end:
-                return other, word.end
-            if word.lost is not None and word.lost != self.rank:
-                return word.lost, word.reason
-            if word.done and self._suspected.is_set():
+        """A rank that has reported itself lost, or was reported by another, and why."""
+        for other, (status, _) in self._heard.items():
+            if status.end:
+                return other, status.end
+            if status.lost is not None and status.lost != self.rank:
+                return status.lost, status.reason
+            if status.done and self._suspected.is_set():
                 return other, "ended, having made fewer steps or calls than this one"
         return None
 
@@ -223,7 +223,7 @@ class Watchdog:
 
 
 class _Position:
-    """Where this rank stands, seen once a second."""
+    """The progress of this rank, sampled once a second."""
 
     def __init__(self) -> None:
         self._count, self._call, self._beats = 0, "", 0

@@ -1,7 +1,7 @@
 """Wire formats: how the elements of a tensor travel between ranks.
 
 Every collective, exchange and message takes one. What they are, and how elements are packed, is
-told by `gulliver.precision.wire`; how packed elements are shared by `_packed.py`.
+in `gulliver.precision.wire`; how packed elements are reduced and gathered is in `_packed.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def check_wire(wire: WireFormat) -> None:
         wire_format(wire)
 
 
-def told(purpose: Purpose, wire: WireFormat) -> Purpose:
-    """A purpose that says the format: ranks that disagree about it never meet, and are told."""
+def with_wire(purpose: Purpose, wire: WireFormat) -> Purpose:
+    """Adds the format to a purpose: messages of ranks that disagree about it never match."""
     if wire.name == "identity":
         return purpose
     text = f"{purpose.text or 'shares a tensor'}, packed as {wire.name} in {wire.block}s"

@@ -115,7 +115,7 @@ def current_world() -> World:
 
 
 def shutdown() -> None:
-    """Leaves the world, telling the others that this was on purpose."""
+    """Leaves the world; the other ranks see that it was on purpose."""
     global _world, _watchdog
     if _watchdog is not None:
         _watchdog.stop()
@@ -126,13 +126,13 @@ def shutdown() -> None:
 
 
 def _leave() -> None:
-    """Leaves the world at the end of a program that has run to its end."""
+    """Leaves the world when the program ends."""
     # The interpreter ends threads where they stand. One that stands in a backend's code, watching
     # or finishing a gather that nobody waited for, takes the process down with it; so all of them
     # are done before. After an error nothing is waited for: messages may be on their way that never
-    # arrive. The others are told, and the process ends without ending the threads. So it does where
-    # a collective does not end, as after errors that were caught on some ranks only: its status is
-    # 1, for what the program has asked for was not done.
+    # arrive. The others are notified, and the process ends without ending the threads. So it does
+    # where a collective does not end, as after errors that were caught on some ranks only: its
+    # status is 1, for what the program has asked for was not done.
     error = getattr(sys, "last_type", None)
     if not dist.is_initialized() or (error is not None and hasattr(sys, "ps1")):
         return
@@ -148,7 +148,7 @@ def _leave() -> None:
 
 
 def _leave_failed(why: str, status: int) -> NoReturn:
-    """Tells the others why this rank ends, and ends it."""
+    """Publishes why this rank ends, and ends it."""
     if _watchdog is not None:
         _watchdog.stop(why)
         if _watchdog.rank == 0:
@@ -175,7 +175,7 @@ def guard() -> Iterator[None]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Marks what no rank can finish without the others: they learn of an error inside, and end."""
+    """Marks a passage that no rank can finish alone: an error inside of it ends all ranks."""
     # All ranks mark the same passages in the same order, and an error in one is final.
     watchdog = _watchdog
     if watchdog is None:
@@ -185,7 +185,7 @@ def together() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # What broke because of a rank that is gone is told by `guard`.
+        # `guard` reports what failed because another rank is gone.
         watchdog.leave(None if _is_transport(error) else error)
         raise
     watchdog.leave(None)

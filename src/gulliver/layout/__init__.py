@@ -1,6 +1,6 @@
 """How tensors lie on a mesh of ranks, and the least-cost way from one layout to another."""
 
 from gulliver.layout._convert import ConversionPlan, convert, plan_conversion
-from gulliver.layout._placements import placements_of, sharding_of
+from gulliver.layout._placements import sharding_of
 
-__all__ = ["ConversionPlan", "convert", "placements_of", "plan_conversion", "sharding_of"]
+__all__ = ["ConversionPlan", "convert", "plan_conversion", "sharding_of"]

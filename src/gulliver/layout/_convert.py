@@ -108,7 +108,7 @@ def plan_conversion(
 
     def seconds(move: ConversionStep) -> float:
         if move.kind == "split" and op != "sum" and move.before.cuts != move.after.cuts:
-            return math.inf  # zeros beside a part change a mean, and a largest value
+            return math.inf  # zeros next to a part change a mean, and a maximum
         axes = [link for axis in move.axes for link in links[axis]]
         low, high = (item * count for count in move.elements)
         return conversion_seconds(cluster.device, move.kind, axes, low, high)
@@ -207,7 +207,7 @@ _found: dict[tuple[Any, ...], tuple[Cluster | None, tuple[ConversionStep, ...]]]
 def _agreed(
     tensor: DTensor, after: tuple[Placement, ...], cluster: Cluster | None, room: int | None
 ) -> tuple[ConversionStep, ...]:
-    """The moves that the first rank has found: others may know their links differently."""
+    """The moves found by the first rank, broadcast: ranks may have measured links differently."""
     mesh, shape, item = tensor.device_mesh, tuple(tensor.shape), tensor.element_size()
     key = (mesh, shape, item, tensor.placements, after, id(cluster), room)
     if key not in _found:

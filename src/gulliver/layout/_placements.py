@@ -14,16 +14,11 @@ SUMS = ("sum", "avg", "max")
 
 
 def sharding_of(placements: Sequence[Placement], dims: int) -> Sharding:
-    """What the search calls a layout of DTensor's."""
+    """A DTensor layout in the terms of the search."""
     cuts: list[list[int]] = [[] for _ in range(dims)]
     terms: list[int] = []
     for axis, placement in enumerate(placements):
         if type(placement) is Shard:
-            if not -dims <= placement.dim < dims:
-                raise GulliverError(
-                    f"{placement} on axis {axis} of the mesh cuts dim {placement.dim}, and the "
-                    f"tensor has {dims} dims"
-                )
             cuts[placement.dim % dims].append(axis)
         elif type(placement) is Partial:
             terms.append(axis)
@@ -33,21 +28,6 @@ def sharding_of(placements: Sequence[Placement], dims: int) -> Sharding:
                 "or Partial"
             )
     return Sharding(tuple(map(tuple, cuts)), tuple(terms))
-
-
-def placements_of(sharding: Sharding, axes: int, op: str = "sum") -> tuple[Placement, ...]:
-    """DTensor's placements of a layout whose cuts are in the order of the axes."""
-    found: list[Placement] = [Replicate()] * axes
-    for dim, cut in enumerate(sharding.cuts):
-        if list(cut) != sorted(cut):
-            raise GulliverError(
-                f"axes {cut} cut dim {dim} in an order that DTensor has no placements for"
-            )
-        for axis in cut:
-            found[axis] = Shard(dim)
-    for axis in sharding.terms:
-        found[axis] = Partial(op)
-    return tuple(found)
 
 
 def reduction_of(*layouts: Sequence[Placement]) -> str:

@@ -54,7 +54,7 @@ class MeshPlace:
             for length, axes in zip(self.shape, layout.cuts, strict=True)
         )
 
-    def beside(
+    def neighbours(
         self, axes: Sequence[int], at: tuple[int, ...] | None = None
     ) -> list[tuple[int, ...]]:
         """Coordinates that differ from one, this rank's, on some axes; the last varies fastest."""
@@ -72,12 +72,12 @@ class MeshPlace:
         """Ranks along an axis as their group numbers them, and the number of each coordinate."""
         group = self.mesh.get_group(axis)
         ranks = dist.get_process_group_ranks(group)
-        numbers = [ranks.index(self.rank_at(c)) for c in self.beside([axis])]
+        numbers = [ranks.index(self.rank_at(c)) for c in self.neighbours([axis])]
         return RankGroup(tuple(ranks), dist.get_rank(group), group), numbers
 
 
 def run_move(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
-    """The local part after a move."""
+    """Runs one move and returns the local part after it."""
     return _RUN[move.kind](_own(local), move, place)
 
 
@@ -130,7 +130,7 @@ def _gather(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
         blocks = _gathered(blocks.reshape(-1), axis, place).view(rows, most)
     whole = local.new_empty(_shape(after))
     # The axis gathered last has become the outermost of the blocks.
-    for block, coordinate in zip(blocks, place.beside(move.axes[::-1]), strict=True):
+    for block, coordinate in zip(blocks, place.neighbours(move.axes[::-1]), strict=True):
         box = place.box(move.before, coordinate)
         _view(whole, after, box).copy_(block[: _count(box)].view(_shape(box)))
     return whole
@@ -139,7 +139,7 @@ def _gather(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
 def _scatter(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     before, most = place.box(move.before, place.here), move.elements[1]
     inwards = move.axes[::-1]
-    boxes = [place.box(move.after, c) for c in place.beside(inwards)]
+    boxes = [place.box(move.after, c) for c in place.neighbours(inwards)]
     parts = torch.cat([_filled(_view(local, before, box), most) for box in boxes])
     for axis in inwards:  # the fast links carry most of it
         parts = _scattered(parts, axis, place)
@@ -152,7 +152,7 @@ def _exchange(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     before, after = (place.box(layout, place.here) for layout in (move.before, move.after))
     group, numbers = place.line(axis)
     outgoing, counts, shared = [local] * group.size, [0] * group.size, [after] * group.size
-    for number, other in zip(numbers, place.beside([axis]), strict=True):
+    for number, other in zip(numbers, place.neighbours([axis]), strict=True):
         sent = _common(before, place.box(move.after, other))
         shared[number] = _common(place.box(move.before, other), after)
         outgoing[number] = _own(_view(local, before, sent)).view(-1)
@@ -167,7 +167,7 @@ def _swap(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     source = _source(move, place, place.here)
     if source == place.here:
         return local
-    (target,) = (c for c in place.beside(move.axes) if _source(move, place, c) == place.here)
+    (target,) = (c for c in place.neighbours(move.axes) if _source(move, place, c) == place.here)
     arriving = local.new_empty(_shape(place.box(move.after, place.here)))
     incoming = [(place.rank_at(source), arriving)]
     post(incoming, [(place.rank_at(target), local)], None, SWAP_TAG).wait()
@@ -182,7 +182,7 @@ def _source(move: ConversionStep, place: MeshPlace, coordinate: tuple[int, ...])
         swapped = list(coordinate)
         swapped[low], swapped[high] = swapped[high], swapped[low]
         return tuple(swapped)
-    wanted, others = place.box(move.after, coordinate), place.beside(move.axes, coordinate)
+    wanted, others = place.box(move.after, coordinate), place.neighbours(move.axes, coordinate)
     return next(other for other in others if place.box(move.before, other) == wanted)
 
 

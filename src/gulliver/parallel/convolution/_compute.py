@@ -220,7 +220,7 @@ def _windowed(
 def _in_pieces(
     rows: Rows, window: SlidingWindow, call: Callable[[Tensor], Tensor], value: float
 ) -> Tensor:
-    """Computes piece by piece: only the pieces at the borders are copied, beside their halo."""
+    """Computes piece by piece: only pieces at the borders are copied together with their halo."""
     start, stop = rows.outputs
     step, out = -(-(stop - start) // PIECES), None
     for low in range(start, stop, step):

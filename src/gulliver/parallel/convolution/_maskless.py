@@ -23,8 +23,8 @@ MASKED = ("HunyuanVideoMidBlock3D",)
 
 @contextmanager
 def without_masks(network: Any) -> Iterator[None]:
-    """Lets the middle blocks of a module, or of that of a method, compute without their mask."""
-    # Perhaps a method of a module, and told some of its arguments already.
+    """Makes the middle blocks of a module, or of a method's module, compute without their mask."""
+    # Perhaps a bound method of a module, or a partial of one.
     network = getattr(getattr(network, "func", network), "__self__", network)
     found = network.modules() if isinstance(network, nn.Module) else ()
     blocks: list[Any] = [

@@ -1,4 +1,4 @@
-"""What an autoencoder's networks are called, and where time lies.
+"""The networks of an autoencoder, and its dim of time.
 
 An autoencoder is asked for `stream_encoder` and `stream_decoder`, functions from whole to whole;
 one that computes clips in pieces of its own (`micro_frames`) for `encode_pieces` and
@@ -23,7 +23,7 @@ def encoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[T
     """Returns the function from videos to latents, or to their moments."""
     own = getattr(autoencoder, "stream_encoder", None)
     if own is not None:
-        return own if frames is None else _told(own, frames)
+        return own if frames is None else _with_frames(own, frames)
     return _ModuleChain(_part(autoencoder, "encoder"), getattr(autoencoder, "quant_conv", None))
 
 
@@ -31,7 +31,7 @@ def decoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[T
     """Returns the function from latents to videos; see `encoder_of`."""
     own = getattr(autoencoder, "stream_decoder", None)
     if own is not None:
-        return own if frames is None else _told(own, frames)
+        return own if frames is None else _with_frames(own, frames)
     return _ModuleChain(
         getattr(autoencoder, "post_quant_conv", None), _part(autoencoder, "decoder")
     )
@@ -74,7 +74,7 @@ def time_dim(autoencoder: nn.Module) -> int:
     return 2
 
 
-def _told(own: Callable[..., Tensor], frames: int) -> Callable[[Tensor], Tensor]:
+def _with_frames(own: Callable[..., Tensor], frames: int) -> Callable[[Tensor], Tensor]:
     """Returns the function with the number of frames, where it asks for it."""
     return partial(own, frames=frames) if "frames" in inspect.signature(own).parameters else own
 

@@ -43,7 +43,7 @@ from gulliver.parallel.convolution._windows import (
 )
 
 
-# [Note: one order on all ranks] Messages are told apart by their order, in backward too. Autograd
+# [Note: one order on all ranks] Messages are matched by their order, in backward too. Autograd
 # runs the nodes of a graph in the reverse order of their making, whatever their timing, so it is
 # the same on all ranks as long as each makes the same nodes. A rank without work therefore computes
 # one window of zeros and keeps nothing of it (`Rows.all`), and what it then holds is an empty part

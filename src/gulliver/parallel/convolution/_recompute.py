@@ -18,7 +18,7 @@ from gulliver.parallel.convolution._maskless import without_masks
 from gulliver.parallel.convolution._stream import FrameStream, Kept, with_last
 
 
-# [Note: backward through a stream] A segment's outputs hang on its frames and on what every layer
+# [Note: backward through a stream] A segment's outputs depend on its frames and on what every layer
 # has kept of the frames before, and its own kept frames go to the next. So a segment is a function
 #
 #     (frames, kept) -> (outputs, kept of the next)

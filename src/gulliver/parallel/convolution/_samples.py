@@ -1,8 +1,8 @@
-"""Whole clips dealt to the ranks: what must hold of a network, and running its own.
+"""Distributes whole clips over ranks, for networks that treat them independently.
 
 A network that is handed whole clips runs on plain tensors, so nothing refuses a function that mixes
-them. Layers that do are found by their types, and all else by trying: what comes of a clip beside
-another must be what comes of it alone.
+them. Layers that do are found by their types, and all else by trying: the result for a clip
+next to another must be its result alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COARSE, ON_DEVICE = 3e-2, 3e-3
 
 
 def own_samples(plain: Any, x: Sharded, rest: tuple[Any, ...]) -> Any:
-    """Runs a network on this rank's clips, which need nothing of the others'."""
+    """Runs a network on this rank's clips alone."""
     held = len(x.local)
     # A rank without work computes a clip of zeros, as long as another computes one: it knows what
     # comes out then, and has a part in backward.
@@ -58,7 +58,7 @@ def refuse_mixing_layers(network: nn.Module, name: str) -> None:
 def verify_independent(
     network: nn.Module, plain: Any, name: str, given: tuple[Any, ...], group: RankGroup
 ) -> None:
-    """Tries whether the clips of a batch have nothing to do with each other; all ranks call it."""
+    """Checks by running it that a network treats clips independently; all ranks call it."""
     try:
         wrong = _depends(network, plain, *given)
     except Exception as error:

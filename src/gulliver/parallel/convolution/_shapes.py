@@ -1,6 +1,6 @@
 """Functions that move elements: views, slices, concatenation.
 
-Each is told in terms of the whole, as the module calls it, and done to the part. `reshaped` is the
+The module calls each in terms of the whole; it is applied to the part. `reshaped` is the
 one with a thought in it: the cut positions are a factor of the row-major order of elements, with so
 many elements inside; in the new shape they are wherever that factor falls.
 """

@@ -1,4 +1,4 @@
-"""An activation of which this process holds a part, and through which a module runs unchanged.
+"""A tensor subclass that holds a part of an activation, through which modules run unchanged.
 
 `Sharded` is a tensor with the shape of the whole (of a stream: of all frames so far) and the
 elements of a part along one dim. Torch hands every function that is called with one to `HANDLERS`:
@@ -37,11 +37,11 @@ _WHOLE = (
     "is_floating_point is_complex len hash itemsize"
 )
 OF_WHOLE = frozenset(_WHOLE.split())
-"""What is asked of the whole, and answered by the shell."""
+"""Attributes of the whole, which the shell has."""
 
 _PART = "requires_grad device is_cuda is_cpu is_meta is_xpu is_mps grad_fn"
 OF_PART = frozenset(_PART.split())
-"""What is asked of the part."""
+"""Attributes of the part."""
 
 IN_PLACE = frozenset(["iadd", "isub", "imul", "itruediv", "idiv"])
 """Operators that write to their first argument, as functions whose names end with ``_`` do."""

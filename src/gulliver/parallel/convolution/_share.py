@@ -56,7 +56,7 @@ class SharedNetworks:
     rank_group: RankGroup
     dim: str  # Dim that is cut, or "auto"
     cluster: Cluster | None = None  # Cluster to predict for; None for the one that was probed
-    show: Callable[[str], None] | None = None  # Function that is told of every choice
+    show: Callable[[str], None] | None = None  # Called with a description of every choice
     # Dim that was chosen for each network and shape.
     chosen: dict[Any, str] = field(default_factory=dict)
     # Predictions that each choice was made from.
@@ -113,7 +113,7 @@ class SharedNetworks:
             )
         return gathered(made)
 
-    def _told(self, key: tuple[str, tuple[int, ...]]) -> str:
+    def _describe(self, key: tuple[str, tuple[int, ...]]) -> str:
         name, shape = key
         size, dim = "x".join(map(str, shape)), self.chosen[key]
         what = (
@@ -150,7 +150,7 @@ class SharedNetworks:
                         found = found[1:]
                 self.predictions[key], self.chosen[key] = found, found[0].dim
             if self.show is not None:
-                self.show(self._told(key))
+                self.show(self._describe(key))
         return self.chosen[key]
 
     def _check_samples(
@@ -180,7 +180,7 @@ def share_autoencoder(
         mesh: mesh of one dim, or rank group; None is the whole world.
         dim: "samples", "height", "width", "time" or "auto" for the predicted fastest.
         cluster: cluster to predict for; None for the one that was probed.
-        show: function that is told of every choice and its reason.
+        show: function called with a description of every choice and its reason.
 
     Raises:
         GulliverError: an unknown dim, a mesh of several dims, or an autoencoder shared already.

@@ -11,7 +11,7 @@ frames (`FrameStream.rows`), so each output frame is computed once, from the sam
 whole. The first stretch is padded as the clip is, the last one too. A layer that must leave a
 remainder for later (a downsampling) keeps it.
 
-Group norms over time are told apart: their statistics are of frames that are still to come.
+Group norms over time are special: their statistics depend on frames that are still to come.
 ``norms="passes"`` runs through the clip once for each of them, in their order: with the statistics
 of all norms before, those of the next one can be counted. That is exact and of constant memory, and
 costs as much time as there are norms, halved. Without it they are refused.
@@ -60,7 +60,7 @@ def stream_encode(
         autoencoder: one of ours, or one of diffusers' (what its `encoder` and `quant_conv` give:
             mean and log-variance on top of each other).
         clips: stretches ``[batch, channels, frames, height, width]`` of any lengths; a function
-            that gives them anew where `norms` needs several passes.
+            that returns them again where `norms` needs several passes.
         norms: "refuse", or "passes" for exact statistics of group norms over time.
         frames: number of frames of the clip where it is not 4 k + 1, for those that pad it.
 
@@ -240,7 +240,7 @@ class FrameStream(Holder):
         )
 
     def wait(self) -> None:
-        """Asks for the next stretch: one position could be any factor of a merged dim."""
+        """Requests the next stretch: one position could be any factor of a merged dim."""
         raise _Starved
 
     def whole(self, x: Sharded, key: Key) -> Tensor:
@@ -254,7 +254,7 @@ class FrameStream(Holder):
         return local
 
     def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
-        """Lets what is ahead wait for what is behind: a layer may look some frames ahead."""
+        """Delays activations that are ahead of others: a layer may look some frames ahead."""
         if len({part.cut.sizes for part in parts}) == 1:
             return list(parts)
         name = self._name(key)

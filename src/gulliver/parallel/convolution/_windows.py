@@ -2,7 +2,7 @@
 
 A convolution, a pooling and a slice are the same thing along one dim: output `o` is made from the
 `span` positions that begin at ``first + o * stride``. Everything here is plain numbers, so that all
-ranks compute everybody's needs alike and nobody has to ask.
+ranks compute each other's needs alike and no rank has to ask.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from gulliver.parallel.pipeline._cut import Cut, block_costs, cut
 from gulliver.parallel.pipeline._pipeline import Pipeline
 from gulliver.parallel.pipeline._predict import computations, predict
 from gulliver.parallel.pipeline._schedules import STYLES, check_counts, deal, style_of
-from gulliver.parallel.pipeline._stack import Stack, family_name, stack_of, units_of
+from gulliver.parallel.pipeline._stack import Stack, stack_of, units_of
 from gulliver.parallel.pipeline._stage import (
     Stage,
     check_stages,
@@ -37,7 +37,6 @@ __all__ = [
     "computations",
     "cut",
     "deal",
-    "family_name",
     "make_stage",
     "names_held",
     "predict",

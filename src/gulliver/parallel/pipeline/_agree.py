@@ -33,7 +33,7 @@ def agree(
     check: bool,
 ) -> str:
     """Compares the batches of ranks that share a model; every one of them calls this."""
-    seen, told, wrong = digest(batch) if check else 0, "", None
+    seen, agreed, wrong = digest(batch) if check else 0, "", None
     shared = [rank_group for rank_group in rank_groups if rank_group.size > 1]
     for rank_group in shared:
         by_rank = _gathered(seen, _number(state.encode()), rank_group, device)
@@ -41,7 +41,7 @@ def agree(
         differing = (rank for rank in rank_group.ranks if by_rank[rank][0] != by_rank[first][0])
         # Where an earlier axis found it, the number of a rank here is that of all its partners.
         wrong = wrong or next(((rank, first) for rank in differing), None)
-        told = told or ",".join(str(by_rank[rank][1]) for rank in rank_group.ranks)
+        agreed = agreed or ",".join(str(by_rank[rank][1]) for rank in rank_group.ranks)
         seen = _number(str([by_rank[rank][0] for rank in rank_group.ranks]).encode())
     if wrong is not None:
         or_else = ", or a partner of it," if len(shared) > 1 else ""
@@ -49,7 +49,7 @@ def agree(
             f"rank {wrong[0]}{or_else} has another batch than rank {wrong[1]}, and they share one "
             "model: give all ranks of a model the same samples"
         )
-    return told or state
+    return agreed or state
 
 
 def _gathered(

@@ -153,7 +153,7 @@ def weigh(
 def _said(
     micros: Sequence[MicroBatch], by: str | Callable[[Any], float] | None, samples: list[float]
 ) -> list[float] | None:
-    """Returns the weights that the user asks for; None where the user leaves the choice."""
+    """Returns the weights that the user asked for; None to choose them."""
     if by is None or by == "samples":
         return None if by is None else samples
     if callable(by):

@@ -15,7 +15,7 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 class Losses:
-    """The loss of each micro-batch, weighted, as the last stage's forwards end."""
+    """Collects the weighted loss of each micro-batch as the last stage's forwards end."""
 
     def __init__(
         self,

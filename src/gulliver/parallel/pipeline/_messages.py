@@ -32,7 +32,7 @@ _DTYPES = (
 
 
 # [Note: headers] A receiver must know what comes. What crosses a cut is the same from step to step
-# for micro-batches of the same shapes in the same states, so it is told once: before the first
+# for micro-batches of the same shapes in the same states, so it is announced once: before the first
 # message of each kind goes a header on the CPU with the shapes, dtypes, and which of the tensors
 # want gradients. Both ends then remember it; a message of known kind has no header, which would
 # cost a latency each time, and a tensor that is not as the header said is refused, not sent.
@@ -104,7 +104,7 @@ class Messages:
         if known is None:
             self._known[self.stage + 1, kind] = found
             if self._peer(self.stage + 1) is not None:
-                self._tell(found, micro)
+                self._announce(found, micro)
         elif known != found:
             raise GulliverError(
                 f"stage {self.stage} returns {found} where an equal micro-batch returned {known}: "
@@ -132,7 +132,7 @@ class Messages:
         """Notes what the stage before, on this rank, hands over."""
         self._known[self.stage, kind] = tuple(Meta.of(t) for t in tensors)
 
-    def _tell(self, metas: Sequence[Meta], micro: int) -> None:
+    def _announce(self, metas: Sequence[Meta], micro: int) -> None:
         peer = self._peer(self.stage + 1)
         tag = self._tag(self.stage + 1, 2, micro, 0)
         assert peer is not None

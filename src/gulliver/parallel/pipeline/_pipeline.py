@@ -211,11 +211,11 @@ class Pipeline:
 
     def _drawing(self, micros: Sequence[MicroBatch]) -> Callable[[int], None] | None:
         """Tells `before` of the samples of each micro-batch."""
-        told = self.before
-        if told is None:
+        before = self.before
+        if before is None:
             return None
         starts = [0, *itertools.accumulate(micro.samples for micro in micros)]
-        return lambda number: told(starts[number], micros[number].samples)
+        return lambda number: before(starts[number], micros[number].samples)
 
     def _through(
         self, run: PipelineRun, losses: Losses, forward_only: bool, return_loss: bool
@@ -295,11 +295,11 @@ class Pipeline:
         return loss.detach()
 
     def _refuse_uncounted(self, losses: Losses) -> None:
-        """Refuses a criterion of which nobody knows what it counts, on all ranks."""
+        """Refuses, on all ranks, a criterion whose denominator is unknown."""
         # The last stage alone sees that it is not the model's own loss, and does in mid-schedule,
         # where the others would wait for it: so it goes on to the end.
         found = torch.tensor([float(losses.uncounted)], device=self._device())
-        self._tell(found)
+        self._broadcast(found)
         if bool(found):
             self._failed = False
             raise GulliverError(
@@ -314,10 +314,10 @@ class Pipeline:
         total = losses.total()
         if mine and total is not None:
             found[0], found[1] = 1 + LOSSES.index(total.dtype), total
-        self._tell(found)
+        self._broadcast(found)
         return found[1].to(LOSSES[int(found[0]) - 1]) if found[0] else None
 
-    def _tell(self, found: Tensor) -> None:
+    def _broadcast(self, found: Tensor) -> None:
         """Broadcasts from the rank of the last stage."""
         rank_group = self.stage.rank_group
         if rank_group.size > 1:
@@ -333,7 +333,7 @@ class Pipeline:
         return _short(agree(batch, state, self.readers(), device, self.check_batch))
 
     def _added(self, batch: Batch) -> dict[str, Any]:
-        """Keeps models from filling caches of keys and values, which only generation reads."""
+        """Turns off caches of keys and values, which only generation reads."""
         given = batch if isinstance(batch, Mapping) else {}
         config = getattr(self.model, "config", None)
         asked = [name for name in OF_ALL if given.get(name, getattr(config, name, False))]
@@ -349,7 +349,7 @@ class Pipeline:
         return {"use_cache": False} if caches and "use_cache" in known else {}
 
     def _complete(self, batch: Batch) -> Batch:
-        """Makes the random choices of modules that every stage has once for all of them."""
+        """Draws random choices of modules that every stage has once for all stages."""
         drop = getattr(getattr(self.model, "y_embedder", None), "drop", 0.0)
         if self.stage.stack.family != "STDiT3" or not self.model.training or not drop:
             return batch

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from gulliver.errors import GulliverError
 from gulliver.hardware import BACKWARD_OF_LINEAR
 from gulliver.parallel.pipeline._schedules import check_counts, deal, make_schedule
 from gulliver.solve import BACKWARD, FORWARD, INPUTS, WEIGHTS, Prediction, schedule_seconds
@@ -27,8 +26,7 @@ def predict(
     """Predicts a step."""
     stages = len(forward)
     numbers = deal(style, ranks, stages // ranks)
-    if sum(map(len, numbers)) != stages:
-        raise GulliverError(f"{stages} stages do not lie on {ranks} ranks evenly")
+    assert sum(map(len, numbers)) == stages, "stages lie on the ranks evenly"
     check_counts(style, stages, ranks, micro_batches)
     if backward is None:
         backward = [BACKWARD_OF_LINEAR * seconds for seconds in forward]

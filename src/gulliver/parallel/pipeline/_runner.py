@@ -34,7 +34,7 @@ class PipelineRun:
     kinds: Sequence[str]  # Kind of each micro-batch; those of one kind send tensors of equal shapes
     call: Callable[..., Any]  # Model, or a wrapper of its forward
     keep: bool  # Whether outputs of the last stage are wanted
-    # Keyword arguments beside those of the batch.
+    # Keyword arguments in addition to those of the batch.
     added: dict[str, Any] = field(default_factory=dict)
     # Function called before each forward with the number of its micro-batch.
     before: Callable[[int], None] | None = None

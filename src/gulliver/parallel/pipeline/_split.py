@@ -20,8 +20,8 @@ Gradients = tuple[Tensor | None, ...]
 # would wait (the bubble) with the latter. One backward does both and cannot be interrupted.
 #
 # Let C be the nodes of the autograd graph that lie between the inputs and the outputs. The first
-# part runs C alone. A weight hangs on C at some nodes, its *ends*; the gradient that comes into
-# them is noted as it passes. The second part starts backward at the ends, with what was noted.
+# part runs C alone. A weight is attached to C at some nodes, its *ends*; the gradient that comes
+# into them is noted as it passes. The second part starts backward at the ends, with what was noted.
 # Weights that share ends are done together; as one end may lie behind another, what would come into
 # an end from there is replaced by what was noted, which has it already. So each path from the
 # outputs to a weight is counted once, whatever the graph is like: shared weights, weights used
@@ -30,7 +30,7 @@ Gradients = tuple[Tensor | None, ...]
 # The second part accumulates as any backward does, hooks of accumulation included.
 @dataclass
 class _Group:
-    """Weights whose gradients are computed together, and the ends that they hang on."""
+    """Weights whose gradients are computed together, and the ends that they are attached to."""
 
     ends: set[Node]
     weights: list[nn.Parameter]

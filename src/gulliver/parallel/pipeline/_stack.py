@@ -46,12 +46,6 @@ class Stack:
         return {path: number for number, path in enumerate(self.blocks)}
 
 
-def family_name(model: nn.Module) -> str | None:
-    """The name of the family that a model is of; None where its blocks are looked for."""
-    family = family_of(model)
-    return None if family.blocks is None else family.name
-
-
 def stack_of(
     model: nn.Module,
     path: str | None = None,

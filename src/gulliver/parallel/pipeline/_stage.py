@@ -269,7 +269,7 @@ def _graft(placeholder: nn.Module, path: str, module: nn.Module) -> None:
 
 
 class _Lent:
-    """Calls what now lies at a path, without being a second name for it."""
+    """Calls the module at a path without registering it a second time."""
 
     def __init__(self, model: nn.Module, path: str) -> None:
         self._model, self._path = model, path
@@ -282,7 +282,7 @@ class _Lent:
 
 
 def _lend(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> None:
-    """Lets blocks compute the position bias that the first block of their list computes."""
+    """Gives blocks the module with which the first of their list computes the position bias."""
     # They do so only when they are handed none, as the first block of a stage is.
     inner, _, name = (stack.first_only or "").rpartition(".")
     lent = _Lent(model, f"{stack.blocks[first]}.{stack.first_only}")

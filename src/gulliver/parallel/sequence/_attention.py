@@ -247,7 +247,7 @@ def _kinds(mask: Mask, queries: Layout) -> tuple[Literal["plain", "causal", "mas
 def _cheaper(
     q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, groups: SequenceGroups
 ) -> Circulate:
-    """Returns what is fewer bytes to send round; the same answer on all ranks."""
+    """Returns which side takes fewer bytes to circulate; the same on all ranks."""
     # Queries are fewer where a cross-attention has a short query side and long keys.
     shape = Shape(
         batch=q.shape[0],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gulliver.errors import GulliverError
 from gulliver.hardware import AttentionBytes as Volume
 from gulliver.hardware import AttentionShape as Shape
 from gulliver.hardware import (
@@ -41,8 +40,8 @@ class Chosen:
     def reason(self) -> str:
         """Reason for the choice, in a few words."""
         best, *others = self.predicted
-        told = [f"{p.plan}: {1e3 * p.seconds:.3g} ms" for p in others[:1]]
-        return " against ".join([f"{best.plan}: {1e3 * best.seconds:.3g} ms", *told])
+        shown = [f"{p.plan}: {1e3 * p.seconds:.3g} ms" for p in others[:1]]
+        return " against ".join([f"{best.plan}: {1e3 * best.seconds:.3g} ms", *shown])
 
     def __str__(self) -> str:
         head = f"{'plan':<34} {'ms':>9} {'compute':>9} {'heads':>9} {'MB sent':>9}"
@@ -75,8 +74,6 @@ def choose(
         GulliverError: no degree of at least 1; the device has no rate for the dtype.
     """
     degree = cluster.size if degree is None else degree
-    if degree < 1:
-        raise GulliverError(f"a sequence needs at least 1 rank, not {degree}")
     layout = layout or ("zigzag" if shape.causal else "contiguous")
     found = [
         predict(cluster, shape, SequencePlan(u, o, degree // u // o, layout), stride)

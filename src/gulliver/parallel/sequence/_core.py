@@ -1,4 +1,4 @@
-"""Ring attention: the queries of a ring rank attend to the keys of all, forward and backward.
+"""Ring attention, forward and backward: the queries of each ring rank attend to the keys of all.
 
 `RingAttention` is the autograd function. Of (keys, values) and queries the one that costs less on
 the wire goes round:

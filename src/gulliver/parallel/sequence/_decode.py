@@ -66,11 +66,6 @@ def _allowed(
         return None
     if query_positions is None or key_positions is None or length is None:
         raise GulliverError("a mask needs query_positions, key_positions and length: give all")
-    if len(query_positions) != q.shape[2] or len(key_positions) != k.shape[2]:
-        raise GulliverError(
-            f"{len(query_positions)} query and {len(key_positions)} key positions for "
-            f"{q.shape[2]} queries and {k.shape[2]} keys: give one for each"
-        )
     rules = mask.rules(q.shape[0], length, length)
     return rules.dense(query_positions.cpu(), key_positions.cpu()).to(q.device)
 

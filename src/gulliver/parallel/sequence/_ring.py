@@ -1,4 +1,4 @@
-"""The ring of one or two levels: which rank has which block when.
+"""Ring exchange of one or two levels: which rank has which block in which step.
 
 Rank (o, i) begins with its own block. In step (a, b) it has the block of rank (o - a, i - b): the
 inner ring turns fully for each hop of the outer ring, and the block of the next hop is on its way
@@ -167,7 +167,7 @@ _Steps = Generator[Visit | None, Tensor, Tensor]
 
 @dataclass
 class _Trip:
-    """The way of one piece in `round_trip`."""
+    """The round trip of one piece."""
 
     # A generator, so that the pieces take turns in one thread without a state machine by hand.
 

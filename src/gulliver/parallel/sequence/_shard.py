@@ -18,7 +18,7 @@ UnshardGradient = Literal["own", "alike", "sum"]
 
 # [Note: gradients] There is one convention. What is trained on is the *sum* of the losses that
 # ranks count, every operation here is the adjoint with respect to that sum, and gradients of
-# parameters are added up over the ranks that hold them. Whoever steps divides once, by the number
+# parameters are added up over the ranks that hold them. The optimizer divides once, by the number
 # of losses counted.
 #
 # - `shard` of a tensor that all ranks have: ``gradient="own"`` leaves on each rank its tokens'
@@ -111,7 +111,7 @@ def position_ids(groups: SequenceGroups, length: int, documents: Tensor | None =
     Args:
         groups: rank groups of the plan.
         length: tokens of the whole sequence.
-        documents: document ids as in `Mask`; positions then begin anew with each document.
+        documents: document ids as in `Mask`; positions then restart with each document.
 
     Returns:
         Positions ``[local length]``, or ``[batch, local length]`` for documents of that form;
@@ -168,8 +168,8 @@ def checked_layout(x: Tensor, groups: SequenceGroups, dim: int, length: int | No
     """Returns the layout of a sharded tensor, checked against the shards' lengths."""
     held = {groups.rank: x.shape[dim]}
     if length is None:
-        told = gather_integers(groups.all, [x.shape[dim]], x.device)
-        held = {rank: values[0] for rank, values in enumerate(told)}
+        gathered = gather_integers(groups.all, [x.shape[dim]], x.device)
+        held = {rank: values[0] for rank, values in enumerate(gathered)}
         length = sum(held.values())
     layout = groups.plan.lay(length)
     wanted = layout.sizes()

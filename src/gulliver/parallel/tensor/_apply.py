@@ -252,7 +252,7 @@ class _Applied:
 
     def _in_site(self, path: str) -> bool:
         """Whether a module works on the whole sequence again, past the columns of a site."""
-        # The second factor of an adapter beside a row layer does not: it adds to what the rows have
+        # The second factor of an adapter of a row layer does not: it adds to what the rows have
         # scattered.
         layer, factor = layer_of(path)
         if factor == "lora_B" and isinstance(self.modules.get(f"{layer}.base_layer"), nn.Module):

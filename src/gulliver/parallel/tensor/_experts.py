@@ -26,7 +26,7 @@ ADDED = "down_proj_bias"
 
 
 # [Note: features, not experts] Giving whole experts to ranks (expert parallelism) would need an
-# all-to-all of tokens, and ranks would wait for whoever has the popular experts. Cut by features,
+# all-to-all of tokens, and ranks would wait for the one with the popular experts. Cut by features,
 # every rank has the same work whatever the router says, at the price of narrower products.
 #
 # Latent attention is here, too: of what its first projection of keys and values returns, the rotary

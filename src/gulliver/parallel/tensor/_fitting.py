@@ -127,7 +127,7 @@ class _Site:
         if not whole or any(one.runs(size, r) != heads.runs(size, r) for r in range(size)):
             kind = "row" if one.how.kind == "row" else "column"
             raise GulliverError(
-                f"{choices.shown(path)} would be cut within heads, beside "
+                f"{choices.shown(path)} would be cut within heads, next to "
                 f"{self._others(choices, path)}: give it '{kind} by heads'"
             )
         others = [column for column in self.columns if column != path]
@@ -157,7 +157,7 @@ class _Site:
         features, width = choices.placed[row].total, choices.width(column)
         if width == features:
             return True
-        # Fewer: grouped keys and values beside queries, or channels that are flattened.
+        # Fewer: grouped keys and values next to queries, or channels that are flattened.
         even = features % width == 0 and width % choices.size == 0
         flat = type(choices.modules[column]) in CONVOLUTIONS
         beside = any(choices.width(other) == features for other in self.columns)
@@ -219,7 +219,7 @@ def _check_whole(choices: Choices, path: str, beside: str | None) -> None:
     how, known = choices.placed[path].how, STYLES[choices.known(path) or "replicate"]
     if beside and (how.gather or how.split) and known.kind == "column" and not known.gather:
         raise GulliverError(
-            f"{choices.shown(path)} has whole outputs on every rank, beside "
+            f"{choices.shown(path)} has whole outputs on every rank, next to "
             f"{choices.shown(beside)}, of which each rank has its part: cut both alike"
         )
 
@@ -261,7 +261,7 @@ def _check_summed(choices: Choices, path: str, columns: Iterable[str]) -> None:
 
 
 def _site_of(path: str) -> str:
-    """Returns what the paths of modules beside a layer begin with."""
+    """Returns the common prefix of the paths of a layer and its siblings."""
     parent = layer_of(path)[0].rpartition(".")[0]
     return f"{parent}." if parent else ""
 

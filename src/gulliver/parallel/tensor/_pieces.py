@@ -95,7 +95,7 @@ def ring_gather(
             shape = list(own.shape)
             shape[dim] = lengths[(place - 1) % rank_group.size]
             coming = own.new_empty(shape)
-            # To pack anew what was packed changes no more than its last bit.
+            # Packing a packed tensor again changes at most its last bit.
             messages = post(
                 [(before, coming)],
                 [(after, piece)],

@@ -15,7 +15,7 @@ from gulliver.parallel.tensor._table import How
 
 @dataclass(frozen=True)
 class Placed:
-    """How one module is cut."""
+    """The sharding of one module."""
 
     style: str
     how: How
@@ -28,7 +28,7 @@ class Placed:
     parts: Mapping[str, ParameterCut] = field(default_factory=dict)
 
     def runs(self, size: int, place: int, name: str = "") -> tuple[Interval, ...]:
-        """The part of a rank, of the parameter of a name."""
+        """The intervals of a parameter that a rank holds."""
         part = self.parts.get(name)
         if part is not None:
             return share(part.total, part.units, size, place, part.blocks)
@@ -38,7 +38,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a model is cut over the ranks of a tensor line."""
+    """The sharding of a model over tensor ranks."""
 
     size: int
     # Path to its sharding, of modules that are cut or whose gradients are partial.

@@ -63,8 +63,6 @@ def plan_tensor(
             even different ones each. With `allow_dropout` the caller gives all ranks of a line the
             same random state, and the heads of each rank draw the same masks.
     """
-    if size < 1:
-        raise GulliverError(f"a tensor line has at least one rank, not {size}")
     return _Planner(model, size, rules or {}, replicate_rest, allow_dropout).plan()
 
 
@@ -156,7 +154,7 @@ class _Planner:
     def _whole(
         self, placed: dict[str, Placed], replicated: list[str], stacks: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """What a piece of the sequence would not do for."""
+        """Modules that need the whole sequence instead of a piece."""
         found = [path for path, one in placed.items() if one.how.kind in ("experts", "latent")]
         if self._automatic:
             found += self.opaque
@@ -175,7 +173,7 @@ class _Planner:
         return bool(self.own) or (self.known is not None and self.known.rest)
 
     def _keep_scaled(self, placed: dict[str, Placed], replicated: list[str]) -> None:
-        """Embeddings that do more than look up stay whole, and what is tied to them does, too."""
+        """Keeps embeddings whole that do more than look up, and everything tied to them."""
         whole = {
             id(module._parameters.get("weight"))
             for path, module in self.modules.items()
@@ -195,7 +193,7 @@ class _Planner:
     def _gather_opaque(
         self, placed: dict[str, Placed], replicated: list[str], stacks: tuple[str, ...]
     ) -> None:
-        """Cuts what is not understood in a way that is exact whatever is around it."""
+        """Cuts modules that are not understood so that the result is exact in any surroundings."""
         # [Note: opaque modules] Where something between columns and rows works on all features,
         # such as a norm over all heads, columns are gathered and rows take their part of a whole
         # input: weights and products are shared all the same, and everything between is what one
@@ -255,8 +253,8 @@ class _Planner:
 
     def _style(self, path: str, module: nn.Module) -> str | None:
         """How a module is cut; the two factors of an adapter go with the layer that they are of."""
-        # Beside columns the second factor is columns, too, beside rows the first is rows; the other
-        # one is whole, and so is what lies between them.
+        # Next to columns the second factor is columns, too; next to rows the first is rows; the
+        # other one is whole, and so is what lies between them.
         layer, factor = layer_of(path)
         style = self._style_of(layer, module)
         if factor == "other":
@@ -391,7 +389,7 @@ class _Planner:
         return all(id(p) in cut for p in self.modules[path].parameters(recurse=False))
 
     def _check_ties(self, placed: dict[str, Placed]) -> None:
-        """Tied parameters must be cut alike; a module that only holds one takes what is cut."""
+        """Refuses tied parameters that would be cut differently."""
         seen: dict[int, tuple[str, Any]] = {}
         for path, module in self.modules.items():
             one = placed.get(path)
@@ -408,7 +406,7 @@ class _Planner:
                     )
 
     def _stacks(self, placed: dict[str, Placed]) -> tuple[str, ...]:
-        """Lists of blocks: the outermost whose members hold what is cut."""
+        """Paths of the outermost lists of blocks with sharded modules inside."""
         found: list[str] = []
         for path, module in self.modules.items():
             if not isinstance(module, nn.ModuleList) or any(
@@ -420,7 +418,7 @@ class _Planner:
         return tuple(found)
 
     def _sites(self, placed: dict[str, Placed], stacks: tuple[str, ...]) -> tuple[str, ...]:
-        """Parents of columns, unless they are blocks: these have other business too."""
+        """Parents of columns, except blocks, whose input also goes elsewhere."""
         parents = {
             layer_of(path)[0].rpartition(".")[0]: None
             for path, one in placed.items()
@@ -438,7 +436,7 @@ class _Planner:
         }
 
     def _check_sites(self, sites: list[str], replicated: list[str]) -> None:
-        """Inside, tensors are each rank's own: what is whole there would get partial gradients."""
+        """Refuses whole parameters between columns and rows, where their gradients are partial."""
         wrong = [
             r
             for r in replicated
@@ -465,7 +463,7 @@ class _Planner:
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
-    """A Hugging Face model's plan for itself."""
+    """The tensor plan that a Hugging Face model declares."""
     found = getattr(model, "tp_plan", None) or {}
     return dict(found) if isinstance(found, Mapping) else {}
 

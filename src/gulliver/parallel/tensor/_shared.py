@@ -4,7 +4,7 @@ Between blocks each rank has a piece of the hidden states along dim 1, so that n
 residuals are neither computed nor kept on every rank; inside, columns gather the sequence and rows
 reduce-scatter it (Korthikanti et al., 2022, arXiv 2205.05198).
 
-How long the whole is cannot be told from a piece, as pieces are uneven, so the first block notes it
+A piece does not show the length of the whole, as pieces are uneven, so the first block notes it
 (`SharedSequence.lengths`) for as long as a block runs. Where a block is computed again for its
 gradient by a checkpoint inside of it, nothing was noted, and the ranks ask each other.
 """

@@ -45,7 +45,7 @@ def convert_to_fp8(
     keep_weights: bool = True,
     shared: dict[str, SharedDims] | None = None,
 ) -> Conversion:
-    """Lets a model's linear layers compute in FP8, in place.
+    """Makes a model's linear layers compute in FP8, in place.
 
     Args:
         model: model, perhaps on meta.
@@ -96,7 +96,7 @@ def check_layers(found: Selection, layers: Collection[str] | None) -> tuple[str,
 
 
 def revert_fp8(model: nn.Module) -> None:
-    """Lets all layers of a model compute in high precision again, in place."""
+    """Makes all layers of a model compute in high precision again, in place."""
     for module in model.modules():
         if state_of(module) is not None:
             vars(module).pop("forward", None)

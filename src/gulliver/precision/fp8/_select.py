@@ -60,8 +60,8 @@ class Selection:
         for reason in self.kept.values():
             grouped[reason] = grouped.get(reason, 0) + 1
         kept = "; ".join(f"{count} x {reason}" for reason, count in grouped.items())
-        told = f"{len(self.taken)} of {len(self.layers)} linear layers"
-        return told + (f" (kept: {kept})" if kept else "")
+        text = f"{len(self.taken)} of {len(self.layers)} linear layers"
+        return text + (f" (kept: {kept})" if kept else "")
 
 
 @dataclass

@@ -63,8 +63,6 @@ class Recipe:
             raise GulliverError(
                 f"FP8 scaling {self.scaling!r} is not known: {nearest(str(self.scaling), SCALINGS)}"
             )
-        if self.history < 1:
-            raise GulliverError(f"history={self.history} must be at least 1 step")
 
     def __str__(self) -> str:
         return f"{self.scaling}{', emulated' if self.emulate else ''}"
@@ -112,7 +110,7 @@ class MagnitudeHistory:
         self.now = seen if self.now is None else torch.maximum(self.now, seen)
 
     def leaves(self) -> dict[str, Tensor]:
-        """Returns what is to be saved; nothing while nothing was seen."""
+        """Returns the state to save; empty before the first cast."""
         past = {"past": torch.stack(self.past)} if self.past else {}
         return past if self.now is None else {**past, "now": self.now}
 
@@ -238,5 +236,5 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def plain_cast(role: Role, x: Tensor, dim: int | None) -> Scaled:
-    """Returns a matrix in FP8 with nothing noted: what compilers trace."""
+    """Returns a matrix in FP8 without recording anything, for compiled graphs."""
     return encode(x, magnitude(x, dim), GRADIENT if role == "gradient" else FORWARD)

@@ -74,7 +74,7 @@ class QuantizedLayer(nn.Module, ABC):
         return known[1]
 
     def moved(self) -> None:
-        """Notes that buffers of the same values lie elsewhere now; what was summed up stays."""
+        """Updates the pointers after the buffers moved; the row sums stay valid."""
         if self._stored is not None:
             weight, scales, version = self._state()
             self._stored = version, replace(self._stored[1], values=weight, scales=scales)

@@ -22,7 +22,7 @@ def kernels_problem() -> str | None:
     except ImportError as error:
         return f"its extension is not built ({error})"
     if built.INTERFACE != INTERFACE:
-        return "its extension is of another version: pip install -e . builds it anew"
+        return "its extension has another version: rebuild it with pip install -e ."
     wanted = os.environ.get("GULLIVER_INT8", "")
     if wanted and wanted not in INSTRUCTIONS:
         raise GulliverError(f"GULLIVER_INT8={wanted!r} is unknown: {nearest(wanted, INSTRUCTIONS)}")

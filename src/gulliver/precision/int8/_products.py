@@ -117,7 +117,7 @@ def chosen_kernels() -> dict[tuple[Any, ...], str]:
 
 
 def forget_kernels() -> None:
-    """Lets kernels be chosen anew; measurements that are kept on disk stay."""
+    """Clears the choices of this process; measurements on disk stay."""
     _chosen.clear()
 
 
@@ -171,8 +171,8 @@ def _measured(w: Stored, shape: tuple[Any, ...], names: list[str]) -> str:
     seconds = kept_seconds(facts, measure, len(names))
     took = dict(zip(names, seconds, strict=True))
     name = min(names, key=took.__getitem__)
-    told = ", ".join(f"{other} {s * 1e6:.0f} us" for other, s in took.items())
-    _log.info("%s %dx%d, %d rows of %s: %s (%s)", mode, outputs, inputs, rows, dtype, name, told)
+    shown = ", ".join(f"{other} {s * 1e6:.0f} us" for other, s in took.items())
+    _log.info("%s %dx%d, %d rows of %s: %s (%s)", mode, outputs, inputs, rows, dtype, name, shown)
     return name
 
 

@@ -3,8 +3,8 @@
     model = replace_module(model)                      # int8 weights and activations
     print(report_of(model))
 
-Read `replace_module`, `_Replacing`, then the table `REPLACED`, in which other rooms enter layers of
-their own.
+Read `replace_module`, `_Replacing`, then the table `REPLACED`, in which other packages register
+layers of their own.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Ways:
 
 Make = Callable[[Any, Ways], nn.Module]
 REPLACED: dict[type[nn.Module], Make] = {}
-"""Class of a layer to what makes a quantised one of it; for layers of other rooms."""
+"""Class of a layer to what makes a quantised one of it; for layers of other packages."""
 GROUPED: dict[type[nn.Module], Callable[[Any, str], bool]] = {}
 """Class of a layer to what says of one and its path whether int4's groups divide its inputs."""
 
@@ -165,7 +165,7 @@ def linear_modes(
     model: nn.Module, mode: str = "int8_dynamic", exclude: Iterable[str] = ()
 ) -> dict[str, str]:
     """Returns the modes that `replace_module` would give to linear layers, by path."""
-    # Those whose weights other layers share are not among them, nor are other rooms' layers.
+    # Those whose weights other layers share are not among them, nor are layers of other packages.
     _check(model, mode, None)
     replacing = _Replacing(model, Ways(mode, math.inf), False, False)
     replacing.match(list(exclude), None)
@@ -213,7 +213,7 @@ def _check(model: nn.Module, mode: str, threshold: float | None) -> None:
         if isinstance(module, QuantizedLayer):
             raise GulliverError(
                 f"the model is quantised already ({path or 'it'} is {module.mode}): quantising "
-                "twice would round what is rounded; load its float weights anew"
+                "twice would round what is rounded; load its float weights again"
             )
 
 
@@ -267,7 +267,7 @@ class _Replacing:
         vars(self.model)[NOTE] = self.report
 
     def _warn(self, some: bool) -> None:
-        """Says in the log that most of a model, such as fused experts, is what it was."""
+        """Warns when most of a model, such as fused experts, was not quantised."""
         whole = sum(layer.before for layer in self.report.layers)
         kept = {layer.path: layer.before for layer in self.report.kept}
         if not some:
@@ -281,7 +281,7 @@ class _Replacing:
             )
 
     def _note_untied(self, new: Mapping[int, nn.Module | None]) -> None:
-        """Says of quantised layers that others have their weight still as it was."""
+        """Notes on quantised layers that others still share their float weight."""
         kept = {
             id(_matrix_in(m)): path for path, m in self.modules.items() if new.get(id(m), m) is None
         }
@@ -306,7 +306,7 @@ class _Replacing:
             return f"{type(parent).__name__}.forward reads its weight past the layer", mode
         hooked = "weight" in vars(module)  # by nn.utils.weight_norm or spectral_norm
         if parametrize.is_parametrized(module) or hooked:
-            return "its weight is computed anew each time (parametrised)", mode
+            return "its weight is recomputed at every use (parametrised)", mode
         if isinstance(module, nn.Embedding):
             return ("" if self.embeddings else "embeddings=False"), "int8"
         if type(module) in CONVOLUTIONS:
@@ -318,7 +318,7 @@ class _Replacing:
     def _loaded(
         self, path: str, module: Any, mode: str, weight: Tensor
     ) -> tuple[nn.Module | None, str]:
-        """Makes the quantised layer, of one that is filled only for as long."""
+        """Makes the quantised layer of one on meta, which is filled only meanwhile."""
         self.ways.path, self.ways.key, self.ways.error = path, id(weight), None
         if self.ways.load is not None:
             self.ways.load(path, module)

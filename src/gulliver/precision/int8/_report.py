@@ -41,7 +41,7 @@ class Report:
 
     @property
     def kept(self) -> list[Layer]:
-        """Layers that are what they were."""
+        """Layers that were kept."""
         return [layer for layer in self.layers if not layer.format]
 
     def __str__(self) -> str:

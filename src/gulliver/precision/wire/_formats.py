@@ -85,7 +85,7 @@ class WireFormat:
 
     @property
     def code(self) -> int:
-        """Number from 0 to 31 by which messages of two formats are told apart."""
+        """Number from 0 to 31, different for each format; part of message tags."""
         names = [name for name in KINDS if name != "bf16"]
         if self.name not in names:
             return 0 if self.name == "identity" else 1

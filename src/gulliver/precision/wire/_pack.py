@@ -44,7 +44,7 @@ _on_devices: dict[torch.device, Tensor] = {}
 # it through memory costs as much as half a gigabit link does. So it goes in runs of 64 Ki elements,
 # which stay in the cache with the one scratch buffer of a call: largest, least, product, cast for
 # fp8, one more for whole numbers. Memory is read once and written once, and a call needs 256 KiB
-# beside its result. On a GPU the run is all of it.
+# in addition to its result. On a GPU the run is all of it.
 #
 # [Note: not finite] Scales are finite whatever travels: they are those of a block's finite
 # elements, which arrive as they would without the others. An infinity or a nan arrives as what the

@@ -33,7 +33,7 @@ class PackRates:
 
 @lru_cache
 def pack_rates(wire: WireFormat, device: str = "cpu") -> PackRates:
-    """Tells how fast a device packs float32: as it is kept, or measured in a few milliseconds."""
+    """Returns how fast a device packs float32, from the cache or measured in milliseconds."""
     if wire.name == "identity":
         return PackRates(0.0, 0.0)
     facts = {"what": "packing 1", "wire": str(wire), "device": device}
