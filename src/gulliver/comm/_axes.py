@@ -6,9 +6,6 @@
 An axis is a rank group through each rank. A torus is all ranks that some axes reach; its ranks are
 numbered with the outer axis first, so that rank (o, i) is o * inner + i, and every collective that
 takes a group takes a torus.
-
-Read `make_axes`, `Axes`, `Torus`. It does not know how collectives run; that is in `_steps.py` and
-`_chained.py`.
 """
 
 from __future__ import annotations

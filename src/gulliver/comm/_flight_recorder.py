@@ -33,8 +33,6 @@ Entries = dict[str, list[tuple[int, str]]]
 # entries of each group are kept here. The watchdog (`_watchdog.py`) of a rank that has handed in
 # nothing for a second puts them into the store and compares them with those of the others. Where
 # they differ all ranks raise, or are ended where they wait in C++.
-#
-# It does not know of stores, nor how messages are sent.
 @dataclass(frozen=True)
 class Purpose:
     """What a collective is for."""

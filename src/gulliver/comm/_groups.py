@@ -28,8 +28,8 @@ Key = tuple[str, tuple[int, ...]]
 # anyway, at the end of a boost, they agree on those that nobody has asked for or uses on any rank,
 # and destroy them. All others go with the world.
 #
-# It does not know what the groups are for: whoever asks names the use, and what has two uses at a
-# time does not share a group, so that messages of one are never in the way of those of the other.
+# Callers name the use of a group. Two uses at a time do not share a group, so that messages of one
+# are never in the way of those of the other.
 @dataclass
 class _Shared:
     """A group, or what torch gives to ranks that are not in it."""

@@ -31,8 +31,6 @@ KEPT_BYTES = 128 << 20
 # group when it is handed in, and by what the operation is for, where that is known (see
 # `_flight_recorder.py`). All ranks must hand in the operations of a group in one order; after that,
 # nothing depends on the order in which they are posted.
-#
-# It does not know what the messages are for.
 class Messages:
     """Point-to-point messages in flight."""
 

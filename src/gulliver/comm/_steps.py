@@ -2,13 +2,14 @@
 
 The whole payload crosses the innermost, fast axis first, and only this rank's shard the outer ones:
 reduce-scatter goes from the inner to the outer axis, all-gather back, all-reduce does both. Along
-each axis every rank exchanges with every other directly, without a ring. A large tensor is
-cut into segments that travel as collectives of their own, so that one crosses the slow axis while
-the next crosses the fast one.
+each axis every rank exchanges with every other directly: each sends and receives (n - 1) / n of the
+whole, as in a ring, in one latency instead of n - 1. (Gloo's own reduce-scatter is an all-reduce.)
+A plain group is a torus of one axis. Along several axes a large tensor is cut into segments that
+travel as collectives of their own, so that one crosses the slow axis while the next crosses the
+fast one.
 
-Each collective is a generator that yields the messages to wait for; `run` drives it here or in a
-thread. Read `reduce_scatter_steps`, then `all_gather_steps` (its mirror image), then
-`all_reduce_steps`.
+Each collective is a generator that yields the messages to wait for. `all_gather_steps` is the
+mirror image of `reduce_scatter_steps`.
 """
 
 from __future__ import annotations

@@ -6,12 +6,8 @@
     chunked = chunk_convolutions(autoencoder, budget="1GiB")   # each convolution in pieces
 
 They hold for modules made of convolutions, norms, resampling and attention; what cannot be exact is
-refused by name. Read `_windows.py` (arithmetic), `_plan.py` and `_chunked.py` (pieces), then
-`_sharded.py` (the tensor through which a module runs unchanged), `_shapes.py`, `_compute.py`,
-`_norms.py` and `_attention.py` (what functions mean for a part), `_ranks.py`, `_share.py` and
-`_samples.py` (whole clips), `_stream.py`, `_recompute.py`.
-
-It does not know of models, losses or optimizers.
+refused by name. `sharded` has the tensor through which a module runs unchanged, `shapes` and
+`functions` what torch's functions mean for a part, `ranks` and `stream` where the rest comes from.
 """
 
 from gulliver.parallel.convolution import _compute as _compute

@@ -8,8 +8,6 @@
 Each piece reads its part of the input, pads it as the whole would be padded and writes its part of
 the output. The backward goes over the same pieces: a convolution's gradients need its input, its
 weight and the gradient of its output only, so nothing is computed again.
-
-Read `chunk_convolutions`, `chunked_convolution`, `_InPieces`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Functions that compute: point by point, along other dims, over windows.
-
-Read `_pointwise` (most of a network), `_windowed` (convolutions and pooling) and `_resampled`.
-"""
+"""Functions that compute: point by point, along other dims, over windows."""
 
 from __future__ import annotations
 

@@ -27,8 +27,6 @@ INDEX_LIMIT = 2**31 - 1
 # [Note: the index limit] Kernels that count elements in 32 bits compute nonsense, or crash, from
 # 2^31 elements on, on whichever side is the larger. So the limit holds for the input of a piece and
 # for its output, whatever the budget is.
-#
-# It knows nothing of tensors.
 @dataclass(frozen=True)
 class Convolution:
     """The sizes of a convolution."""

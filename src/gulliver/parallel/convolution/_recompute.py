@@ -29,8 +29,6 @@ from gulliver.parallel.convolution._stream import FrameStream, Kept, with_last
 # the activations of a segment are computed again when backward comes to it
 # (`torch.utils.checkpoint`), and dropped when it has passed. Gradients are those of the whole clip,
 # at the price of one more forward.
-#
-# Read `stream_trained`. It does not know of losses; outputs of all segments are there at once.
 def stream_trained(
     network: Callable[[Tensor], Tensor], parts: Iterable[Tensor], dim: int = 2
 ) -> Tensor:

@@ -9,9 +9,6 @@ right.
 
 Where the rest comes from is the *holder's* business: `Ranks` (`_ranks.py`) exchanges with other
 ranks, `FrameStream` (`_stream.py`) keeps what earlier calls have seen.
-
-Read `ShardedDim`, `Sharded`, `Holder`. The functions are elsewhere: those that only move elements
-in `_shapes.py`, those that compute in `_compute.py`, `_norms.py` and `_attention.py`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ All ranks call the networks with the same input. What comes out is gathered, so 
 its gradient is taken to be the same on all ranks, and each passes its own part back. The gradient
 of the input is gathered, too: what is shared may follow what is shared, cut along another dim.
 Gradients of parameters are shares, to be added up over the ranks: `sum_gradients` does that.
-
-Read `share_autoencoder`, `SharedNetworks`; `choose_dim` predicts.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ of all norms before, those of the next one can be counted. That is exact and of 
 costs as much time as there are norms, halved. Without it they are refused.
 
 Attention of the middle block must be of single frames or causal: then keys and values are kept.
-
-Read `stream_encode`, `stream_module`, `FrameStream`.
 """
 
 from __future__ import annotations

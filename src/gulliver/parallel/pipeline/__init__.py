@@ -1,8 +1,7 @@
 """Pipeline parallelism: a model's blocks cut into stages, micro-batches run through them.
 
-Read `_stack.py` (which modules are the blocks), `_cut.py` (where to cut), `_stage_forward.py` (what
-a forward does on one stage), `_stage.py` (making a stage in place), then `_pipeline.py` (a step).
-How long a step takes, bubbles and all, is predicted in `_predict.py`.
+`stack` finds the blocks and cuts between them, `stage` makes a stage in place, `stage_forward` has
+what a forward does on it, `runner` adapts it to torch's schedules, and `pipeline` runs a step.
 """
 
 from gulliver.parallel.pipeline._agree import agree

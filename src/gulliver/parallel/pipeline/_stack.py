@@ -5,8 +5,6 @@ argument and first output, and modules after. Some families need telling more: a
 has two rows of blocks, the second of which reads what the first one finished. That stands in the
 family's record (`gulliver.families.Blocks`); any other model is looked through for its longest list
 of equal blocks (`stack_of`).
-
-What it does not know: where to cut (`_cut.py`), how a stage is made (`_stage.py`).
 """
 
 from __future__ import annotations

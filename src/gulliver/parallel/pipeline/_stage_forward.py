@@ -40,8 +40,6 @@ Carry = tuple[Tensor, ...]
 #     (hidden,) inside the first list
 #     (memory,) between the lists
 #     (hidden, memory) inside the second list
-#
-# What it does not know: ranks, messages, micro-batches.
 class StageEnd(Exception):
     """Ends the forward of a stage that is not the last."""
 

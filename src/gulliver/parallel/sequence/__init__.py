@@ -4,12 +4,12 @@
     x = shard(embedded, groups)                                # [batch, local length, hidden]
     out = attention(q, k, v, groups, mask=Mask(causal=True))   # [batch, heads, local length, dim]
 
-Read `_layout.py` (who holds which positions), `_mask.py` and `_tiles.py` (what is computed of two
-ranks' tokens), `_kernels.py` and `_partial.py` (blocks, and how they are merged), `_ring.py` and
-`_heads.py` (what travels), then `_attention.py`, which joins them.
+`layout` says which rank holds which positions, `mask` which tiles of two ranks' tokens are
+computed; `kernels` compute blocks and merge them, `ring` and `heads` exchange them, and `attend`
+joins these.
 
 A *ring rank* is a position in the ring: one rank, or with Ulysses the group of ranks that hold the
-tokens of that position together. It does not know of models, parameters or optimizers.
+tokens of that position together.
 """
 
 from gulliver.hardware import AttentionBytes as Volume

@@ -3,8 +3,8 @@
     plan = plan_tensor(model, 4)          # from the model's own plan, its family, or rules=
     apply_tensor(model, plan, line)       # in place; sequence="split_gather" cuts activations too
 
-Read `_plan.py` and `_apply.py` for how a model is treated, `_linear.py` and `_entry.py` for what
-its layers do, `_table.py` for the ways to cut a module.
+`plan` decides how each module is cut, by the `styles` that exist; `apply` replaces modules by the
+`layers`, whose communication is in `entry` and `collectives`.
 """
 
 from gulliver.parallel.tensor._apply import (

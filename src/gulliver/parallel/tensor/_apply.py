@@ -5,8 +5,7 @@
 
 The model stays the same object, with the same module paths and parameter names. A parameter that is
 sharded says which region of the whole it holds (`memory.region_of`), which is what checkpoints and
-optimizers go by; tied ones stay one. Parameters on meta stay there. Read `apply_tensor`, then
-`_Applied`.
+optimizers go by; tied ones stay one. Parameters on meta stay there.
 """
 
 from __future__ import annotations

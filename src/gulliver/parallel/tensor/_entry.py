@@ -50,8 +50,6 @@ from gulliver.parallel.tensor._products import (
 # Until it is gathered a cut input is an `Arriving` tensor: it has the shape of the whole, and any
 # operation that reads more than that waits for it first. As everywhere, what such an operation sees
 # is whole, and so is the gradient that it gives: each rank keeps its piece of it.
-#
-# Read `enter`, `Arrival`, `Entry`, then `Arriving`.
 @dataclass(frozen=True)
 class SequenceCut:
     """The sharding of a sequence over ranks."""

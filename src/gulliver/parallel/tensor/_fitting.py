@@ -3,9 +3,9 @@
 A style says nothing of a module's neighbours, and shapes often agree where features do not: blocks
 that are none permute what a row layer multiplies, and gradients that are whole are summed when they
 are called partial. So before anything is done, column layers are paired with the row layers that
-take their outputs, and the intervals of each rank are compared. Read `check_fitting`, then `_Site`.
+take their outputs, and the intervals of each rank are compared.
 
-What it does not know: in which order modules run. Columns are paired with rows of the smallest
+The order in which modules run is not known. Columns are paired with rows of the smallest
 module that has both; what lies outside of blocks is left to the loss, or to the user.
 """
 

@@ -1,7 +1,4 @@
-"""Facts about one module: its heads, its adapters, whether a style is for its kind.
-
-Nothing here knows a model or a plan; `_plan.py` asks module by module.
-"""
+"""Facts about one module: its heads, its adapters, whether a style is for its kind."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     print(plan)
 
 A plan is pure: it looks at modules and shapes and touches nothing. What it does not understand it
-names and refuses. Read `plan_tensor`, then `_Planner`.
+names and refuses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """FP8 training: scaled casts, linear layers, and which layers of a model take them.
 
-Read `_cast.py` (a tensor in FP8), `_linear.py` (three products), `_state.py` (what a layer keeps),
-`_select.py` and `_convert.py` (models). It knows nothing of ranks: who shares a dim passes the
-reduction (`SharedDims`). Seconds are predicted in `gulliver.hardware`.
+Ranks that share a dim of a layer pass the reduction of its magnitudes (`SharedDims`). Seconds are
+predicted in `gulliver.hardware`.
 """
 
 from gulliver.precision.fp8._cast import (

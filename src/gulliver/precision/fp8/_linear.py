@@ -38,8 +38,6 @@ MULTIPLE = 16
 # results of operations that autograd records are noted: leaves, such as batches and parameters,
 # stay alive from step to step and may be written without a new version (NumPy, ``.data``, fused
 # optimizers).
-#
-# Read `linear`, then `_Linear`. It knows nothing of modules.
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, transposed: bool = False
 ) -> Tensor:

@@ -3,10 +3,8 @@
     model = gulliver.replace_module(model)            # in place
     print(gulliver.precision.int8.report_of(model))
 
-Read `_replace.py` for how a model is treated, `_modules.py` for its layers, `_formats.py` for how
-numbers are kept, `_products.py` for the kernels and how they are chosen. Nothing here knows ranks
-or files: sharded layers are entered in `REPLACED` by those who have them, and `gulliver.quantize`
-reads checkpoints.
+Packages with layers of their own, such as sharded ones, register them in `REPLACED`;
+`gulliver.quantize` reads and writes checkpoints.
 """
 
 from gulliver.precision.int8._formats import (

@@ -12,8 +12,6 @@ All read the one int8 matrix that is kept. In float32 int8pack is naive, and not
 same order: a choice that changes from run to run changes no output, but for outliers, whose few
 products may be summed in another order. Each row is quantised by itself, so that no sample sees
 another of its batch.
-
-Read `product`, then `_measured`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Replaces the layers of a model by quantised ones, in place, and says what was done to each.
 
-    model = replace_module(model)                      # int8 weights and activations
-    print(report_of(model))
-
-Read `replace_module`, `_Replacing`, then the table `REPLACED`, in which other packages register
-layers of their own.
+model = replace_module(model)                      # int8 weights and activations
+print(report_of(model))
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Formats in which numbers travel between ranks: bf16, and blocks of fp8, int8 or int4 with scales.
 
-    wire = wire_format("fp8")                       # or "fp8:128", "int8:stochastic", ...
-    packed = pack(tensor, wire)                     # flat uint8, `packed_bytes` of them
-    same = unpack(packed, wire, tensor.numel())     # within `error_bound` of the tensor
-
-Read `_formats.py` (what each format is, in a table), then `_pack.py` (how it is done in passes over
-a cache). Ranks, and what is sent when, are of `gulliver.comm`.
+wire = wire_format("fp8")                       # or "fp8:128", "int8:stochastic", ...
+packed = pack(tensor, wire)                     # flat uint8, `packed_bytes` of them
+same = unpack(packed, wire, tensor.numel())     # within `error_bound` of the tensor
 """
 
 from gulliver.precision.wire._formats import (
