@@ -1,6 +1,5 @@
 """Worlds of ranks, and the collectives between them."""
 
-from gulliver.comm._agree import raise_on_any_rank
 from gulliver.comm._axes import Axes, Torus, make_axes
 from gulliver.comm._choice import (
     ReduceChoice,
@@ -43,6 +42,7 @@ from gulliver.comm._point_to_point import (
     post,
     shift,
 )
+from gulliver.comm._raising import raise_on_any_rank
 from gulliver.comm._rank_group import ALONE, RankGroup, rank_group_of
 from gulliver.comm._rendezvous import listen_on_localhost
 from gulliver.comm._watchdog import Watchdog
