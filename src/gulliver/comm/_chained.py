@@ -26,7 +26,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class OnStream:
-    """Steps that were queued on a side stream."""
+    """Collectives that were queued on a side stream."""
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor], run: Callable[[], None]):
         self._stream = _streams.get(device)
@@ -41,16 +41,16 @@ class OnStream:
             tensor.record_stream(self._stream)
 
     def wait(self) -> None:
-        """Lets the current stream wait for the last step."""
+        """Makes the current stream wait for the last collective."""
         torch.cuda.current_stream().wait_event(self._event)
 
     def is_completed(self) -> bool:
-        """Whether the last step is done."""
+        """Whether the last collective is done."""
         return self._event.query()
 
 
 def run_chained(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[Any]:
-    """Runs steps, on a GPU on the side stream."""
+    """Runs collectives; on a GPU on the side stream, without blocking the host."""
     if tensors[0].is_cuda:
         return [OnStream(tensors[0].device, tensors, steps)]
     steps()
@@ -60,7 +60,7 @@ def run_chained(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[An
 def chained_reduce_scatter(
     output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup]
 ) -> None:
-    """This rank's part of the reduction, from the inner to the outer axis."""
+    """Reduce-scatters from the inner to the outer axis."""
     parts = input.view(*(rank_group.size for rank_group in rank_groups), output.numel())
     for depth in reversed(range(len(rank_groups))):
         parts = _reduced(parts.movedim(depth, 0), op, rank_groups[depth], output.dtype)
@@ -70,7 +70,7 @@ def chained_reduce_scatter(
 
 
 def chained_all_gather(output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup]) -> None:
-    """All parts in the order of the torus, from the outer to the inner axis."""
+    """All-gathers from the outer to the inner axis, in the order of the torus."""
     parts = input.view(-1)
     for depth, rank_group in enumerate(rank_groups):
         parts = _gathered(parts.contiguous(), rank_group).movedim(0, depth)
@@ -78,7 +78,7 @@ def chained_all_gather(output: Tensor, input: Tensor, rank_groups: Sequence[Rank
 
 
 def chained_all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]) -> None:
-    """The reduction in place; the innermost axes reduce-scatter, the outermost all-reduces."""
+    """All-reduces in place: inner axes reduce-scatter and all-gather, the outermost all-reduces."""
     count = math.prod(rank_group.size for rank_group in rank_groups[1:])
     flat = tensor.view(-1)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % count))
@@ -99,7 +99,7 @@ def chained_all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]
 def exchange_and_add(
     output: Tensor, parts: Tensor, op: str, group: dist.ProcessGroup | None
 ) -> tuple[Any, Callable[[], None]]:
-    """Parts go to their ranks as they are and are added up there, in `output`'s dtype."""
+    """Sends parts to their ranks and adds them up there, in `output`'s dtype."""
     received = torch.empty_like(parts)
     work = dist.all_to_all_single(received, parts, group=group, async_op=True)
 
@@ -114,7 +114,7 @@ def exchange_and_add(
 
 
 def _reduced(parts: Tensor, op: str, rank_group: RankGroup, dtype: torch.dtype) -> Tensor:
-    """Part r of each rank's ``[size, ...]`` goes to rank r of the group and is reduced there."""
+    """Reduce-scatters ``[size, ...]`` over a rank group."""
     order = rank_group.group_order()
     ordered = order == sorted(order)
     source = parts.contiguous() if ordered else parts[order]
@@ -137,7 +137,7 @@ def _reduced(parts: Tensor, op: str, rank_group: RankGroup, dtype: torch.dtype) 
 
 
 def _gathered(part: Tensor, rank_group: RankGroup) -> Tensor:
-    """The parts of all places of the rank group: ``[size, ...]``."""
+    """All-gathers a part over a rank group: ``[size, ...]``."""
     found = part.new_empty(rank_group.size, *part.shape)
     count_sent(found.nbytes * (1 - 1 / rank_group.size))
     all_gather_flat(

@@ -11,7 +11,7 @@ from gulliver.hardware import RING_BYTES, Cluster, Link, all_reduce_ways
 
 @dataclass(frozen=True)
 class ReduceChoice:
-    """How an all-reduce over gloo goes, and why."""
+    """The algorithm chosen for an all-reduce over gloo, and why."""
 
     nbytes: int
     ranks: tuple[int, ...]  # Ranks of the world that take part

@@ -146,7 +146,7 @@ def all_reduce(
 def backend_all_reduce(
     tensor: Tensor, op: Op = "sum", group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Handle:
-    """An all-reduce as the backend does it: over gloo in a ring, in an order of its own."""
+    """Runs the all-reduce of the backend: over gloo a ring, which adds in an order of its own."""
     count_sent(2 * tensor.nbytes * (1 - 1 / group_size(group)))
     work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
     return _finished(Handle(work, _mean(tensor, op, group_size(group))), async_op)
@@ -308,7 +308,7 @@ def broadcast(
 
 
 def _packer(wire: WireFormat, op: str, group: Group, whole: Tensor, purpose: Purpose) -> Packer:
-    """Packs and exchanges tensors, along the axes of a torus or straight."""
+    """Returns what packs and exchanges tensors, along the axes of a torus or directly."""
     check_packed(op, wire)
     rank_groups = _rank_groups(group)
     gloo = sends_directly(rank_groups[0].process_group, whole)
@@ -316,12 +316,12 @@ def _packer(wire: WireFormat, op: str, group: Group, whole: Tensor, purpose: Pur
 
 
 def _rank_groups(group: Group) -> tuple[RankGroup, ...]:
-    """The lines that a collective goes along: one for each axis of a torus, else one."""
+    """The rank groups of a collective: one for each axis of a torus, else one."""
     return group.rank_groups if isinstance(group, Torus) else (rank_group_of(group),)
 
 
 def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
-    """The group that torch knows, and how it numbers a rank."""
+    """Torch's group for this one, and its number for a rank."""
     if not isinstance(group, Torus):
         return group, rank
     rank_group = group.flat
@@ -331,7 +331,7 @@ def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
 def _sent(
     collectives: list[Steps], rank_groups: tuple[RankGroup, ...], async_op: bool, here: bool = False
 ) -> Handle:
-    """Begins collectives that go in steps of our own."""
+    """Starts collectives made of point-to-point steps."""
     axes = len(rank_groups)
     if not async_op and len(collectives) == 1 and (here or axes > 1):
         # There is nothing else to do meanwhile, and a thread would cost tens of microseconds.
@@ -342,7 +342,7 @@ def _sent(
 
 
 def _chained_handle(tensors: list[Tensor], steps: Callable[[], None]) -> Handle:
-    """Begins the backend's collectives, axis after axis."""
+    """Starts the backend's collectives, axis after axis."""
     return Handle(_Several(run_chained(tensors, steps)))
 
 
@@ -376,7 +376,7 @@ def _check_sum(dtype: torch.dtype) -> None:
 
 
 def _backend_is_cheaper(tensor: Tensor, op: Op, ranks: tuple[int, ...], any_order: bool) -> bool:
-    """Whether gloo's own all-reduce takes less of the processor, with bits that will do."""
+    """Whether gloo's own all-reduce is cheaper and its order of addition is acceptable."""
     # It receives, adds and sends in one thread in C++, where a reduce-scatter and an all-gather of
     # ours wake Python for each message: at 128 KiB and 1 MiB it takes about half the processor's
     # time, which counts where the core that communicates computes too. Two terms have one sum in
@@ -391,7 +391,7 @@ def _backend_is_cheaper(tensor: Tensor, op: Op, ranks: tuple[int, ...], any_orde
 
 
 class _Several:
-    """Works that are waited for as one."""
+    """Several works that are waited for together."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works

@@ -86,7 +86,7 @@ class FlightRecorder:
         self.raised = False
 
     def note(self, group: Any, number: int, purpose: Purpose) -> None:
-        """Adds an entry."""
+        """Records a collective."""
         self.check()
         with self._lock:
             row = self._rows.get(group)
@@ -96,7 +96,7 @@ class FlightRecorder:
             self.count += 1
 
     def check(self) -> None:
-        """Raises what the ranks differ in, where that is known."""
+        """Raises if ranks are known to differ."""
         if self.difference:
             if not self.raised:
                 self.raised = True
@@ -113,7 +113,7 @@ flight_recorder = FlightRecorder()
 
 
 def wait_for(done: threading.Event) -> None:
-    """Waits for a collective, as long as the ranks do the same."""
+    """Waits for a collective; raises if the ranks turn out to run different ones."""
     if done.wait(PATIENCE_S):
         return
     flight_recorder.waiting += 1

@@ -32,7 +32,7 @@ Key = tuple[str, tuple[int, ...]]
 # are never in the way of those of the other.
 @dataclass
 class _Shared:
-    """A group, or what torch gives to ranks that are not in it."""
+    """A process group with its users, or what torch gives to ranks that are not in it."""
 
     group: Any
     # Rank groups of this process that were given it; those that are gone are empty.
@@ -54,7 +54,7 @@ _made: WeakKeyDictionary[Any, dict[Key, _Shared]] = WeakKeyDictionary()
 
 
 def shared_rank_group(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
-    """This rank's row of ranks with the group of that row; every rank calls it with the same rows.
+    """Returns this rank's row with its group; every rank calls it with the same rows.
 
     Args:
         rows: ranks of the world in the order of their places; one of the rows has this rank.
@@ -72,7 +72,7 @@ def shared_rank_group(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
 
 
 def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
-    """The group of a rank group, also of one rank; it stays as long as the world does."""
+    """The process group of a rank group, also of one rank; it lives as long as the world."""
     groups = _made.setdefault(dist.group.WORLD, {})
     for shared in groups.values():
         if rank_group.process_group is not None and shared.group is rank_group.process_group:

@@ -42,7 +42,7 @@ class ChosenAxes:
 def choose_axes(
     cluster: Cluster, collectives: Sequence[tuple[str, int]], size: int | None = None
 ) -> ChosenAxes:
-    """Chooses how collectives go; every rank of the world calls it and gets what rank 0 found.
+    """Chooses the axes of collectives; every rank calls it and gets rank 0's result.
 
     Args:
         cluster: links of the ranks, measured or described.

@@ -50,12 +50,12 @@ class Messages:
 
 
 def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
-    """Begins to receive from a rank of the world."""
+    """Starts a receive from a rank of the world."""
     return dist.irecv(_content(tensor), peer, group=group, tag=tag)
 
 
 def count_sent(count: float) -> None:
-    """Adds bytes that are handed to other ranks; from whichever thread posts them."""
+    """Counts bytes sent to other ranks; called from any thread."""
     global _sent_bytes
     with _lock:
         _sent_bytes += int(count)
@@ -70,7 +70,7 @@ def sent_bytes() -> int:
 
 
 def send(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
-    """Begins to send to a rank of the world."""
+    """Starts a send to a rank of the world."""
     count_sent(tensor.nbytes)
     return dist.isend(_content(tensor), peer, group=group, tag=tag)
 
@@ -81,7 +81,7 @@ def exchange_parts(
     group: dist.ProcessGroup | None,
     tag: int,
 ) -> Messages:
-    """Posts one message from and to each rank of the world that is named."""
+    """Posts one message from and one to each of some ranks of the world."""
     incoming, outgoing = list(incoming), list(outgoing)
     # Receives first: a send that meets no receive fills buffers, and the pair takes turns.
     works = [receive(tensor, peer, group, tag) for peer, tensor in incoming]
@@ -90,7 +90,7 @@ def exchange_parts(
 
 
 def others(rank: int, size: int) -> list[int]:
-    """The other ranks, each rank beginning with its neighbour, so that not all send to one."""
+    """The other ranks, beginning with the next one, so that not all ranks send to the same."""
     return [(rank + step) % size for step in range(1, size)]
 
 
@@ -107,7 +107,7 @@ def next_tag(group: dist.ProcessGroup | None, count: int = 1, purpose: Purpose =
 
 
 def note_exchange(group: dist.ProcessGroup | None, purpose: Purpose) -> None:
-    """Notes what all ranks of a group do by messages whose tags are their own."""
+    """Records an exchange that all ranks of a group make with tags of their own."""
     # Numbered by themselves, below those of collectives, whose tags stay what they are.
     key = group or dist.group.WORLD
     with _lock:

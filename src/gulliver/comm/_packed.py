@@ -91,7 +91,7 @@ class Packer:
     def exchange(
         self, depth: int, way: str, outgoing: Sequence[Tensor], counts: Lengths
     ) -> tuple[Any, list[Tensor]]:
-        """Begins to send bytes to each rank of an axis, and to receive theirs."""
+        """Starts the exchange of bytes with each rank of an axis."""
         group = self.rank_groups[depth]
         if self.gloo:
             order = others(group.rank, group.size)
@@ -129,7 +129,7 @@ class Packer:
 def run_packed(
     steps: Steps, packer: Packer, tensors: Sequence[Tensor], finish: Callable[[], None] | None
 ) -> Any:
-    """Begins a collective; returns what to wait for."""
+    """Starts a collective and returns what to wait for."""
 
     def whole() -> Steps:
         yield from steps
@@ -143,7 +143,7 @@ def run_packed(
 
 
 def packed_all_gather(output: Tensor, input: Tensor, packer: Packer, add: bool = False) -> Steps:
-    """The parts of all ranks, each as its owner packed it, the own one too, written or added."""
+    """All-gathers packed parts, the own one included, and writes or adds them."""
     numel = input.numel()
     held, made = packer.pack(input, 0, "out"), list[Tensor]()
     blocks = [held]
@@ -172,7 +172,7 @@ def packed_all_gather(output: Tensor, input: Tensor, packer: Packer, add: bool =
 def packed_reduce_scatter(
     output: Tensor, input: Tensor, mean: bool, packer: Packer, error: Tensor | None
 ) -> Steps:
-    """This rank's part of the sum, or of the mean."""
+    """Reduce-scatters packed terms."""
     groups, numel = packer.rank_groups, output.numel()
     parts = input.view(*(group.size for group in groups), numel)
     if error is not None:
@@ -190,7 +190,7 @@ def packed_reduce_scatter(
 
 
 def packed_all_reduce(tensor: Tensor, mean: bool, packer: Packer, error: Tensor | None) -> Steps:
-    """The sum, or the mean, in place of each rank's term."""
+    """All-reduces packed terms in place."""
     flat = tensor.view(-1)
     if error is not None:
         flat.add_(error)
@@ -200,7 +200,7 @@ def packed_all_reduce(tensor: Tensor, mean: bool, packer: Packer, error: Tensor 
 def _all_reduced(
     flat: Tensor, mean: bool, packer: Packer, depth: int, error: Tensor | None
 ) -> Steps:
-    """Adds up along one axis, then what this rank owns along the outer ones; and sends it back."""
+    """Reduces along one axis, all-reduces the own part along the outer ones, and gathers."""
     group = packer.rank_groups[depth]
     lengths = _cut(flat.numel(), group.size, packer.wire.block)
     parts = flat.split(lengths)
@@ -227,7 +227,7 @@ def _added_up(
     packer: Packer,
     lost: Sequence[Tensor] | Tensor | None,
 ) -> Steps:
-    """Adds the other ranks' terms of this rank's part to its own, in the order of the ranks."""
+    """Adds the other ranks' terms to this rank's own, in rank order."""
     group = packer.rank_groups[depth]
     empty = total.new_empty(0, dtype=torch.uint8)
     packed = [
@@ -262,7 +262,7 @@ def check_packed(op: str, wire: WireFormat) -> None:
 
 
 def _wide(term: Tensor) -> Tensor:
-    """A copy of a term in the dtype of the sum."""
+    """Returns a copy of a term in the dtype of the sum."""
     wide = torch.float64 if term.dtype == torch.float64 else torch.float32
     return term.to(wide, copy=True).contiguous()
 

@@ -52,7 +52,7 @@ def operations(
     tag: int,
     wire: WireFormat = IDENTITY,
 ) -> list[dist.P2POp]:
-    """Torch's operations for messages, receives first; for schedules that post them themselves."""
+    """Returns torch's operations, receives first, for schedules that post them themselves."""
     check_wire(wire)
     if wire.name != "identity":
         raise GulliverError(f"operations are not packed as {wire}: post the bytes of PackedTensors")
@@ -74,7 +74,7 @@ def post(
     tag: int,
     wire: WireFormat = IDENTITY,
 ) -> Messages:
-    """Begins to receive and to send; arguments as of `operations`."""
+    """Posts receives and sends; arguments as for `operations`."""
     check_wire(wire)
     kept = list(incoming), list(outgoing)
     if wire.name == "identity":
@@ -99,7 +99,7 @@ class PackedTensors:
         self._arriving: list[tuple[Tensor, Tensor, WireFormat]] = []
 
     def tag(self, tag: int) -> int:
-        """The tag of a message: no end takes one in another format for its own."""
+        """The tag of a message; those of other formats never match."""
         return (1 + PACKED_CODE + self.wire.code) * TAGS + tag
 
     def sending(self, tensor: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class PackedTensors:
         return pack(tensor, wire, generator=generator)
 
     def receiving(self, tensor: Tensor) -> Tensor:
-        """Makes the buffer for a packed tensor, which is there after `unpack`."""
+        """Returns the buffer to receive a packed tensor into; `unpack` writes the tensor."""
         wire = self.wire.of(tensor)
         if wire is IDENTITY:
             return tensor
@@ -122,7 +122,7 @@ class PackedTensors:
         return packed
 
     def unpack(self) -> None:
-        """Writes what was received to its tensors."""
+        """Unpacks all received buffers into their tensors."""
         arriving, self._arriving = self._arriving, []
         for packed, tensor, wire in arriving:
             unpack(packed, wire, tensor.numel(), out=tensor)
@@ -132,7 +132,7 @@ _seeds = itertools.count(1)
 
 
 def _next_seed(number: int) -> int:
-    """Another seed for each message and rank."""
+    """Returns a new seed, different for each message and rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return (next(_seeds) * 4096 + number % 4096) * 1024 + rank % 1024
 
@@ -140,7 +140,7 @@ def _next_seed(number: int) -> int:
 def shift(
     rank_group: RankGroup, outgoing: Tensor, incoming: Tensor, tag: int, wire: WireFormat = IDENTITY
 ) -> Flight:
-    """Begins to send to the next of a rank group, and to receive from the one before."""
+    """Starts a send to the next rank of a group and a receive from the one before."""
     check_wire(wire)
     _note(rank_group, wire)
     before, after = (
@@ -158,7 +158,7 @@ def exchange(
     counts: Sequence[int],
     wire: WireFormat = IDENTITY,
 ) -> list[Tensor]:
-    """An all-to-all of parts of any size, the sizes being known."""
+    """All-to-all of parts of any sizes, which are known to both ends."""
     check_wire(wire)
     own = outgoing[rank_group.rank]
     if rank_group.size == 1:
@@ -182,7 +182,7 @@ def _note(rank_group: RankGroup, wire: WireFormat) -> None:
 def gather_integers(
     rank_group: RankGroup, values: Sequence[int], device: torch.device
 ) -> list[list[int]]:
-    """Every rank's whole numbers; as many from each."""
+    """Gathers the integers of every rank, as many from each."""
     own = torch.tensor(values, dtype=torch.int64, device=device)
     if rank_group.size == 1:
         return [list(values)]

@@ -113,7 +113,7 @@ _under_way: WeakSet[PendingCollective] = WeakSet()
 
 
 def start(steps: Steps, apart: bool = False) -> PendingCollective:
-    """Hands in a collective."""
+    """Starts a collective."""
     global _threads
     if _threads is None:
         _threads = _Threads()

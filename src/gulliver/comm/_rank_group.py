@@ -16,7 +16,7 @@ from gulliver.precision.wire import IDENTITY, WireFormat
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that follow each other, the last one followed by the first."""
+    """Ranks in a ring order, with the process group that they belong to."""
 
     ranks: tuple[int, ...] = (0,)  # Ranks of the world, in the order of the group
     rank: int = 0
@@ -29,7 +29,7 @@ class RankGroup:
     _origin: RankGroup | None = field(default=None, compare=False, repr=False)
 
     def packed(self, wire: WireFormat) -> RankGroup:
-        """The same ranks, which share activations in another format."""
+        """The same ranks with another wire format for activations."""
         return self if wire == self.wire else replace(self, wire=wire, _origin=self)
 
     @property
@@ -72,7 +72,7 @@ def rank_group_of(group: dist.ProcessGroup | None) -> RankGroup:
 
 
 def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
-    """Whether tensors like this one travel by point-to-point messages of ours: over gloo."""
+    """Whether tensors like this one use our point-to-point collectives (gloo on the CPU)."""
     return tensor.device.type == "cpu" and _place(group).gloo
 
 

@@ -46,7 +46,7 @@ class LocalRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks use this store: none of them makes another."""
+        """Ranks use this store and make none of their own."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -82,7 +82,7 @@ def make_rendezvous(parameters: RendezvousParameters) -> LocalRendezvous:
 
 
 def register() -> str:
-    """Makes the rendezvous known to torch's agents; its name there."""
+    """Registers the rendezvous with torch's agents and returns its name."""
     rendezvous_handler_registry.register(BACKEND, make_rendezvous)
     return BACKEND
 

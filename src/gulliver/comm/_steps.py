@@ -89,12 +89,12 @@ class AxisExchange:
                 )
 
     def arrivals(self) -> Messages:
-        """What is to be received and was not waited for."""
+        """The pending receives."""
         works, self.receives = self.receives, []
         return Messages(works)
 
     def departures(self) -> Messages:
-        """What is to be sent and was not waited for: to wait twice never ends."""
+        """The pending sends; each may be waited for once only."""
         works, self.sends = self.sends, []
         return Messages(works, self.keep)
 
@@ -267,7 +267,7 @@ def all_reduce_steps(
 
 
 class _Level:
-    """One axis of an all-reduce: which interval of the tensor goes where, and back."""
+    """One axis of an all-reduce: the interval of the tensor that each rank reduces."""
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class _Level:
         return self.out.arrivals()
 
     def add_up(self, op: str) -> None:
-        """Puts the sum in this rank's place."""
+        """Adds the received terms to this rank's own."""
         own = self._part(self.rank_group.rank)
         add_up(own, own, self.slots, self.rank_group.rank, op)
 
@@ -360,7 +360,7 @@ def _pieces(block: Tensor) -> list[Tensor]:
 
 
 def _lies_well(block: Tensor) -> bool:
-    """Whether the pieces of a block are the block, and no copy of it."""
+    """Whether the pieces of a block are views of it."""
     return block.shape[1] * block.element_size() >= ROW_BYTES or block.is_contiguous()
 
 
@@ -383,7 +383,7 @@ def _tags(rank_groups: Sequence[RankGroup], purpose: Purpose = ANY) -> list[int]
 
 
 def _cut(interval: tuple[int, int], count: int) -> list[tuple[int, int]]:
-    """Cuts an interval into as many of one length; the last ones may be shorter or empty."""
+    """Cuts an interval into parts of one length; the last ones may be shorter or empty."""
     start, end = interval
     length = -(-(end - start) // count)
     edges = [min(start + number * length, end) for number in range(count + 1)]

@@ -72,7 +72,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
-        """Begins to beat and to watch."""
+        """Starts the thread."""
         self._heard = {other: (_Status(), time.monotonic()) for other in self._others}
         self._thread.start()
 
@@ -91,7 +91,7 @@ class Watchdog:
             self._publish()
 
     def enter(self) -> None:
-        """The main thread enters the next passage that no rank leaves without the others."""
+        """Marks that the main thread enters the next passage of `together`."""
         self._passages += 1
         self._inside = True
 
@@ -107,7 +107,7 @@ class Watchdog:
             self._publish()
 
     def wait_for_reason(self) -> str | None:
-        """Waits until a lost or failed rank is known, no longer than a silence takes to be seen."""
+        """Waits until a lost or failed rank is known, at most as long as a silence lasts."""
         # For those whose collective has failed: a rank that ended as it should is lost to them,
         # too.
         self._suspected.set()
@@ -149,7 +149,7 @@ class Watchdog:
                 self._end(differs or self._failure() or "")
 
     def _compare(self) -> None:
-        """Compares what the ranks handed in, while this one hands in nothing."""
+        """Compares the ranks' collectives while this rank makes no progress."""
         if flight_recorder.difference:
             return
         reported = [status.differs for status, _ in self._heard.values() if status.differs]
@@ -211,7 +211,7 @@ class Watchdog:
         return None
 
     def _declare(self, rank: int, reason: str) -> None:
-        """Tells the main thread, and ends the process where that cannot listen."""
+        """Notifies the main thread, and ends the process if that is stuck."""
         self.lost, self.reason = rank, reason
         self._known.set()
         if not self._stop.wait(GRACE_S):
@@ -229,7 +229,7 @@ class _Position:
         self._count, self._call, self._beats = 0, "", 0
 
     def look(self) -> tuple[Entries, str] | None:
-        """Entries, and a call that the main thread stands in for long; None while it goes on."""
+        """Returns entries, and the call that the main thread is stuck in; None on progress."""
         call = standing_in()
         same = (flight_recorder.count, call) == (self._count, self._call)
         self._beats = self._beats + 1 if same else 0

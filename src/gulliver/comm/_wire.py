@@ -16,7 +16,7 @@ from gulliver.precision.wire import IDENTITY, WireFormat, wire_format
 
 
 def check_wire(wire: WireFormat) -> None:
-    """Refuses formats that nobody has written."""
+    """Refuses unknown wire formats."""
     if wire is not IDENTITY:
         wire_format(wire)
 
@@ -30,6 +30,6 @@ def with_wire(purpose: Purpose, wire: WireFormat) -> Purpose:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as the bytes that travel: backends do not know every dtype."""
+    """Views a contiguous tensor as bytes, since backends do not support every dtype."""
     assert tensor.is_contiguous(), "gloo would read the storage from its start"
     return tensor.detach().view(-1).view(torch.uint8)

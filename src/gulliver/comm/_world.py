@@ -40,7 +40,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that speaks for all."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
 
@@ -103,14 +103,14 @@ def init_world(
 
 
 def adopt_world(world: World | None, watchdog: Watchdog | None = None) -> None:
-    """Makes an already joined world the present one: for pools of workers."""
+    """Makes an already joined world the current one, for pools of workers."""
     global _world, _watchdog
     _world, _watchdog = world, watchdog
     flight_recorder.clear()
 
 
 def current_world() -> World:
-    """The present world; joins it where that has not happened."""
+    """Returns the current world; joins it on the first call."""
     return _world or init_world()
 
 
@@ -161,7 +161,7 @@ def _leave_failed(why: str, status: int) -> NoReturn:
 
 @contextmanager
 def guard() -> Iterator[None]:
-    """Names the rank that is gone or failed when a collective inside fails because of it."""
+    """Names the rank that caused a collective inside to fail."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:

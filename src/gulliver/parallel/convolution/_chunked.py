@@ -37,7 +37,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class ChunkedConvolutions:
-    """The convolutions of a module that are computed in pieces; `off` makes them plain again."""
+    """Convolutions of a module that are computed in pieces; `off` restores them."""
 
     def __init__(self, module: nn.Module, budget: int | None, limit: int) -> None:
         # Plan of each convolution's last call, by name.
@@ -228,7 +228,7 @@ def _written(out: Tensor, piece: ConvPiece) -> Tensor:
 def _read(
     x: Tensor, plan: ConvPlan, piece: ConvPiece, term: tuple[int, int, int, int], mode: str
 ) -> Tensor:
-    """Returns what a piece is made from, with its part of the padding."""
+    """Returns the input of a piece, with its part of the padding."""
     part, pads = x[slice(*piece.batch), term[0] : term[1]], []
     for dim, window in enumerate(plan.sizes.windows):
         start, stop, clipped = _extent(plan, piece, dim, window)

@@ -48,7 +48,7 @@ POOLS = "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d"
 
 @handles(*POINTWISE.split())
 def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function that treats every element by itself, or with those at the same place."""
+    """Calls an element-wise function."""
     given = parts_in((args, kwargs))
     x = max(given, key=lambda part: part.cut.extent)
     for part in given:
@@ -70,7 +70,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _own_share(t: Tensor, x: Sharded) -> Tensor:
-    """Returns what meets this part of a tensor that is whole everywhere."""
+    """Returns the part of a replicated tensor that belongs to this part of the activation."""
     dim = x.cut.dim - x.dim()
     if t.dim() < -dim or t.shape[dim] == 1:
         return t
@@ -183,7 +183,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def _of_samples(x: Sharded, call: Callable[[Tensor], Tensor]) -> Sharded:
-    """Calls a function that treats the positions of the cut dim one by one, on what is held."""
+    """Calls a function that is independent along the cut dim on the local part."""
     if x.local.shape[x.cut.dim]:
         return like(x, call(x.local))
     shape = list(x.local.shape)

@@ -53,7 +53,7 @@ def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
 
 
 def has_networks(autoencoder: Any) -> bool:
-    """Returns whether ranks can share it: not what passes frames from piece to piece by itself."""
+    """Returns whether ranks can share it: not if it passes frames on between pieces by itself."""
     return getattr(autoencoder, "networks", None) != {}
 
 
@@ -75,7 +75,7 @@ def time_dim(autoencoder: nn.Module) -> int:
 
 
 def _with_frames(own: Callable[..., Tensor], frames: int) -> Callable[[Tensor], Tensor]:
-    """Returns the function with the number of frames, where it asks for it."""
+    """Binds the number of frames if the function takes it."""
     return partial(own, frames=frames) if "frames" in inspect.signature(own).parameters else own
 
 
@@ -87,7 +87,7 @@ class _ModuleChain(nn.Module):
         self.parts = nn.ModuleList(part for part in parts if part is not None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Calls them."""
+        """Calls the modules in order."""
         for part in self.parts:
             x = part(x)
         return x

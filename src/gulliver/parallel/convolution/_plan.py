@@ -130,7 +130,7 @@ class ConvPlan:
 def plan_convolution(
     sizes: Convolution, budget: int | None = None, limit: int = INDEX_LIMIT
 ) -> ConvPlan:
-    """Plans the fewest pieces, in the order of their price."""
+    """Plans the fewest pieces that fit, the cheapest kind of cut first."""
     plan = ConvPlan(sizes, space=(1,) * len(sizes.extents))
     longest = sorted(range(len(sizes.extents)), key=lambda d: -sizes.out_extents[d])
     order = ["batch", "groups", *longest, "outputs", "inputs"]

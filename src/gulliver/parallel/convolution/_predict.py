@@ -26,7 +26,7 @@ from gulliver.parallel.convolution._ranks import Imagined
 
 @dataclass(frozen=True)
 class SharingPrediction:
-    """What a forward would take if one dim were cut."""
+    """The predicted cost of a forward with one dim cut."""
 
     dim: str  # Dim that is cut
     seconds: float  # Predicted seconds of the busiest rank
@@ -84,7 +84,7 @@ def _predicted(
 
 @contextmanager
 def _plain(network: Any) -> Iterator[None]:
-    """Calls a network's own forward, whatever stands in for it now."""
+    """Restores a network's own forward inside the block."""
     replaced = vars(network).pop("forward", None)
     try:
         yield

@@ -124,7 +124,7 @@ class Ranks(Holder):
     def give_back(
         self, grad: Tensor, dim: int, have: Sequence[Interval], wants: Sequence[Interval]
     ) -> Tensor:
-        """Adds up, where it belongs, what the ranks hold of each position: adjoint of `parts`."""
+        """Sums what the ranks hold of each position on its owner: the adjoint of `parts`."""
         held, outgoing, places = wants[self.rank], [], []
         for theirs, want in zip(have, wants, strict=True):
             low, high = overlap(theirs, held)
@@ -195,7 +195,7 @@ class Ranks(Holder):
 
 
 class Imagined(Ranks):
-    """One of several ranks that are not there: counts what it would send, for predictions."""
+    """A simulated rank that counts what it would send, for predictions."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

@@ -41,7 +41,7 @@ def own_samples(plain: Any, x: Sharded, rest: tuple[Any, ...]) -> Any:
 
 
 def refuse_mixing_layers(network: nn.Module, name: str) -> None:
-    """Refuses layers that count over all clips, or draw others on every rank."""
+    """Refuses layers that mix clips, or draw different random numbers on every rank."""
     for where, part in network.named_modules():
         if isinstance(part, BATCH_NORMS) and (part.training or part.running_mean is None):
             raise GulliverError(
@@ -72,7 +72,7 @@ def verify_independent(
 
 
 class _Called(nn.Module):
-    """A network's own forward, without the hooks and whatever stands in for it now."""
+    """A network's own forward, without hooks or replacements."""
 
     def __init__(self, network: nn.Module, plain: Any) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Called(nn.Module):
 
 @torch.no_grad()
 def _depends(network: nn.Module, plain: Any, x: Tensor, *rest: Any) -> str:
-    """Returns how what comes of a clip depends on another, empty where it does not."""
+    """Describes how the result of a clip depends on another; empty if it does not."""
 
     def call(clips: Tensor) -> Any:
         # Buffers of its own: trying leaves no trace.

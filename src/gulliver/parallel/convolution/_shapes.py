@@ -55,7 +55,7 @@ def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
 
 
 def _in_blocks(x: Sharded, block: int) -> Sharded:
-    """Returns the parts as whole blocks of positions; its cut counts blocks, and only it does."""
+    """Returns the parts as whole blocks of positions; the cut then counts blocks."""
     if block == 1:
         return x
     if x.cut.extent % block and hasattr(x.holder, "layout"):
@@ -173,7 +173,7 @@ def _elsewhere(x: Sharded, dim: int) -> Sharded:
 
 
 def _back_to(x: Sharded, dim: int) -> Sharded:
-    """Returns an only position, wherever it is a factor now, as the dim of size one."""
+    """Moves a single position, now a factor of another dim, back to a dim of size one."""
     if x.cut.dim == dim:
         return x
     if x.cut.extent != 1 or x.cut.inner != 1 or x.shape[dim] != 1:
@@ -213,7 +213,7 @@ def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def sliced(x: Sharded, start: int, stop: int, step: int = 1) -> Sharded:
-    """Returns some positions of the cut dim, each where the layout of so many has it."""
+    """Returns some positions of the cut dim, in the layout of their number."""
     extent = x.cut.extent
     if not is_plain(x):
         refuse("a slice along a merged dim", x)
@@ -340,7 +340,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def _joined(given: list[Sharded], dim: int) -> Sharded:
-    """Puts activations behind each other along the dim that is cut."""
+    """Concatenates activations along the cut dim."""
     x = given[0]
     for after in given[1:]:
         x = _one_behind(x, after, dim)

@@ -77,7 +77,7 @@ class ShardedDim:
 
 
 class Holder(ABC):
-    """Layout of the parts, and the ways from one to the others."""
+    """The layout of the parts, and how they exchange data."""
 
     rank: int  # Number of the part that is held here
     where: str  # Kind of the parts, for messages
@@ -92,7 +92,7 @@ class Holder(ABC):
 
     @abstractmethod
     def whole(self, x: Sharded, key: Key) -> Tensor:
-        """Returns all positions, as many as there are up to now."""
+        """Returns all positions so far."""
 
     @abstractmethod
     def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
@@ -100,7 +100,7 @@ class Holder(ABC):
 
     @abstractmethod
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
-        """Returns how much of a padding is due now, before the first position and behind."""
+        """Returns the padding to apply now, before the first position and after the last."""
 
     @abstractmethod
     def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
@@ -273,7 +273,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 def refuse(what: str, x: Sharded, right: str = "", cause: BaseException | None = None) -> NoReturn:
-    """Refuses what cannot be exact."""
+    """Raises an error about an operation that cannot be exact."""
     fix = right or "leave this module plain, or cut another dim"
     raise GulliverError(
         f"{what} of an activation {tuple(x.shape)} whose dim {x.cut.dim} is cut over "
@@ -314,7 +314,7 @@ def like(x: Sharded, local: Tensor, cut: ShardedDim | None = None) -> Sharded:
 
 
 def is_plain(x: Sharded) -> bool:
-    """Returns whether the cut dim is nothing but its positions."""
+    """Returns whether the cut dim is not merged with others."""
     return x.cut.outer == x.cut.inner == 1
 
 
@@ -338,7 +338,7 @@ def own_of(whole: Tensor, cut: ShardedDim, holder: Holder) -> Tensor:
 def window_rows(
     x: Sharded, window: SlidingWindow, after: int, name: str, weight: Tensor | None = None
 ) -> tuple[Rows, Sizes]:
-    """Asks the holder for what windows along the cut dim see; see `Holder.rows`."""
+    """Returns the input of windows along the cut dim; see `Holder.rows`."""
     if not is_plain(x):
         refuse(f"torch's {name} along a merged dim", x)
     return x.holder.rows(x, window, after, (name, 0 if weight is None else id(weight)))

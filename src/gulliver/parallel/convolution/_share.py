@@ -49,7 +49,7 @@ DIMS: dict[str, int] = {"samples": 0, "height": -2, "width": -1, "time": -3}
 
 @dataclass
 class SharedNetworks:
-    """Networks that the ranks of a group run together; `off` makes them plain again."""
+    """Networks that the ranks of a group run together; `off` restores them."""
 
     rank_group: RankGroup
     dim: str  # Dim that is cut, or "auto"
@@ -69,7 +69,7 @@ class SharedNetworks:
         self._networks.append(network)
 
     def off(self) -> None:
-        """Makes every rank run the networks by itself again."""
+        """Makes every rank run the networks alone again."""
         for network in self._networks:
             vars(network).pop("forward", None)
         self._networks = []

@@ -117,7 +117,7 @@ def _streamed(network: Any, clips: Clips, stream: FrameStream, dim: int) -> Iter
 
 
 def _count(network: Any, clips: Any, dim: int, counted: dict[Any, Any]) -> bool:
-    """Counts the statistics of the first norm that is not known; whether there was one."""
+    """Counts the statistics of the first unknown norm; returns whether there was one."""
     stream = FrameStream(counted, counting=True)
     with torch.no_grad(), without_masks(network):
         for part, final in with_last(clips()):
@@ -141,11 +141,11 @@ def with_last(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
 
 
 class _Starved(Exception):
-    """A layer has no output yet at all: the next stretch is needed with this one."""
+    """Raised when a layer has no output yet: this stretch is run again with the next."""
 
 
 class _Counted(Exception):
-    """The statistics of this stretch are counted: what comes after depends on the others'."""
+    """Raised when the statistics of a stretch are counted: later layers need those of all."""
 
 
 @dataclass
@@ -185,7 +185,7 @@ class FrameStream(Holder):
         self.waiting: Tensor | None = None
 
     def taken_up(self, kept: dict[Any, Any], waiting: Tensor | None) -> FrameStream:
-        """Returns another stream at this place, with other tensors kept."""
+        """Returns a copy of the stream with other kept tensors."""
         other = FrameStream(self.counted, self.counting)
         other.kept, other.waiting, other._past = kept, waiting, self._past
         return other

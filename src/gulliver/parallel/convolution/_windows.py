@@ -36,7 +36,7 @@ IDENTITY = SlidingWindow()
 
 
 def even(extent: int, parts: int, grain: int = 1) -> tuple[int, ...]:
-    """Splits an extent as evenly as can be in multiples of `grain`, the larger parts first."""
+    """Splits an extent as evenly as possible in multiples of `grain`, larger parts first."""
     units = extent // grain
     return tuple(grain * (units // parts + (part < units % parts)) for part in range(parts))
 

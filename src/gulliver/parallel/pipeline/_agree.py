@@ -55,7 +55,7 @@ def agree(
 def _gathered(
     seen: int, state: int, rank_group: RankGroup, device: torch.device
 ) -> dict[int, list[int]]:
-    """Two numbers of each rank of a group."""
+    """Gathers two numbers of each rank of a group."""
     own = torch.tensor([seen, state], dtype=torch.int64, device=device)
     found = torch.empty(2 * rank_group.size, dtype=torch.int64, device=device)
     all_gather(found, own, rank_group.process_group)

@@ -167,7 +167,7 @@ def _said(
 
 
 def _even(micros: Sequence[MicroBatch], samples: list[float], masks: bool = False) -> bool:
-    """Whether all that a loss may count is dealt to the micro-batches as the samples are."""
+    """Whether everything that a loss may count is split in proportion to the samples."""
     given = micros[0].given
     names = [n for n in given if isinstance(n, str)] if isinstance(given, Mapping) else []
     for name in names:

@@ -23,7 +23,7 @@ from gulliver.solve import chain_times, partition_chain
 
 @dataclass(frozen=True)
 class Cut:
-    """A model's blocks, dealt to stages."""
+    """An assignment of a model's blocks to stages."""
 
     # Stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
     bounds: tuple[int, ...]
@@ -33,7 +33,7 @@ class Cut:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Number of stages."""
         return len(self.bounds) - 1
 
     @property
@@ -81,7 +81,7 @@ def cut(
     memory: Sequence[float] | None = None,
     limits: Sequence[float] | None = None,
 ) -> Cut:
-    """Deals the blocks of a model to stages so that the slowest stage is as fast as can be.
+    """Assigns the blocks of a model to stages so that the slowest stage is as fast as possible.
 
     Args:
         model: whole; its parameters may be on meta.

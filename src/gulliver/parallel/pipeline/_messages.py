@@ -129,7 +129,7 @@ class Messages:
         return known
 
     def hand_over(self, kind: str, tensors: Sequence[Tensor]) -> None:
-        """Notes what the stage before, on this rank, hands over."""
+        """Records what the stage before, on this rank, hands over."""
         self._known[self.stage, kind] = tuple(Meta.of(t) for t in tensors)
 
     def _announce(self, metas: Sequence[Meta], micro: int) -> None:
@@ -139,7 +139,7 @@ class Messages:
         self._headers.append(post([], [(peer, _encode(metas))], self.rank_group.process_group, tag))
 
     def finish(self) -> None:
-        """Waits for headers that are still under way."""
+        """Waits for headers that are still in flight."""
         while self._headers:
             self._headers.pop().wait()
 

@@ -65,7 +65,7 @@ def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | Non
 
 
 def _read_later(entry: Any) -> bool:
-    """Whether a later block may read an entry: not attention's weights, which are only collected.
+    """Whether a later block may read an entry; attention weights are only collected.
 
     One that reads nevertheless finds None there and fails, as nothing computes with None.
     """

@@ -210,7 +210,7 @@ class Pipeline:
         return run
 
     def _drawing(self, micros: Sequence[MicroBatch]) -> Callable[[int], None] | None:
-        """Tells `before` of the samples of each micro-batch."""
+        """Binds `before` to the samples of each micro-batch."""
         before = self.before
         if before is None:
             return None
@@ -265,7 +265,7 @@ class Pipeline:
                     loss.backward()
 
     def _schedule(self, count: int) -> Any:
-        """The order of so many micro-batches, of which one is kept for each number."""
+        """Returns the schedule for a number of micro-batches, made once for each."""
         if count not in self._schedules:
             if not self._runners:
                 self._make_runners()

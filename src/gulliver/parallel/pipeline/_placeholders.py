@@ -37,7 +37,7 @@ class _OnMeta:
 
 
 class EmptyModule(nn.Module):
-    """A module without tensors that answers for one that had some."""
+    """A module without tensors in place of one with some."""
 
     def __init__(self, stage_forward: StageForward, path: str, module: nn.Module) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ def predict(
     backward: Sequence[float] | None = None,
     link: float = 0.0,
 ) -> Prediction:
-    """Predicts a step."""
+    """Predicts the seconds of a step and the share that ranks wait."""
     stages = len(forward)
     numbers = deal(style, ranks, stages // ranks)
     assert sum(map(len, numbers)) == stages, "stages lie on the ranks evenly"

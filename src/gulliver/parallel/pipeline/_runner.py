@@ -73,7 +73,7 @@ class _KeptTensors:
 # - Split backwards (zero bubble, ZBV, DualPipeV): `backward_one_chunk(full_backward=False)`, and
 #   later `backward_weight_one_chunk`.
 class StageRunner:
-    """Does what a schedule asks of one stage."""
+    """Adapts one stage to torch's schedules."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class StageRunner:
         return None
 
     def clear_runtime_states(self) -> None:
-        """Forgets what is left of the run before."""
+        """Drops everything left from the previous run."""
         for kept in (self._received, self._kept, self._gradients, self._to_send, self._later):
             kept.clear()
         self.losses.clear()

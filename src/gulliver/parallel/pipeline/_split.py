@@ -38,7 +38,7 @@ class _Group:
 
 @dataclass
 class Rest:
-    """The rest of a backward when the gradients of the inputs are done."""
+    """The part of a backward that remains after the gradients of the inputs."""
 
     groups: list[_Group]
     noted: dict[Node, Gradients] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def backward_of_inputs(
 
 
 def _above(roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Returns for each node of a graph the nodes that lead to it; none leads to the roots."""
+    """Returns the parents of each node of a graph; roots have none."""
     above: dict[Node, list[Node]] = {root: [] for root in roots}
     waiting = list(above)
     while waiting:
@@ -116,7 +116,7 @@ def _above(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 def _climb(
     starts: Sequence[Node], above: dict[Node, list[Node]], until: set[Node]
 ) -> tuple[set[Node], set[Node]]:
-    """Returns all nodes above some, as far as those of `until`, and those of `until` it met."""
+    """Returns all ancestors of some nodes up to those in `until`, and the ones of `until` found."""
     seen, met = {node for node in starts if node in above}, set()
     waiting = list(seen)
     while waiting:

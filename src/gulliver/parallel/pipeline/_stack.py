@@ -118,7 +118,7 @@ def _of_record(model: nn.Module, paths: dict[str, nn.Module], family: str, known
 
 
 def _check_record(model: nn.Module, known: Blocks) -> None:
-    """Refuses what is known not to run in stages, and what looks like it."""
+    """Refuses models that cannot run in stages."""
     if known.refused:
         raise GulliverError(
             f"{type_of(model)} is not cut into stages: {known.refused}; take tp_size instead of "
@@ -133,7 +133,7 @@ def _check_record(model: nn.Module, known: Blocks) -> None:
 
 
 def _encoder_and_decoder(model: nn.Module, paths: dict[str, nn.Module], known: Blocks) -> list[str]:
-    """The two lists of blocks of a model that says to have an encoder and a decoder."""
+    """The two lists of blocks of an encoder-decoder model."""
     both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if not known.encoders or not both:
         return []
@@ -154,7 +154,7 @@ def _ending(paths: dict[str, nn.Module], end: str) -> str | None:
 def _all_ending(
     paths: dict[str, nn.Module], ends: Sequence[str], lists: Sequence[str]
 ) -> Iterator[str]:
-    """Paths of the modules outside of some lists that end so, in the order of the endings."""
+    """Paths with one of some endings outside of some lists, in the order of the endings."""
     inside = tuple(f"{path}." for path in lists)
     for end in ends:
         for path in paths:
@@ -250,7 +250,7 @@ def units_of(model: nn.Module, stack: Stack) -> list[Unit]:
 
 
 def around(model: nn.Module, stack: Stack) -> list[str]:
-    """Paths of the modules that have blocks somewhere inside, and are none."""
+    """Paths of the modules around the blocks."""
     found = (path for path, _ in model.named_modules())
     return [p for p in found if p in stack.lists or any(_inside(i, p) for i in stack.lists)]
 

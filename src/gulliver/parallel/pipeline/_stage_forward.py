@@ -50,7 +50,7 @@ class StageEnd(Exception):
 
 @dataclass
 class ForwardState:
-    """A forward that is under way."""
+    """The state of a running forward."""
 
     start: int  # Number of the stage's first block
     stop: int  # Number of its last block, plus one
@@ -65,7 +65,7 @@ class ForwardState:
 
 
 class StageForward:
-    """The behaviour of a model's blocks on one rank; they go through it when they are called."""
+    """Decides what a model's blocks do on one rank when they are called."""
 
     def __init__(self, stack: Stack, bounds: tuple[int, ...]) -> None:
         self.stack, self.bounds = stack, bounds
@@ -117,7 +117,7 @@ class StageForward:
         return ForwardState(start, stop, last, hidden, memory, stage == 0, look)
 
     def running(self, name: str) -> ForwardState:
-        """Returns the state of the forward that is under way."""
+        """Returns the state of the running forward."""
         if self.state is None:
             raise GulliverError(
                 f"the model was called directly, but {name!r} and others lie on other stages of a "
@@ -149,7 +149,7 @@ class StageForward:
     def _enter(
         self, state: ForwardState, block: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        """Puts the received hidden state in the place of what came through placeholders."""
+        """Replaces what came through placeholders by the received hidden state."""
         state.live = True
         if state.hidden is None:
             return args, kwargs

@@ -99,7 +99,7 @@ def volume(plan: SequencePlan, shape: Shape, circulate: str = "kv") -> Volume:
 
 
 def _split(plan: SequencePlan, shape: Shape) -> SequenceSplit:
-    """A plan in the numbers that the formulas take."""
+    """Converts a plan for the formulas of `gulliver.hardware`."""
     keys = deal_heads(shape.heads, shape.kv_heads, plan.ulysses).keys
     sent = sum(last - first for first, last in keys)
     return SequenceSplit(plan.ulysses, plan.outer, plan.inner, sent, plan.layout == "zigzag")

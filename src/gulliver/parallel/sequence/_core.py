@@ -66,7 +66,7 @@ class RingCall:
         return _Cuts(self.keys if self.circulate == "kv" else self.queries)
 
     def tiles(self, visit: Visit, cuts: _Cuts) -> tuple[Tile, ...]:
-        """Returns what is to be computed for a piece that is here."""
+        """Returns the tiles to compute for a piece that has arrived."""
         place = self.groups.place
         if self.circulate == "kv":
             rows = _half(size_of(self.queries.of_place(place)), visit.half)
@@ -272,7 +272,7 @@ class _Pack:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def joined(self, totals: list[Tensor]) -> list[Tensor]:
-        """Joins what came home for each piece into this rank's tensors."""
+        """Joins the results of all pieces into this rank's tensors."""
         pieces = [self.split(t, Visit(self._place, n, t)) for n, t in enumerate(totals)]
         return [torch.cat(parts, 2) for parts in zip(*pieces, strict=True)]
 
@@ -290,7 +290,7 @@ class _Pack:
 
 
 def _opened(part: Tensor, like: Tensor, shape: torch.Size, wire: WireFormat) -> Tensor:
-    """The tensor of a message; as it was, it is a view."""
+    """Unpacks one tensor of a message; a view where it is not packed."""
     wire = wire.of(like, shape.numel())
     if wire is IDENTITY:
         return part.view(like.dtype).view(shape)

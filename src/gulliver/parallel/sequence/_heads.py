@@ -104,7 +104,7 @@ class Swap:
         return [torch.cat(parts, 2) for parts in zip(*arrived, strict=True)]
 
     def to_sequence(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Inverts `to_heads`; what several ranks have of one head is added up."""
+        """Inverts `to_heads`; heads that several ranks have are summed."""
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         cuts = [t.split(lengths, 2) for t, lengths in zip(tensors, self.lengths, strict=True)]
         shapes = [
@@ -157,7 +157,7 @@ class ToSequence(torch.autograd.Function):
 def _exchange(
     rank_group: RankGroup, outgoing: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]
 ) -> list[list[Tensor]]:
-    """Sends a list of tensors to each rank in one message, and takes apart what arrives."""
+    """Sends a list of tensors to each rank in one message, and splits what arrives."""
     flat = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in outgoing]
     counts = [[torch.Size(shape).numel() for shape in from_rank] for from_rank in shapes]
     arrived = exchange(rank_group, flat, [sum(c) for c in counts], rank_group.wire)

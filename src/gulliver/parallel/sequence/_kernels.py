@@ -94,7 +94,7 @@ def precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Makes the elements of a row contiguous: kernels take that for granted, and do not look."""
+    """Makes the elements of a row contiguous, which kernels assume without a check."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

@@ -109,7 +109,7 @@ def _joined(intervals: list[Interval]) -> tuple[Interval, ...]:
 
 
 def part_of(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
-    """Returns the positions of the local tokens from `first` up to, without, `last`."""
+    """Returns the positions of the local tokens from `first` (inclusive) to `last` (exclusive)."""
     found, at = [], 0
     for start, stop in intervals:
         low, high = max(first - at, 0), min(last - at, stop - start)
@@ -128,12 +128,12 @@ class Tail:
 
     @property
     def degree(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.whole.degree
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Number of the tokens."""
         return self.count
 
     def of_rank(self, rank: int) -> tuple[tuple[int, int], ...]:

@@ -144,7 +144,7 @@ def _block(
 
 
 def _bias(tile: Tile, q: Tensor, rules: Rules) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the dense mask as numbers added to logits, and the rows that see no key of it."""
+    """Returns the dense mask as an additive bias, and the rows that see no key."""
     if tile.kind != "masked":
         return None, None
     allowed = tile.allowed(rules).to(q.device)

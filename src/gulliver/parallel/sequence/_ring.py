@@ -142,7 +142,7 @@ def round_trip(
     add: Callable[[Tensor, Tensor, Visit], Tensor],
     wire: WireFormat = IDENTITY,
 ) -> list[Tensor]:
-    """Takes every block round; returns what all ranks have gathered for the own pieces."""
+    """Sends every block around the ring; returns what all ranks gathered for the own pieces."""
     trips = [
         _Trip(_TwoLevelRing(groups, p, count), p, gathered_count, groups, add, wire).steps(block)
         for p, block in enumerate(own)
@@ -210,7 +210,7 @@ class _Trip:
     def _inner_turn(
         self, a: int, held: Tensor
     ) -> Generator[Visit | None, Tensor, tuple[Tensor, Flight | None]]:
-        """Returns the first half for the held block, and the others' sum for it, under way."""
+        """Returns the first half for the held block, and the others' sum in flight."""
         ring, inner, block = self.ring, self.groups.inner, held
         del held
         following = ring.inwards(a, 0, block)

@@ -85,7 +85,7 @@ def unshard(
 def unshard_tail(
     x: Tensor, groups: SequenceGroups, tail: Tail, gradient: UnshardGradient = "own"
 ) -> Tensor:
-    """Gathers the last tokens of a sequence, of which each rank has those that lie with it."""
+    """Gathers the last tokens of a sequence, which lie on any of the ranks."""
     _check(gradient, get_args(UnshardGradient))
     return _Unshard.apply(x, groups, tail, 1, gradient)
 
@@ -230,7 +230,7 @@ class _Unshard(torch.autograd.Function):
 
 
 class _Show(torch.autograd.Function):
-    """Not a difference of the two, so that it also holds where either is not finite."""
+    """Returns one value with the gradient of another; exact also where either is not finite."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, whole: Tensor, alike: int) -> Tensor:
