@@ -59,7 +59,7 @@ class ConversionPlan:
 
 
 def text_of(layout: Sharding) -> str:
-    """A layout in a line: the axes that cut each dim, outer to inner, and those of terms."""
+    """Formats a layout: the axes that cut each dim, outer to inner, and those of terms."""
     cuts = ", ".join("".join(map(str, axes)) or "-" for axes in layout.cuts)
     terms = "".join(map(str, layout.terms))
     return f"[{cuts}]" + (f" sum over {terms}" if terms else "")
@@ -74,7 +74,7 @@ def plan_conversion(
     cluster: Cluster | None = None,
     room: int | None = None,
 ) -> ConversionPlan:
-    """Finds the least-cost way between two layouts; needs no ranks.
+    """Finds the cheapest conversion between two layouts; needs no ranks.
 
     Args:
         shape: size of each dim of the whole tensor.
@@ -143,7 +143,7 @@ def convert(
     cluster: Cluster | None = None,
     room: int | None = None,
 ) -> DTensor:
-    """A tensor in another layout, on the least-cost way; all ranks of its mesh call it."""
+    """Converts a tensor at the least cost; all ranks of its mesh call it."""
     # The gradient comes back in the layout of `tensor` (replicated where that is partial), on the
     # least-cost way too.
     if not isinstance(tensor, DTensor):

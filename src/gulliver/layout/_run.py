@@ -175,7 +175,7 @@ def _swap(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
 
 
 def _source(move: ConversionStep, place: MeshPlace, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the box lies before a swap that a rank has after it."""
+    """Coordinate that holds before a swap the box of another after it."""
     low, high = move.axes
     if place.sizes[low] == place.sizes[high]:
         # Of ranks that hold the same, each sends to one.
@@ -187,7 +187,7 @@ def _source(move: ConversionStep, place: MeshPlace, coordinate: tuple[int, ...])
 
 
 def _gathered(flat: Tensor, axis: int, place: MeshPlace) -> Tensor:
-    """What the ranks along an axis hold, in the order of their coordinates: ``[n, elements]``."""
+    """All-gathers along an axis, in the order of coordinates: ``[n, elements]``."""
     group, numbers = place.line(axis)
     whole = flat.new_empty(group.size * flat.numel())
     all_gather(whole, flat, group.process_group)
@@ -196,7 +196,7 @@ def _gathered(flat: Tensor, axis: int, place: MeshPlace) -> Tensor:
 
 
 def _scattered(flat: Tensor, axis: int, place: MeshPlace) -> Tensor:
-    """This coordinate's part of a reduction along an axis."""
+    """Reduce-scatters along an axis."""
     group, numbers = place.line(axis)
     parts = flat.view(group.size, -1)
     if numbers != list(range(group.size)):

@@ -32,7 +32,7 @@ from gulliver.parallel.tensor._deal import Interval, deal, intervals
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
 from gulliver.parallel.tensor._experts import share_experts, share_rotary
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
-from gulliver.parallel.tensor._modules import is_transposed, layer_of, rotary_width
+from gulliver.parallel.tensor._modules import layer_of, rotary_width
 from gulliver.parallel.tensor._placed import Placed, TensorPlan
 from gulliver.parallel.tensor._shared import SharedSequence
 from gulliver.parallel.tensor._sites import (
@@ -43,6 +43,7 @@ from gulliver.parallel.tensor._sites import (
     take_in_once,
 )
 from gulliver.parallel.tensor._table import REPEATED, SCALED
+from gulliver.precision.fp8 import is_transposed
 
 SequenceMode = Literal["split_gather", "ring"]
 MODES = ("split_gather", "ring")
@@ -139,7 +140,7 @@ class _Applied:
         self._hook(shared)
 
     def _cut_inside(self, path: str, module: nn.Module, placed: Placed) -> None:
-        """Cuts the parameters of a module that stays itself."""
+        """Cuts the parameters of a module in place."""
         if id(module) in self.replaced:
             return
         self.replaced[id(module)] = module
@@ -274,7 +275,7 @@ def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence
 def cut_parameter(
     whole: nn.Parameter, dim: int, runs: tuple[Interval, ...], copies: int
 ) -> nn.Parameter:
-    """Returns a new parameter that holds a region of one, as do others of the `copies` ranks."""
+    """Returns a new parameter with a region of one, which `copies` ranks hold."""
     region = Region(tuple(whole.shape), dim, runs, copies)
     with torch.no_grad():
         part = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)

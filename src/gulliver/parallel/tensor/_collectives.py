@@ -40,7 +40,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # sent cannot be traced. Source: f and g of Megatron-LM (Shoeybi et al., 2019, arXiv 1909.08053);
 # g-bar of Korthikanti et al., 2022 (arXiv 2205.05198).
 def uncompiled(function: F) -> F:
-    """Keeps compilers out of a function that sends."""
+    """Disables compilation of a function that communicates."""
     found: Any = torch.compiler.disable(function)  # pyright: ignore
     return found
 
@@ -148,7 +148,7 @@ class _Reduce(Function):
 
 
 class _Along(Function):
-    """One of the moves along a dim; its adjoint is one of them, too."""
+    """A collective along a dim, whose adjoint is another one."""
 
     @staticmethod
     def forward(

@@ -69,7 +69,7 @@ class SequenceCut:
 
 
 def enter(x: Tensor, rank_group: RankGroup, cut: SequenceCut | None) -> Tensor:
-    """Begins to communicate the input of columns; pass what is returned to all of them."""
+    """Starts to communicate the input of column layers; pass the result to all of them."""
     x = autocast(x)
     entry = Entry(rank_group, cut)
     token = _Enter.apply(x, entry)
@@ -152,7 +152,7 @@ class Arrival:
             yield place, piece
 
     def multiply(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        """Returns the product with a weight, piece by piece where pieces are still on their way."""
+        """Returns the product with a weight, piece by piece while pieces arrive."""
         if self._ring is None:
             return product(self.data(), weight, bias, transposed)
         cut = self.entry.cut
@@ -282,7 +282,7 @@ class Entry:
 
 
 def _begun(ring: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """Returns the same pieces, with the first hop under way."""
+    """Returns the same pieces, with the first hop in flight."""
     # A generator does nothing until it is asked: without this the hop would begin with the product
     # that is meant to hide it.
     first = next(ring)
@@ -321,7 +321,7 @@ class _Enter(Function):
 
 
 class _Look(Function):
-    """Returns the gathered tensor, for operations that are no columns."""
+    """Returns the gathered tensor, for operations other than column layers."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, arrival: Arrival) -> Tensor:

@@ -19,14 +19,15 @@ from torch import nn
 
 from gulliver.errors import GulliverError
 from gulliver.parallel.tensor._convolution import CONVOLUTIONS
-from gulliver.parallel.tensor._modules import head_groups, is_transposed, layer_of
+from gulliver.parallel.tensor._modules import head_groups, layer_of
 from gulliver.parallel.tensor._placed import Placed
 from gulliver.parallel.tensor._table import STYLES
+from gulliver.precision.fp8 import is_transposed
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan has decided so far, and what is known besides."""
+    """The decisions of a plan so far, and what is known about the model."""
 
     modules: Mapping[str, nn.Module]
     placed: Mapping[str, Placed]  # Path to its sharding
@@ -59,7 +60,7 @@ class Choices:
 
 
 def check_fitting(choices: Choices) -> None:
-    """Refuses styles with which ranks would compute something else than one process."""
+    """Refuses styles whose result would differ from that of one process."""
     layers = {path: one for path, one in choices.placed.items() if not layer_of(path)[1]}
     columns = [p for p, one in layers.items() if one.how.kind == "column" and not one.how.gather]
     rows = [p for p, one in layers.items() if one.how.kind == "row" and not one.how.split]
@@ -215,7 +216,7 @@ def _refuse_row(choices: Choices, row: str) -> NoReturn:
 
 
 def _check_whole(choices: Choices, path: str, beside: str | None) -> None:
-    """Refuses outputs that all ranks have whole, of what a known model combines with columns."""
+    """Refuses whole outputs that a known model combines with those of columns."""
     how, known = choices.placed[path].how, STYLES[choices.known(path) or "replicate"]
     if beside and (how.gather or how.split) and known.kind == "column" and not known.gather:
         raise GulliverError(
@@ -239,7 +240,7 @@ def _check_known(choices: Choices, path: str) -> None:
 
 
 def _check_summed(choices: Choices, path: str, columns: Iterable[str]) -> None:
-    """Refuses to sum gradients that are whole on every rank already."""
+    """Refuses to sum gradients that every rank has whole."""
     known = choices.known(path) or "replicate"
     if known == "summed":
         return

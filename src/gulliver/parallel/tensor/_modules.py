@@ -10,6 +10,7 @@ from torch import nn
 from gulliver.errors import GulliverError
 from gulliver.parallel.tensor._convolution import CONVOLUTIONS
 from gulliver.parallel.tensor._table import DRAWN_ALIKE, HEADS, KV_HEADS, REPEATED, STYLES, How
+from gulliver.precision.fp8 import is_transposed
 
 DROPOUTS = (
     nn.Dropout,
@@ -97,11 +98,6 @@ def rotary_width(path: str, module: nn.Module, attention: nn.Module) -> int:
             "'replicate'"
         )
     return width
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a layer is GPT-2's Conv1D, whose weight is ``[inputs, outputs]``."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def fits_kind(module: nn.Module, style: str | None) -> bool:

@@ -31,7 +31,7 @@ Wait = Callable[[], Tensor]
 
 
 def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
-    """Begins to gather the pieces of all ranks."""
+    """Starts to gather the pieces of all ranks."""
     longest, size, slots = max(lengths), rank_group.size, _slots(rank_group)
     padded = _padded(own, dim, longest)
     flat = padded.new_empty(size * padded.numel())
@@ -56,7 +56,7 @@ def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: Rank
 
 
 def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
-    """Begins to reduce-scatter a tensor; arguments are as those of `start_gather`."""
+    """Starts to reduce-scatter a tensor; arguments as for `start_gather`."""
     longest = max(lengths)
     parts = whole.detach().split(list(lengths), dim)
     stacked = torch.stack(

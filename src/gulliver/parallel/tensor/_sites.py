@@ -102,7 +102,7 @@ def gather_outputs(module: nn.Module, rank_group: RankGroup) -> None:
 
 
 def refuse_outputs(model: nn.Module, shared: bool) -> None:
-    """Refuses to return tensors of which each rank has a shard and no rank the whole."""
+    """Refuses outputs of which each rank has only a shard."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         config = getattr(module, "config", None)

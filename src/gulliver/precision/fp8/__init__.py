@@ -28,6 +28,7 @@ from gulliver.precision.fp8._linear import MULTIPLE, linear, matmul
 from gulliver.precision.fp8._select import (
     Layer,
     Selection,
+    is_transposed,
     linear_layers,
     select_layers,
     takes_fp8,
@@ -62,6 +63,7 @@ __all__ = [
     "fp8_events",
     "fp8_histories",
     "has_units",
+    "is_transposed",
     "linear",
     "linear_layers",
     "magnitude",

@@ -158,7 +158,7 @@ def matmul(a: Scaled, b: Scaled, dtype: torch.dtype, emulate: bool, fast: bool =
 
 
 def emulated(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-    """Returns the same as FP8 units compute, but for the order in which terms are added."""
+    """Emulates FP8 units, except for the order in which terms are added."""
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     with torch.autocast(a.values.device.type, enabled=False):
         # One factor after the other: their product may be less than float32 has.
@@ -167,7 +167,7 @@ def emulated(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def _padded(a: Scaled) -> Scaled:
-    """Fills the dim that is summed up with zeros, as far as the units ask for."""
+    """Pads the summed dim with zeros to the multiple that the units need."""
     missing = -a.values.shape[1] % MULTIPLE
     if not missing:
         return a

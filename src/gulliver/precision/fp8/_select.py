@@ -143,7 +143,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def fits(path: str, pattern: str) -> bool:
-    """Whether a pattern is of a path, or of its last parts."""
+    """Whether a pattern matches a path or its last parts."""
     return fnmatch(path, pattern) or fnmatch(path, f"*.{pattern}")
 
 
@@ -151,7 +151,7 @@ _taking: set[type[nn.Module]] = set()
 
 
 def takes_fp8(kind: type[nn.Module]) -> type[nn.Module]:
-    """Registers a class of linear layers that looks at its attribute ``fp8`` by itself."""
+    """Registers a class of linear layers that reads its attribute ``fp8`` itself."""
     _taking.add(kind)
     return kind
 

@@ -105,7 +105,7 @@ class MagnitudeHistory:
             self.past, self.now = [*self.past, self.now][-self.length :], None
 
     def note(self, largest: Tensor) -> None:
-        """Takes a magnitude in; one that is not finite says nothing of the next step."""
+        """Records a magnitude, unless it is not finite."""
         seen = torch.where(largest.isfinite(), largest, 0.0)
         self.now = seen if self.now is None else torch.maximum(self.now, seen)
 
@@ -179,7 +179,7 @@ class LayerState:
             history.restore(leaves.get(role, {}), device)
 
     def begin(self, weight: Tensor) -> None:
-        """Notes a forward: with another weight, or a stepped one, a step has begun."""
+        """Notes a forward; one with another or a stepped weight begins a step."""
         if not self.delayed or weight.is_inference():
             return
         before = self._step

@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 
 from gulliver._compat import share_forward_hooks
 from gulliver.errors import GulliverError, nearest
+from gulliver.precision.fp8 import is_transposed
 from gulliver.precision.int8._formats import (
     GROUP,
     check_int4,
@@ -101,11 +102,6 @@ REPLACED: dict[type[nn.Module], Make] = {}
 """Class of a layer to what makes a quantised one of it; for layers of other packages."""
 GROUPED: dict[type[nn.Module], Callable[[Any, str], bool]] = {}
 """Class of a layer to what says of one and its path whether int4's groups divide its inputs."""
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether a layer is transformers' Conv1D, whose weight is ``[inputs, outputs]``."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def replace_module(
@@ -372,7 +368,7 @@ def quantized_linear(module: Any, ways: Ways) -> nn.Module:
 def matrix_of(module: Any) -> Tensor:
     """Returns a linear layer's weight as ``[outputs, inputs]``, detached."""
     weight = module.weight.detach()
-    return weight.t() if is_conv1d(module) or getattr(module, "transposed", False) else weight
+    return weight.t() if is_transposed(module) or getattr(module, "transposed", False) else weight
 
 
 def _reads_weight(parent: nn.Module | None, name: str, what: str) -> bool:
@@ -407,7 +403,7 @@ def _matrix_in(module: nn.Module) -> Tensor | None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return is_conv1d(module) or type(module).forward is nn.Linear.forward
+    return is_transposed(module) or type(module).forward is nn.Linear.forward
 
 
 def layer_bytes(layer: QuantizedLayer) -> int:
