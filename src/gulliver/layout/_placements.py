@@ -19,6 +19,11 @@ def sharding_of(placements: Sequence[Placement], dims: int) -> Sharding:
     terms: list[int] = []
     for axis, placement in enumerate(placements):
         if type(placement) is Shard:
+            if not -dims <= placement.dim < dims:
+                raise GulliverError(
+                    f"{placement} on axis {axis} of the mesh cuts dim {placement.dim}, and the "
+                    f"tensor has {dims} dims"
+                )
             cuts[placement.dim % dims].append(axis)
         elif type(placement) is Partial:
             terms.append(axis)

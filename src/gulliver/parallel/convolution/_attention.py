@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from gulliver.layout import Interval
 from gulliver.parallel.convolution._shapes import given_of
 from gulliver.parallel.convolution._sharded import Sharded, handles, like, own_run, refuse
-from gulliver.parallel.convolution._windows import Interval
 
 SCORES = 1 << 26
 """Most scores of a block of rows: 256 MiB of float32."""

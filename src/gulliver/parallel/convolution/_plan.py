@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from gulliver.errors import GulliverError
-from gulliver.parallel.convolution._windows import Interval, SlidingWindow, even, runs
+from gulliver.layout import Interval, deal, intervals
+from gulliver.parallel.convolution._windows import SlidingWindow
 
 INDEX_LIMIT = 2**31 - 1
 """Most elements that a kernel with 32-bit indices can count."""
@@ -112,9 +113,9 @@ class ConvPlan:
         """Yields the pieces; together they are the output, each element once."""
         s = self.sizes
         width_in, width_out = s.inputs // s.groups, s.outputs // s.groups
-        boxes = [runs(even(e, n)) for e, n in zip(s.out_extents, self.space, strict=True)]
-        cuts = [runs(even(s.batch, self.batch)), runs(even(s.groups, self.groups))]
-        outs, ins = runs(even(width_out, self.outputs)), runs(even(width_in, self.inputs))
+        boxes = [intervals(deal(e, n)) for e, n in zip(s.out_extents, self.space, strict=True)]
+        cuts = [intervals(deal(s.batch, self.batch)), intervals(deal(s.groups, self.groups))]
+        outs, ins = intervals(deal(width_out, self.outputs)), intervals(deal(width_in, self.inputs))
         for batch, group, out, *box in product(*cuts, outs, *boxes):
             # Several groups in a piece are whole: their channels are cut only when it is one group.
             last = group[1] - 1

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gulliver.comm import RankGroup, exchange
 from gulliver.errors import once_differentiable
+from gulliver.layout import Interval, deal, intervals
 from gulliver.parallel.convolution._norms import merged
 from gulliver.parallel.convolution._sharded import (
     Holder,
@@ -33,14 +34,7 @@ from gulliver.parallel.convolution._sharded import (
     opened,
     refuse,
 )
-from gulliver.parallel.convolution._windows import (
-    IDENTITY,
-    Interval,
-    SlidingWindow,
-    even,
-    overlap,
-    runs,
-)
+from gulliver.parallel.convolution._windows import IDENTITY, SlidingWindow, overlap
 
 
 # [Note: one order on all ranks] Messages are matched by their order, in backward too. Autograd
@@ -65,12 +59,12 @@ class Ranks(Holder):
     def shard(self, whole: Tensor, dim: int) -> Sharded:
         """Cuts a tensor that all ranks have, as evenly as can be."""
         cut = ShardedDim(dim % whole.dim(), self.layout(whole.shape[dim]))
-        start, stop = runs(cut.sizes)[self.rank]
+        start, stop = intervals(cut.sizes)[self.rank]
         return Sharded(whole.narrow(dim, start, stop - start), cut, self)
 
     def layout(self, extent: int) -> Sizes:
         """Returns the sizes of all parts of an extent."""
-        return even(extent, self.size)
+        return deal(extent, self.size)
 
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
         """Returns the padding that there is before the first position and behind the last."""
@@ -83,10 +77,10 @@ class Ranks(Holder):
 
     def rows_for(self, x: Sharded, window: SlidingWindow, sizes: Sizes) -> Rows:
         """Fetches what outputs of given parts need."""
-        extent, outputs = x.cut.extent, runs(sizes)
+        extent, outputs = x.cut.extent, intervals(sizes)
         needs = [window.needs(*o) if o[0] < o[1] else (0, 0) for o in outputs]
         wants = [overlap(need, (0, extent)) for need in needs]
-        parts = self.fetch(x.local, x.cut.dim, runs(x.cut.sizes), wants)
+        parts = self.fetch(x.local, x.cut.dim, intervals(x.cut.sizes), wants)
         start = wants[self.rank][0]
         return Rows(parts, start, x.cut.dim, needs[self.rank], outputs[self.rank])
 
@@ -145,7 +139,7 @@ class Ranks(Holder):
         """Gathers all positions; the gradients of all ranks are added up."""
         everything = [(0, x.cut.extent)] * self.size
         part, dim = opened(x.local, x.cut, x.cut.sizes[self.rank]), x.cut.dim
-        parts = self.fetch(part, dim + 1, runs(x.cut.sizes), everything)
+        parts = self.fetch(part, dim + 1, intervals(x.cut.sizes), everything)
         return torch.cat(parts, dim + 1).flatten(dim, dim + 2)
 
     def summed(self, own: Tensor) -> Tensor:

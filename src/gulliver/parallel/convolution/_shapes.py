@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gulliver.layout import deal
 from gulliver.parallel.convolution._sharded import (
     Sharded,
     ShardedDim,
@@ -25,7 +26,7 @@ from gulliver.parallel.convolution._sharded import (
     refuse,
     window_rows,
 )
-from gulliver.parallel.convolution._windows import SlidingWindow, even
+from gulliver.parallel.convolution._windows import SlidingWindow
 
 
 def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
@@ -309,7 +310,7 @@ def _chunk(func: Any, args: Any, kwargs: Any) -> tuple[Sharded, ...]:
 def _tensor_split(func: Any, args: Any, kwargs: Any) -> tuple[Sharded, ...]:
     x, *given = args
     parts, dim = given_of(given, kwargs, ("indices_or_sections", None), ("dim", 0))
-    return _divided(x, dim % x.dim(), even(x.shape[dim], parts))
+    return _divided(x, dim % x.dim(), deal(x.shape[dim], parts))
 
 
 @handles("unbind")

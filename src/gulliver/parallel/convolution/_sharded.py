@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.parallel.convolution._windows import Interval, SlidingWindow, runs
+from gulliver.layout import Interval, intervals
+from gulliver.parallel.convolution._windows import SlidingWindow
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[str, Handler] = {}
@@ -325,12 +326,12 @@ def opened(local: Tensor, cut: ShardedDim, held: int) -> Tensor:
 
 def own_run(x: Sharded) -> Interval:
     """Returns the positions that are held here."""
-    return runs(x.cut.sizes)[x.holder.rank]
+    return intervals(x.cut.sizes)[x.holder.rank]
 
 
 def own_of(whole: Tensor, cut: ShardedDim, holder: Holder) -> Tensor:
     """Returns the part of a whole that belongs here; a view where nothing is outside."""
-    start, stop = runs(cut.sizes)[holder.rank]
+    start, stop = intervals(cut.sizes)[holder.rank]
     parts = opened(whole, cut, cut.extent).narrow(cut.dim + 1, start, stop - start)
     return parts.flatten(cut.dim, cut.dim + 2)
 

@@ -7,12 +7,9 @@ ranks compute each other's needs alike and no rank has to ask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-Interval = tuple[int, int]
-"""First position and one past the last."""
+from gulliver.layout import Interval
 
 
 @dataclass(frozen=True)
@@ -33,18 +30,6 @@ class SlidingWindow:
 
 
 IDENTITY = SlidingWindow()
-
-
-def even(extent: int, parts: int, grain: int = 1) -> tuple[int, ...]:
-    """Splits an extent as evenly as possible in multiples of `grain`, larger parts first."""
-    units = extent // grain
-    return tuple(grain * (units // parts + (part < units % parts)) for part in range(parts))
-
-
-def runs(sizes: Sequence[int]) -> tuple[Interval, ...]:
-    """Returns the intervals of parts that lie one after the other."""
-    ends = tuple(accumulate(sizes))
-    return tuple((end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
 def overlap(a: Interval, b: Interval) -> Interval:

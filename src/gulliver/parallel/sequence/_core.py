@@ -28,8 +28,9 @@ from torch import Tensor
 
 from gulliver.comm import IDENTITY, WireFormat
 from gulliver.errors import once_differentiable
+from gulliver.layout import Interval
 from gulliver.parallel.sequence._kernels import precise
-from gulliver.parallel.sequence._layout import Interval, Layout, part_of, size_of
+from gulliver.parallel.sequence._layout import Layout, part_of, size_of
 from gulliver.parallel.sequence._partial import (
     Gradients,
     How,

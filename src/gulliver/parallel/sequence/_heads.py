@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from gulliver.comm import RankGroup, exchange
 from gulliver.errors import GulliverError, once_differentiable
-from gulliver.parallel.sequence._layout import Interval, split_sizes
+from gulliver.layout import Interval, deal, intervals
 
 Run = tuple[slice, slice]
 """Query heads, and the KV heads that serve them in equal numbers."""
@@ -71,11 +70,11 @@ def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
         )
     group = heads // kv_heads
     if kv_heads % ranks == 0:
-        keys = _intervals(split_sizes(kv_heads, ranks))
-        return Heads(tuple((a * group, b * group) for a, b in keys), tuple(keys), group)
-    queries = _intervals(split_sizes(heads, ranks))
+        keys = intervals(deal(kv_heads, ranks))
+        return Heads(tuple((a * group, b * group) for a, b in keys), keys, group)
+    queries = intervals(deal(heads, ranks))
     used = tuple((a // group, -(-b // group)) for a, b in queries)
-    return Heads(tuple(queries), used, group)
+    return Heads(queries, used, group)
 
 
 @dataclass(frozen=True)
@@ -177,8 +176,3 @@ def _placed(parts: list[Tensor], heads: tuple[Interval, ...], total: int) -> Ten
     for part, (start, stop) in zip(parts, heads, strict=True):
         whole[:, start:stop] += part
     return whole.to(parts[0].dtype)
-
-
-def _intervals(sizes: list[int]) -> list[Interval]:
-    ends = list(accumulate(sizes))
-    return list(zip([0, *ends[:-1]], ends, strict=True))

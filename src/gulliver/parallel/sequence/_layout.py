@@ -10,15 +10,14 @@ its Ulysses group, in order: an all-to-all among these gives the group its token
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from gulliver.layout import Interval, deal, intervals
+
 LayoutName = Literal["contiguous", "zigzag"]
-Interval = tuple[int, int]
-"""First position and one past the last."""
 
 
 # [Note: zigzag] Under a causal mask the tokens of part p see p parts before and half of their own.
@@ -48,15 +47,15 @@ class Layout:
     def of_place(self, place: int) -> tuple[Interval, ...]:
         """Returns the positions that a ring rank holds, in the order in which it holds them."""
         if self.name == "contiguous":
-            return _joined([_parts(self.length, self.ring)[place]])
-        parts = _parts(self.length, 2 * self.ring)
+            return _joined([intervals(deal(self.length, self.ring))[place]])
+        parts = intervals(deal(self.length, 2 * self.ring))
         return _joined([parts[place], parts[2 * self.ring - 1 - place]])
 
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
         """Returns the positions that a rank holds; ranks of a Ulysses group follow each other."""
         place, member = divmod(rank, self.ulysses)
         held = self.of_place(place)
-        return part_of(held, *_parts(size_of(held), self.ulysses)[member])
+        return part_of(held, *intervals(deal(size_of(held), self.ulysses))[member])
 
     def sizes(self) -> list[int]:
         """Returns the number of tokens of each rank."""
@@ -75,30 +74,20 @@ class Layout:
         return torch.cat([self.positions(rank) for rank in range(self.degree)])
 
 
-def size_of(intervals: tuple[Interval, ...]) -> int:
+def size_of(held: tuple[Interval, ...]) -> int:
     """Returns the number of positions in intervals."""
-    return sum(stop - start for start, stop in intervals)
+    return sum(stop - start for start, stop in held)
 
 
-def positions_of(intervals: tuple[Interval, ...]) -> Tensor:
+def positions_of(held: tuple[Interval, ...]) -> Tensor:
     """Returns the positions in intervals, int64."""
-    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*i) for i in intervals)])
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*i) for i in held)])
 
 
-def split_sizes(count: int, parts: int) -> list[int]:
-    """Splits a count as evenly as can be, the larger ones first, as `torch.tensor_split` does."""
-    return [count // parts + (part < count % parts) for part in range(parts)]
-
-
-def _parts(count: int, parts: int) -> list[Interval]:
-    ends = list(accumulate(split_sizes(count, parts)))
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def _joined(intervals: list[Interval]) -> tuple[Interval, ...]:
+def _joined(parts: list[Interval]) -> tuple[Interval, ...]:
     """Drops empty intervals and joins neighbours."""
     joined: list[Interval] = []
-    for start, stop in intervals:
+    for start, stop in parts:
         if start == stop:
             continue
         if joined and joined[-1][1] == start:
@@ -108,10 +97,10 @@ def _joined(intervals: list[Interval]) -> tuple[Interval, ...]:
     return tuple(joined)
 
 
-def part_of(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
+def part_of(held: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
     """Returns the positions of the local tokens from `first` (inclusive) to `last` (exclusive)."""
     found, at = [], 0
-    for start, stop in intervals:
+    for start, stop in held:
         low, high = max(first - at, 0), min(last - at, stop - start)
         if low < high:
             found.append((start + low, start + high))

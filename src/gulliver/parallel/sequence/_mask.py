@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.parallel.sequence._layout import Interval
+from gulliver.layout import Interval
 
 FAR = 1 << 60
 """A distance beyond any sequence's length."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gulliver.layout import Interval
 from gulliver.parallel.sequence._heads import Run
 from gulliver.parallel.sequence._kernels import AttentionBlock, asked_of, precise, select
-from gulliver.parallel.sequence._layout import Interval
 from gulliver.parallel.sequence._mask import Rules
 from gulliver.parallel.sequence._tiles import Tile
 

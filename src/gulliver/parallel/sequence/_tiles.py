@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gulliver.parallel.sequence._layout import Interval
+from gulliver.layout import Interval
 from gulliver.parallel.sequence._mask import Rules, Verdict
 
 Kind = Literal["plain", "causal", "masked"]

@@ -7,6 +7,7 @@
 `layers`, whose communication is in `entry` and `collectives`.
 """
 
+from gulliver.layout import deal
 from gulliver.parallel.tensor._apply import (
     SequenceMode,
     apply_tensor,
@@ -22,7 +23,6 @@ from gulliver.parallel.tensor._collectives import (
     split,
 )
 from gulliver.parallel.tensor._convolution import ColumnConvolution, RowConvolution
-from gulliver.parallel.tensor._deal import deal
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
 from gulliver.parallel.tensor._loss import cross_entropy

@@ -21,6 +21,7 @@ from gulliver._compat import share_forward_hooks
 from gulliver.comm import RankGroup
 from gulliver.errors import GulliverError, nearest
 from gulliver.families import family_of, type_of
+from gulliver.layout import Interval, deal, intervals
 from gulliver.memory import Region, region_of, set_region
 from gulliver.parallel.tensor._collectives import copy, copy_region, summed
 from gulliver.parallel.tensor._convolution import (
@@ -28,7 +29,6 @@ from gulliver.parallel.tensor._convolution import (
     ColumnConvolution,
     RowConvolution,
 )
-from gulliver.parallel.tensor._deal import Interval, deal, intervals
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
 from gulliver.parallel.tensor._experts import share_experts, share_rotary
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gulliver.comm import IDENTITY, RankGroup, WireFormat, all_reduce
+from gulliver.layout import intervals
 from gulliver.memory import Region
-from gulliver.parallel.tensor._pieces import pieces_of, start_gather, start_reduce
+from gulliver.parallel.tensor._pieces import start_gather, start_reduce
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -177,6 +178,6 @@ ADJOINTS: dict[str, Callable[..., Tensor]] = {
 
 
 def _own(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
-    start, stop = pieces_of(lengths)[rank_group.rank]
+    start, stop = intervals(lengths)[rank_group.rank]
     # A copy: a view would keep the whole alive.
     return x.narrow(dim, start, stop - start).clone()

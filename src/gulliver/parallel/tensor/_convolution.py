@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.comm import ALONE, RankGroup
+from gulliver.layout import deal
 from gulliver.parallel.tensor._base import OnLine
 from gulliver.parallel.tensor._collectives import copy, gather, reduce, split
-from gulliver.parallel.tensor._deal import deal
 
 CONVOLUTIONS: dict[type[nn.Module], Any] = {
     nn.Conv1d: F.conv1d,

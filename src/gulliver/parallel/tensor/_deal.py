@@ -8,25 +8,7 @@ number of parameters and what is saved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-
-from gulliver.memory import Region
-
-Interval = tuple[int, int]
-"""First index and one past the last."""
-
-
-def deal(count: int, size: int) -> tuple[int, ...]:
-    """Returns how many of `count` units each of `size` ranks gets."""
-    each, more = divmod(count, size)
-    return tuple(each + (rank < more) for rank in range(size))
-
-
-def intervals(sizes: Sequence[int]) -> tuple[Interval, ...]:
-    """Returns the intervals of parts of some sizes that lie one after the other."""
-    ends = tuple(accumulate(sizes))
-    return tuple((end - size, end) for end, size in zip(ends, sizes, strict=True))
+from gulliver.layout import Interval, deal, intervals
 
 
 def share(total: int, units: int, size: int, place: int, blocks: int = 1) -> tuple[Interval, ...]:
@@ -36,8 +18,3 @@ def share(total: int, units: int, size: int, place: int, blocks: int = 1) -> tup
     width, block = total // (units * blocks), total // blocks
     start, stop = intervals(deal(units, size))[place]
     return tuple((b * block + start * width, b * block + stop * width) for b in range(blocks))
-
-
-def region(shape: Sequence[int], dim: int, runs: Sequence[Interval]) -> Region:
-    """Returns the region of a parameter that lies in some intervals along a dim."""
-    return Region(tuple(shape), dim, tuple(runs))

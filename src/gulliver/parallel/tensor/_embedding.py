@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from gulliver.comm import ALONE, RankGroup
 from gulliver.errors import GulliverError
+from gulliver.layout import Interval, deal
 from gulliver.parallel.tensor._base import OnLine
 from gulliver.parallel.tensor._collectives import gather, reduce
-from gulliver.parallel.tensor._deal import Interval, deal
 
 
 class UnknownTokenError(GulliverError, IndexError):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from gulliver.comm import ALONE, RankGroup, all_reduce
+from gulliver.layout import Interval, deal
 from gulliver.parallel.tensor._base import OnLine
 from gulliver.parallel.tensor._collectives import (
     copy,
@@ -23,7 +24,6 @@ from gulliver.parallel.tensor._collectives import (
     split,
     uncompiled,
 )
-from gulliver.parallel.tensor._deal import Interval, deal
 from gulliver.parallel.tensor._entry import (
     Arrival,
     Entry,

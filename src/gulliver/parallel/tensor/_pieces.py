@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from gulliver.comm import Messages, RankGroup, all_gather, post, reduce_scatter
-from gulliver.parallel.tensor._deal import intervals
 
 RING_TAG, PIECE_TAG, SIZE_TAG = 500, 600, 700
 """Message tags: of pieces that go round and of those that go to their owner, plus the step; of
@@ -159,11 +158,6 @@ class Reduction:
             total = term.to(wide, copy=True) if total is None else total.add_(term)
         assert total is not None
         return total.to(own.dtype)
-
-
-def pieces_of(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Returns first and one past the last index of each piece."""
-    return intervals(lengths)
 
 
 def gather_sizes(size: int, rank_group: RankGroup, device: torch.device) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from gulliver.parallel.tensor._deal import Interval, share
+from gulliver.layout import Interval
+from gulliver.parallel.tensor._deal import share
 from gulliver.parallel.tensor._experts import ParameterCut
 from gulliver.parallel.tensor._table import How
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from gulliver.comm import RankGroup, all_reduce
 from gulliver.errors import GulliverError
+from gulliver.layout import deal
 from gulliver.parallel.tensor._base import OnLine
 from gulliver.parallel.tensor._collectives import gather, split
-from gulliver.parallel.tensor._deal import deal
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
 from gulliver.precision.int8 import (
     GROUP,

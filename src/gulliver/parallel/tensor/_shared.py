@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gulliver.comm import RankGroup
 from gulliver.errors import GulliverError
-from gulliver.parallel.tensor._deal import deal
+from gulliver.layout import deal
 from gulliver.parallel.tensor._entry import SequenceCut
 from gulliver.parallel.tensor._pieces import gather_sizes
 
