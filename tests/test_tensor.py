@@ -228,7 +228,7 @@ def _kept(world: World, mode: Any) -> tuple[int, int]:
     torch.manual_seed(0)
     width, wide, length = 40, 8, 16
     line = rank_group_of(world)
-    shared = entry.Cut(1, deal(length, world.size), mode == "ring")
+    shared = entry.SequenceCut(1, deal(length, world.size), mode == "ring")
     columns = [ColumnLinear(nn.Parameter(torch.randn(wide, width)), None, line) for _ in range(2)]
     x = torch.randn(2, length // world.size, width, requires_grad=True)
     kept: dict[int, int] = {}
@@ -267,7 +267,7 @@ def _looked_at(world: World) -> float:
         for column_first in (False, True):
             piece = x[:, a:b].clone().requires_grad_()
             column = ColumnLinear(nn.Parameter(weight[start:stop].clone()), None, line)
-            entered = entry.enter(piece, line, entry.Cut(1, deal(9, world.size), ring))
+            entered = entry.enter(piece, line, entry.SequenceCut(1, deal(9, world.size), ring))
             assert entered.shape == x.shape
             first = column(entered).sin() if column_first else 0
             looked = column(entered.exp().cumsum(1))
