@@ -134,6 +134,7 @@ def all_reduce(
             steps = partial(chained_all_reduce, tensor, op, rank_groups)
             return _finished(_chained_handle([tensor], steps), async_op)
         return backend_all_reduce(tensor, op, group, async_op)
+    # Small ones take one exchange in this thread, where gloo's ring would take n - 1.
     small = tensor.nbytes <= DIRECT_BYTES
     plain = not isinstance(group, Torus) and not (small and not async_op)
     if plain and _backend_is_cheaper(tensor, op, rank_groups[0].ranks, any_order):
@@ -337,6 +338,7 @@ def _sent(
         # There is nothing else to do meanwhile, and a thread would cost tens of microseconds.
         drive(collectives[0])
         return Handle()
+    # Along one axis there are at most two exchanges, which can share a lane: see [Note: two lanes].
     works = [start(steps, apart=axes > 1) for steps in collectives]
     return _finished(Handle(works[0] if len(works) == 1 else _Several(works)), async_op)
 

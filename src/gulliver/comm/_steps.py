@@ -222,6 +222,7 @@ def all_gather_steps(
     if own.data_ptr() != mine.data_ptr():
         own.copy_(mine)
     for exchange, blocks, packed in stages:
+        # Along an inner axis the own block already contains what came along the outer ones.
         exchange.send(exchange.peers, blocks[:, exchange.rank_group.rank])
         yield exchange.arrivals()
         for peer, block in packed.items():
@@ -248,6 +249,8 @@ def all_reduce_steps(
             _Level(tensor, rank_groups[depth], mine, whole, tags[depth :: len(rank_groups)])
         )
         mine = levels[-1].mine
+    # The receives of the way back lie where the way out still sends from. They cannot collide: a
+    # peer returns the sum of an interval only when it has received this rank's term for it.
     for level in levels:
         level.post()
     for level in levels:

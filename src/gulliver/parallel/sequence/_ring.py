@@ -65,8 +65,7 @@ class _RingChannel:
 
     def send_on(self, block: Tensor, count: int) -> Flight:
         """Begins to send a block on and to receive the next one, of `count` elements."""
-        # A block that arrived in the other buffer has been waited for, sent on and waited for
-        # again.
+        # The buffer of two hops ago is free: its block was waited for, and so was sending it on.
         which = self._hops % 2
         buffer = self._buffers[which]
         if buffer is None:

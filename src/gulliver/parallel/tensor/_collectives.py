@@ -164,7 +164,7 @@ class _Along(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         move, dim, lengths, rank_group = ctx.how
-        # By the public function: it is differentiable, and out of compilers' sight.
+        # The public function, not the raw collective: a backward may be differentiated again.
         adjoint = ADJOINTS[move](grads[0], dim, lengths, rank_group)
         return adjoint, None, None, None, None
 
