@@ -3,15 +3,6 @@
 A backward uses what its forward saved in the reverse order. So nothing has to be learned or
 guessed, as a `Manager` does of state that comes in every step: what a block saved leaves while the
 blocks after it run, and comes back while those are in backward.
-
-[Note: two blocks] On the device there is what one block has saved, or needs now, and what one other
-has on its way. Copies of a block are given up one by one as the next one that moves saves its own:
-the blocks between have hidden their way, and if not, it is waited for. What the last one saved is
-still there when backward begins. When the first of a block's activations is used, those of the
-block before are sent for.
-
-Copies are queued on streams of their own; see [Note: order of copies] in `_host.py`. What a step
-leaves behind lies in the host's memory until it is discarded.
 """
 
 from __future__ import annotations
@@ -27,12 +18,18 @@ from gulliver.memory._stores import whole_pages
 from gulliver.options import size_text
 
 
+# [Note: two blocks] On the device there is what one block has saved, or needs now, and what one
+# other has on its way. Copies of a block are given up one by one as the next one that moves saves
+# its own: the blocks between have hidden their way, and if not, it is waited for. What the last one
+# saved is still there when backward begins. When the first of a block's activations is used, those
+# of the block before are sent for.
+#
+# Copies are queued on streams of their own; see [Note: order of copies] in `_host.py`. What a step
+# leaves behind lies in the host's memory until it is discarded.
 class HostArena(HostStore):
-    """Host memory in one piece, whose pages are locked when it is first used.
-
-    Slabs, of which objects share none, would leave up to half of themselves free where objects are
-    as large as activations are.
-    """
+    """Host memory in one piece, whose pages are locked when it is first used."""
+    # Slabs, of which objects share none, would leave up to half of themselves free where objects
+    # are as large as activations are.
 
     def __init__(self, capacity: int, device: torch.device, copier: Copier | None = None) -> None:
         super().__init__(whole_pages(capacity), device, copier)
@@ -59,16 +56,7 @@ class HostArena(HostStore):
 
 
 class ActivationStack:
-    """Keeps activations of an `ActivationOffload` in host memory.
-
-    Args:
-        store: host memory.
-        device: device that computes.
-
-    Attributes:
-        held: bytes of them on the device now.
-        most: most of these so far.
-    """
+    """Keeps activations of an `ActivationOffload` in host memory."""
 
     def __init__(self, store: HostStore, device: torch.device) -> None:
         self.store, self.device = store, device
@@ -94,11 +82,7 @@ class ActivationStack:
         self._block += 1
 
     def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> Placed:
-        """Takes a new object.
-
-        Raises:
-            GulliverError: the host memory is full.
-        """
+        """Takes a new object."""
         placed = Placed(name, kind, numel, dtype, number=self._number)
         placed.offset = self.store.allocate(placed.nbytes)
         self._number += 1
@@ -171,6 +155,7 @@ class ActivationStack:
         placed.enter(where)
         self._here[placed.number] = placed
         self.held += placed.nbytes
+        # Most of these so far.
         self.most = max(self.most, self.held)
         return placed.memory
 

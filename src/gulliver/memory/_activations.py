@@ -3,19 +3,6 @@
 Around chosen blocks, tensors that autograd saves are copied into objects of the manager, which
 keeps or moves them as it does chunks, and brings them back in the reverse order. Bits, shapes,
 strides and shared memory are as they were.
-
-[Note: saved tensors] What is copied is the whole memory behind a tensor, once, however many views
-of it are saved. Two saves share a copy as long as the memory lives and nobody wrote into it in
-between. Kept as they are: parameters and their views, what is small, what is no plain tensor.
-Autograd does not compare versions where hooks are in force, so that is done here, with its words.
-Nor does it call hooks that were in force before these: who has some that matter, such as those that
-give parameters back between forward and backward, names them (`outer`).
-
-[Note: lifetimes] A copy lives as long as autograd refers to it: until its node has run, or until
-the graph is freed without a backward. Its object is then discarded, which neither writes nor reads,
-and taken again for a copy of that size: in each step the same objects come in the same order, from
-which the manager learns when to fetch them. A finalizer may run anywhere, also inside the manager.
-So it only notes what died; that is worked off at the next save or use, and at the end of backward.
 """
 
 from __future__ import annotations
@@ -48,6 +35,19 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What is called with what autograd saves, and with that to have it back."""
 
 
+# [Note: saved tensors] What is copied is the whole memory behind a tensor, once, however many views
+# of it are saved. Two saves share a copy as long as the memory lives and nobody wrote into it in
+# between. Kept as they are: parameters and their views, what is small, what is no plain tensor.
+# Autograd does not compare versions where hooks are in force, so that is done here, with its words.
+# Nor does it call hooks that were in force before these: who has some that matter, such as those
+# that give parameters back between forward and backward, names them (`outer`).
+#
+# [Note: lifetimes] A copy lives as long as autograd refers to it: until its node has run, or until
+# the graph is freed without a backward. Its object is then discarded, which neither writes nor
+# reads, and taken again for a copy of that size: in each step the same objects come in the same
+# order, from which the manager learns when to fetch them. A finalizer may run anywhere, also inside
+# the manager. So it only notes what died; that is worked off at the next save or use, and at the
+# end of backward.
 class Keeper(Protocol):
     """What is needed of a manager."""
 
@@ -116,24 +116,14 @@ class _Outer:
 
 
 class ActivationOffload:
-    """Gives what forward saves for backward to a manager.
-
-    Args:
-        manager: manager whose objects the activations become.
-        least: size of memory from which it is taken, in bytes.
-        outer: hooks that are asked first; a tensor that they return as it is, is not theirs.
-
-    Attributes:
-        moved: bytes that were taken so far.
-        kept: bytes that were too small, no plain tensors, or did not fit the budget.
-        saves: whether an operation is saving: it reads its parameters yet, which have to stay.
-    """
+    """Gives what forward saves for backward to a manager."""
 
     def __init__(
         self, manager: Keeper, least: int = LEAST_BYTES, outer: Hooks | None = None
     ) -> None:
         self.manager, self.least, self._outer = manager, least, outer
         self.moved = self.kept = 0
+        # Whether an operation is saving: it reads its parameters yet, which have to stay.
         self.saves = False
         self._copies: dict[int, weakref.ref[_Copy]] = {}
         self._free: dict[int, list[tuple[int, Placed]]] = {}
@@ -145,12 +135,7 @@ class ActivationOffload:
     def saving(
         self, module: nn.Module | None = None, others: Iterable[Tensor] = ()
     ) -> Iterator[None]:
-        """Takes what is saved inside, in this thread.
-
-        Args:
-            module: module that runs, whose buffers live on anyway.
-            others: tensors that live on as well, such as its inputs where others save them, too.
-        """
+        """Takes what is saved inside, in this thread."""
         self.sweep()
         buffers = set() if module is None else {_key(buffer) for buffer in module.buffers()}
         buffers |= {_key(tensor) for tensor in others}
@@ -158,14 +143,8 @@ class ActivationOffload:
             yield
 
     def wrap(self, model: nn.Module, paths: Iterable[str]) -> None:
-        """Takes what modules save in each of their calls.
-
-        A module that is compiled by itself is taken around its compiled call.
-
-        Args:
-            model: model that has them.
-            paths: paths of modules, such as its blocks.
-        """
+        """Takes what modules save in each of their calls."""
+        # A module that is compiled by itself is taken around its compiled call.
         for path in paths:
             module = model.get_submodule(path)
             wrap_call(module, self._around(module))

@@ -13,15 +13,10 @@ ACTIVATIONS = "activations"
 
 
 class ByteCounter:
-    """Counts bytes by kind.
-
-    Attributes:
-        live: bytes held now, by kind.
-        peak: most bytes of each kind so far, each at its own moment.
-        fullest: bytes by kind at the moment at which all kinds together were most.
-    """
+    """Counts bytes by kind."""
 
     def __init__(self) -> None:
+        # Bytes held now, by kind.
         self.live = dict.fromkeys(KINDS, 0)
         self._total = 0
         self.restart()

@@ -1,24 +1,4 @@
-"""A chunk in memory: parameters, gradients and optimizer state are views of a few flat buffers.
-
-[Note: the buffers of a chunk] All that belongs to a chunk's parameters lies in buffers that the
-chunk owns by name, so that it can be counted, and moved, as a whole:
-
-- ``parameter``: the whole chunk; it may go, and come back when it is gathered.
-- ``shard`` or ``master``: `home`, this rank's shard of the parameters, as the optimizer steps it. A
-  view of the parameter buffer where nothing is sharded and no float32 copy is kept.
-- ``gradient``: there while gradients are collected.
-- one for every moment that an element-wise optimizer keeps, such as ``exp_avg``, by the key under
-  which the optimizer knows it. It makes its state itself, in its first step; the tensors are then
-  moved here once, and the optimizer goes on with views, with the same bits.
-
-A parameter's first gradient is moved to its place in the buffer, and autograd adds later ones in
-that place. When the buffer is reduced, the parameters' gradients are exchanged for
-`ReducedGradient`s. Where the parameter buffer is gone, every parameter is one nan, stretched to its
-shape. A buffer is never emptied behind the back of a graph that still refers to it; it lives as
-long as somebody does.
-
-It does not know when any of that happens, nor of other ranks.
-"""
+"""A chunk in memory: parameters, gradients and optimizer state are views of a few flat buffers."""
 
 from __future__ import annotations
 
@@ -46,26 +26,26 @@ _form = attrgetter("shape", "dtype")
 _ALWAYS = nullcontext()
 
 
+# [Note: the buffers of a chunk] All that belongs to a chunk's parameters lies in buffers that the
+# chunk owns by name, so that it can be counted, and moved, as a whole:
+#
+# - ``parameter``: the whole chunk; it may go, and come back when it is gathered.
+# - ``shard`` or ``master``: `home`, this rank's shard of the parameters, as the optimizer steps it.
+#   A view of the parameter buffer where nothing is sharded and no float32 copy is kept.
+# - ``gradient``: there while gradients are collected.
+# - one for every moment that an element-wise optimizer keeps, such as ``exp_avg``, by the key under
+#   which the optimizer knows it. It makes its state itself, in its first step; the tensors are then
+#   moved here once, and the optimizer goes on with views, with the same bits.
+#
+# A parameter's first gradient is moved to its place in the buffer, and autograd adds later ones in
+# that place. When the buffer is reduced, the parameters' gradients are exchanged for
+# `ReducedGradient`s. Where the parameter buffer is gone, every parameter is one nan, stretched to
+# its shape. A buffer is never emptied behind the back of a graph that still refers to it; it lives
+# as long as somebody does.
+#
+# It does not know when any of that happens, nor of other ranks.
 class Chunk:
-    """Parameters of one dtype and device in one buffer, of which this rank owns one part.
-
-    Args:
-        layout: layout of the parameters in the buffer.
-        parameters: parameters by the names of the layout; their data moves into the buffer.
-        part: number of the part of the buffer that this rank owns.
-        pool: lends buffers that come and go, and counts all of them.
-
-    Attributes:
-        shapes: shapes of the parameters, by name.
-        moments: buffers of optimizer state, by key.
-        placed: parameters whose gradients are being collected in the buffer.
-        blank: parameters that had no gradient when the chunk began to collect.
-        parked: whether what was collected has left until it is reduced.
-        resting: what is being collected, while it may leave until more comes.
-        writes: number of times that writes to parameters were brought to `home`.
-        wire: format that the parameters travel in; `home` keeps what that loses.
-        shown_part: this rank's part as all ranks have it, where it follows from what was sent.
-    """
+    """Parameters of one dtype and device in one buffer, of which this rank owns one part."""
 
     def __init__(
         self,
@@ -83,21 +63,30 @@ class Chunk:
         self.buffer: Tensor | None = whole
         self.home = self.shard
         self._separate = False
+        # Number of times that writes to parameters were brought to `home`.
         self.writes = 0
+        # Format that the parameters travel in; `home` keeps what that loses.
         self.wire = IDENTITY
+        # This rank's part as all ranks have it, where it follows from what was sent.
         self.shown_part: Tensor | None = None
         self._sums: Tensor | None = None
         self.gradient: Tensor | None = None
+        # Whether what was collected has left until it is reduced.
         self.parked = False
+        # What is being collected, while it may leave until more comes.
         self.resting: Placed | None = None
+        # Buffers of optimizer state, by key.
         self.moments: dict[str, Moment] = {}
+        # Shapes of the parameters, by name.
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self._cuts = layout.cuts()
         runs = {slot.name: number for number, slot in enumerate(layout.by_address())}
         self._shaped = [(n, None if len(s) == 1 else s, runs[n]) for n, s in self.shapes.items()]
         self._gaps = layout.gaps()
         self._gradient_views: dict[str, Tensor] = {}
+        # Parameters whose gradients are being collected in the buffer.
         self.placed: dict[str, bool] = {}  # written for every parameter: a set would be a call
+        # Parameters that had no gradient when the chunk began to collect.
         self.blank: frozenset[str] = frozenset()
         for start, end in self._gaps:
             whole[start:end].zero_()
@@ -146,13 +135,7 @@ class Chunk:
         return self.data[self.part * size : (self.part + 1) * size]
 
     def settle_home(self, dtype: torch.dtype, separate: bool, trained: bool = True) -> None:
-        """Makes `home`, what an optimizer steps: a view of the buffer, or a tensor of its own.
-
-        Args:
-            dtype: dtype of what is stepped.
-            separate: whether it is a tensor of its own.
-            trained: whether gradients will come.
-        """
+        """Makes `home`, what an optimizer steps: a view of the buffer, or a tensor of its own."""
         self._separate = separate or dtype != self.dtype
         self.home = self.shard.to(dtype, copy=True) if self._separate else self.shard
         if self._separate:
@@ -204,11 +187,7 @@ class Chunk:
             self.shard.copy_(self.home)
 
     def release(self, viewed: bool = False) -> None:
-        """Gives the parameter buffer back; `home` and the gradients stay.
-
-        Args:
-            viewed: whether others, such as a graph, have views of it.
-        """
+        """Gives the parameter buffer back; `home` and the gradients stay."""
         with without_torch_functions():
             for parameter, nan in zip(self.members, self._absent, strict=True):
                 parameter.data = nan
@@ -244,11 +223,9 @@ class Chunk:
         self.drop_moments()
 
     def take_writes(self) -> None:
-        """Brings what the user has written to parameters, on every rank alike, to `home`.
-
-        Values are compared: a write through ``.data`` leaves no other trace, as no version counter
-        moves. Nothing is compared where `home` is a view.
-        """
+        """Brings what the user has written to parameters, on every rank alike, to `home`."""
+        # Values are compared: a write through ``.data`` leaves no other trace, as no version
+        # counter moves. Nothing is compared where `home` is a view.
         known = self._sums is not None and torch.equal(self._sums, column_sums(self.shard))
         if not known and not self.home_is_view:
             self.merge(self.home, self.shard, self._as_sent())
@@ -276,16 +253,7 @@ class Chunk:
     def place_moment(
         self, key: str, values: Mapping[str, Tensor], sizes: Mapping[str, int]
     ) -> dict[str, Tensor]:
-        """Moves state of one kind into a buffer of this chunk.
-
-        Args:
-            key: name of the state as the optimizer calls it, such as ``exp_avg``.
-            values: state tensors by parameter; what lies in the buffer already may be among them.
-            sizes: elements of all parameters that shall have room, in their order.
-
-        Returns:
-            Flat views of the buffer, by parameter of `values`.
-        """
+        """Moves state of one kind into a buffer of this chunk."""
         dtype = next(iter(values.values())).dtype
         old = self.moments.get(key)
         if old is not None and old.starts.keys() >= sizes.keys() and old.buffer.dtype == dtype:
@@ -369,11 +337,7 @@ class Chunk:
         self.blank = frozenset(cleared)
 
     def complete_gradient(self) -> None:
-        """Fills the places of gradients that did not come with zeros.
-
-        Raises:
-            GulliverError: the user has put another tensor in the place of one.
-        """
+        """Fills the places of gradients that did not come with zeros."""
         for name, view in self._gradient_views.items():
             gradient = self.parameters[name].grad
             if name in self.placed:
@@ -461,11 +425,7 @@ class Chunk:
         )
 
     def check_parameters(self) -> None:
-        """Refuses parameters that no longer lie in this chunk.
-
-        Raises:
-            GulliverError: one was moved, converted or reshaped after it had been placed here.
-        """
+        """Refuses parameters that no longer lie in this chunk."""
         with without_torch_functions():
             addresses = list(map(Tensor.data_ptr, self.members))
             forms = list(map(_form, self.members))

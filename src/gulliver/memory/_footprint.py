@@ -39,10 +39,8 @@ class Gauge(Protocol):
 
 
 class ProcessGauge:
-    """Anonymous resident memory of this process: what a limit cannot take back.
-
-    Pages of files (libraries, mapped checkpoints) are the system's to drop, so they do not count.
-    """
+    """Anonymous resident memory of this process: what a limit cannot take back."""
+    # Pages of files (libraries, mapped checkpoints) are the system's to drop, so they do not count.
 
     def __init__(self) -> None:
         self._file = os.open("/proc/self/statm", os.O_RDONLY)
@@ -81,16 +79,13 @@ class CudaGauge:
 
 @dataclass(frozen=True)
 class StepFootprint:
-    """Memory of a step.
+    """Memory of a step."""
 
-    Attributes:
-        other: most bytes that no manager holds.
-        total: most bytes in all, above the base.
-        curve: most bytes that no manager holds, from each position to the next.
-    """
-
+    # Most bytes that no manager holds.
     other: int
+    # Most bytes in all, above the base.
     total: int
+    # Most bytes that no manager holds, from each position to the next.
     curve: tuple[tuple[str, int], ...]
 
 

@@ -31,12 +31,7 @@ class Step:
 
 
 class History:
-    """Notes events and moves.
-
-    Attributes:
-        steps: steps that have ended.
-        evictions: objects that left the fast tier for others.
-    """
+    """Notes events and moves."""
 
     def __init__(self) -> None:
         self.steps = self.evictions = 0

@@ -1,9 +1,4 @@
-"""Pinned host memory behind the memory of a GPU, with copies on streams of their own.
-
-[Note: order of copies] A copy waits for what the current stream was given before it, and the
-current stream waits for a copy before it goes on with the memory: both are queued on the device.
-So the host never waits, and still no memory is written while it is read.
-"""
+"""Pinned host memory behind the memory of a GPU, with copies on streams of their own."""
 
 from __future__ import annotations
 
@@ -24,6 +19,9 @@ SLAB = 1 << 30
 """Bytes of a slab of pinned memory, where objects are not larger."""
 
 
+# [Note: order of copies] A copy waits for what the current stream was given before it, and the
+# current stream waits for a copy before it goes on with the memory: both are queued on the device.
+# So the host never waits, and still no memory is written while it is read.
 class Copy(Transfer, Protocol):
     """A copy between the memory of a device and of its host."""
 
@@ -40,11 +38,7 @@ class Copier(Protocol):
         ...
 
     def lock_pages(self, memory: Tensor) -> None:
-        """Locks the pages of host memory.
-
-        Raises:
-            GulliverError: the system locks no more.
-        """
+        """Locks the pages of host memory."""
         ...
 
     def unlock_pages(self, memory: Tensor) -> None:
@@ -56,14 +50,7 @@ class Copier(Protocol):
         ...
 
     def copy(self, target: Tensor, source: Tensor, incoming: bool, after: Any = None) -> Copy:
-        """Starts a copy: incoming to the device, or out of it.
-
-        Args:
-            target: memory that is written.
-            source: memory that is read.
-            incoming: whether the device's memory is the target.
-            after: what `mark` has noted; by default all that the device was given.
-        """
+        """Starts a copy: incoming to the device, or out of it."""
         ...
 
     def synchronize(self) -> None:
@@ -108,13 +95,8 @@ class CudaCopier:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def lock_pages(self, memory: Tensor) -> None:
-        """Locks the pages of host memory, for as many bytes as there are.
-
-        `pinned` takes powers of two.
-
-        Raises:
-            GulliverError: the system locks no more.
-        """
+        """Locks the pages of host memory, for as many bytes as there are."""
+        # `pinned` takes powers of two.
         if cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0) != 0:
             raise GulliverError(
                 f"the system locks no further {memory.numel()} bytes of host memory: give a "
@@ -149,19 +131,9 @@ class CudaCopier:
 
 
 class HostStore:
-    """Space in slabs of pinned host memory.
-
-    Pinned memory is taken in powers of two, whatever is asked for. So slabs are powers of two, and
-    objects share them: nothing is lost to rounding but the end of the last slabs.
-
-    Args:
-        capacity: most bytes of pinned memory.
-        device: GPU that the memory is copied to and from.
-        copier: makes pinned memory and copies; by default with streams of its own.
-
-    Attributes:
-        pinned: bytes of pinned memory taken so far.
-    """
+    """Space in slabs of pinned host memory."""
+    # Pinned memory is taken in powers of two, whatever is asked for. So slabs are powers of two,
+    # and objects share them: nothing is lost to rounding but the end of the last slabs.
 
     name = "host"
     in_stream = True
@@ -182,11 +154,7 @@ class HostStore:
         self._extents = Extents()
 
     def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
-        """Reserves whole pages and returns their offset.
-
-        Raises:
-            GulliverError: they do not fit.
-        """
+        """Reserves whole pages and returns their offset."""
         size = whole_pages(nbytes)
         found = self._extents.take(size)
         if found is None:

@@ -3,17 +3,6 @@
 The host's memory is a fast tier as well, before the disk, so a manager of its own keeps it within
 its budget (`Manager`): it evicts to the disk by farthest next use, and reads from there ahead of
 the device's loads. What is used when follows from the device's moves alone (`solve.Transit`).
-
-[Note: who waits for whom] Copies between device and host run on streams, in the order in which the
-device computes; the disk knows no streams. Three orders are kept here by waiting on the host:
-
-1. A load is copied to the device when the disk has given it: `advance` looks, at each call.
-2. What leaves the host is written when the device has copied it there: `LateWrite`.
-3. Host memory is used again when all copies to and from it have ended: `CopiedPages.settle`.
-
-Nobody waits in a circle. Memory of the device is there at once (`in_stream`), so a load waits for
-the disk alone. A write waits for host memory, which waits for the disk, and for copies to the
-device that were begun before.
 """
 
 from __future__ import annotations
@@ -36,12 +25,18 @@ from gulliver.memory._stores import DiskStore, Middle, Transfer
 from gulliver.solve import Transit
 
 
+# [Note: who waits for whom] Copies between device and host run on streams, in the order in which
+# the device computes; the disk knows no streams. Three orders are kept here by waiting on the host:
+#
+# 1. A load is copied to the device when the disk has given it: `advance` looks, at each call.
+# 2. What leaves the host is written when the device has copied it there: `LateWrite`.
+# 3. Host memory is used again when all copies to and from it have ended: `CopiedPages.settle`.
+#
+# Nobody waits in a circle. Memory of the device is there at once (`in_stream`), so a load waits for
+# the disk alone. A write waits for host memory, which waits for the disk, and for copies to the
+# device that were begun before.
 class CopiedPages(Pages):
-    """Buffers of page-locked memory, and the copies to and from each that may be under way.
-
-    Args:
-        copier: locks the pages.
-    """
+    """Buffers of page-locked memory, and the copies to and from each that may be under way."""
 
     def __init__(self, copier: Copier) -> None:
         super().__init__(torch.device("cpu"))
@@ -86,14 +81,7 @@ class CopiedPages(Pages):
 
 
 class LateWrite:
-    """A write to the disk that begins when the device has copied what is to be written.
-
-    Args:
-        disk: store on the disk.
-        offset: place there.
-        data: host memory.
-        copies: copies that have to end first.
-    """
+    """A write to the disk that begins when the device has copied what is to be written."""
 
     def __init__(self, disk: DiskStore, offset: int, data: Tensor, copies: list[Copy]) -> None:
         self._disk, self._offset, self._data, self._copies = disk, offset, data, copies
@@ -108,11 +96,7 @@ class LateWrite:
         return self._write is not None and self._write.done
 
     def wait(self) -> None:
-        """Waits until it has ended.
-
-        Raises:
-            GulliverError: it failed.
-        """
+        """Waits until it has ended."""
         for copy in self._copies:
             copy.synchronize()
         self._begin().wait()
@@ -125,12 +109,7 @@ class LateWrite:
 
 
 class CopiedDisk:
-    """The disk behind host memory that a device copies to and from.
-
-    Args:
-        disk: store on the disk.
-        pages: buffers of the host memory.
-    """
+    """The disk behind host memory that a device copies to and from."""
 
     name = "disk"
     in_stream = False
@@ -148,11 +127,7 @@ class CopiedDisk:
         return self._disk.used
 
     def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
-        """Reserves whole pages and returns their offset.
-
-        Raises:
-            GulliverError: they do not fit.
-        """
+        """Reserves whole pages and returns their offset."""
         return self._disk.allocate(nbytes)
 
     def free(self, offset: int, nbytes: int) -> None:
@@ -191,14 +166,7 @@ class CopiedDisk:
 
 
 class StagedRead:
-    """A load that may come from the disk, through the host's memory, to the device.
-
-    Args:
-        store: store that it comes from.
-        key: object.
-        into: memory of the device.
-        after: place in the device's work behind which that memory may be written.
-    """
+    """A load that may come from the disk, through the host's memory, to the device."""
 
     def __init__(self, store: HostDiskStore, key: int, into: Tensor, after: Any) -> None:
         self._store, self.key, self.into, self.after = store, key, into, after
@@ -212,11 +180,7 @@ class StagedRead:
         return self.error is not None or (self.copy is not None and self.copy.done)
 
     def wait(self) -> None:
-        """Waits for the disk; what the device is given from now on waits for the copy.
-
-        Raises:
-            GulliverError: the disk could not be read.
-        """
+        """Waits for the disk; what the device is given from now on waits for the copy."""
         self._store.send(self)
         error, self.error = self.error, None
         if error is not None:
@@ -229,19 +193,7 @@ class StagedRead:
 
 
 class HostDiskStore(Middle):
-    """Space in page-locked host memory and, for what does not fit there, on a disk.
-
-    Args:
-        host: bytes of host memory.
-        disk: store on the disk. Where it is smaller than what lies behind the device, the rest
-            stays in the host's memory.
-        device: GPU that the memory is copied to and from.
-        copier: locks pages and copies; by default with streams of its own.
-
-    Attributes:
-        host: manager of the host's memory, before the disk.
-        transit: says what the host's memory is used for.
-    """
+    """Space in page-locked host memory and, for what does not fit there, on a disk."""
 
     name = "host memory and disk"
     in_stream = True
@@ -257,7 +209,9 @@ class HostDiskStore(Middle):
         self._copier: Copier = copier or CudaCopier(torch.device(device))
         self._pages = CopiedPages(self._copier)
         self._disk = CopiedDisk(disk, self._pages)
+        # Manager of the host's memory, before the disk.
         self.host = Manager(host, "cpu", self._disk, pages=self._pages)
+        # Says what the host's memory is used for.
         self.transit = Transit(self, disk.capacity)
         self.capacity = host + disk.capacity
         self._objects: dict[Hashable, Placed] = {}
@@ -276,11 +230,7 @@ class HostDiskStore(Middle):
         return self.transit.used
 
     def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
-        """Takes an object of the device, and returns its number, by which it is known.
-
-        Raises:
-            GulliverError: it does not fit.
-        """
+        """Takes an object of the device, and returns its number, by which it is known."""
         assert owner is not None, "objects keep their place from step to step"
         number = owner.number
         if number not in self._objects:
@@ -302,11 +252,7 @@ class HostDiskStore(Middle):
         return read
 
     def write(self, offset: int, data: Tensor) -> Transfer:
-        """Starts to copy from the device; waits for room in the host's memory.
-
-        Raises:
-            GulliverError: there is none, or what is in its place could not be written.
-        """
+        """Starts to copy from the device; waits for room in the host's memory."""
         self.transit.begin_write(offset)
         memory = self._arrived(offset, fresh=True)
         copy = self._copier.copy(memory, data, incoming=False)

@@ -3,11 +3,6 @@
 By default glibc keeps what is freed, below a size that grows up to 32 MiB, in heaps where it serves
 whoever asks for less next. A manager that shares a limit with activations needs it back: their
 memory would stay resident after backward, while chunks want the room.
-
-[Note: page faults] The price is that each large tensor of a step begins on pages that the system
-clears one by one: 0.7 million faults of a step of 250 M parameters and 512 tokens, a tenth of its
-seconds. Where memory is not what a step waits for, it is kept after all (`FreedMemory.keep`), and
-takes up to two fifths more room, because freed pieces do not fit the next tensors exactly.
 """
 
 from __future__ import annotations
@@ -25,19 +20,17 @@ _GROWN_MMAP, _GROWN_TRIM = 32 << 20, 64 << 20
 _ALL = (1 << 31) - 1
 
 
+# [Note: page faults] The price is that each large tensor of a step begins on pages that the system
+# clears one by one: 0.7 million faults of a step of 250 M parameters and 512 tokens, a tenth of its
+# seconds. Where memory is not what a step waits for, it is kept after all (`FreedMemory.keep`), and
+# takes up to two fifths more room, because freed pieces do not fit the next tensors exactly.
 class FreedMemory:
-    """Lets freed memory leave the process until `close`; of several, until the last one's.
-
-    Args:
-        mapped: bytes from which an allocation is mapped by itself.
-
-    Attributes:
-        reason: why nothing is done here; empty where it is.
-    """
+    """Lets freed memory leave the process until `close`; of several, until the last one's."""
 
     _open = 0
 
     def __init__(self, mapped: int = MAPPED) -> None:
+        # Why nothing is done here; empty where it is.
         self.reason = _reason()
         self._libc = None if self.reason else ctypes.CDLL(None)
         self._mapped = mapped

@@ -38,20 +38,7 @@ from gulliver.solve import Action, Move, Replacement
 
 
 class Manager:
-    """Keeps objects in a fast tier of a given size, and what does not fit in a store.
-
-    Args:
-        budget: size of the fast tier, in bytes.
-        device: device whose memory is the fast tier.
-        store: tier behind it; without one everything stays, or is refused.
-        ahead: bytes that are loaded ahead of use at most; None for as many as fit.
-        pages: makes the memory of the fast tier; by default buffers of the device.
-
-    Attributes:
-        counter: bytes of the tensors that exist, by kind: of objects that arrive, are here or are
-            being written, and of buffers that are lent.
-        relieve: called where there is no room: ends the uses that can be begun again later.
-    """
+    """Keeps objects in a fast tier of a given size, and what does not fit in a store."""
 
     def __init__(
         self,
@@ -70,6 +57,8 @@ class Manager:
                 f"a {store.name} store serves the memory of a CPU machine, not of {self.device}: "
                 "give the host memory behind it (HostStore)"
             )
+        # Bytes of the tensors that exist, by kind: of objects that arrive, are here or are being
+        # written, and of buffers that are lent.
         self.counter = ByteCounter()
         self._process, self._lock = os.getpid(), threading.RLock()
         self._core = Replacement(budget, backed=store is not None, ahead=ahead)
@@ -80,6 +69,7 @@ class Manager:
         self._lent: dict[int, Tensor] = {}
         self._number = self._total = 0
         self._closed = False
+        # Called where there is no room: ends the uses that can be begun again later.
         self.relieve: Callable[[], None] | None = None
 
     @property
@@ -108,19 +98,7 @@ class Manager:
         value: Tensor | None = None,
         brief: bool = False,
     ) -> Placed:
-        """Takes a new object; without a value it is zeros, without memory until it is used.
-
-        Args:
-            name: name in messages.
-            kind: kind of state, one of `KINDS`.
-            numel: number of elements.
-            dtype: dtype of the elements.
-            value: content, which is copied.
-            brief: whether its content is discarded before long: no place is kept free for it.
-
-        Raises:
-            GulliverError: there is no room for it; nothing was changed.
-        """
+        """Takes a new object; without a value it is zeros, without memory until it is used."""
         with self._entered():
             if kind not in (*KINDS, ACTIVATIONS):
                 raise GulliverError(f"kind {kind!r} of {name}: one of {', '.join(KINDS)}")
@@ -152,21 +130,7 @@ class Manager:
             self._total -= placed.kept
 
     def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
-        """Brings an object into the fast tier, and keeps it there until `done`.
-
-        Args:
-            placed: object to use; it may be in use already.
-            write: whether its content will be changed.
-            fresh: whether it will be overwritten as a whole: nothing is read.
-
-        Returns:
-            Its content, flat.
-
-        Raises:
-            GulliverError: there is no room for it beside what is in use (with the least budget that
-                would do), or reading it, or writing what is in its place, failed. Nothing is lost,
-                and it may be used again.
-        """
+        """Brings an object into the fast tier, and keeps it there until `done`."""
         with self._entered():
             self._check(placed)
             self._tell()
@@ -236,15 +200,9 @@ class Manager:
             self._run(actions)
 
     def view(self, placed: Placed, write: bool = False) -> Tensor:
-        """Shows the content of an object wherever it lies, without making room for it.
-
-        The tensor is good until the object is used again, or room is made for others. What a
-        checkpoint copies from it in the background is waited for before its place is written.
-
-        Args:
-            placed: object to show.
-            write: whether its content will be overwritten as a whole, before anything else is used.
-        """
+        """Shows the content of an object wherever it lies, without making room for it."""
+        # The tensor is good until the object is used again, or room is made for others. What a
+        # checkpoint copies from it in the background is waited for before its place is written.
         with self._entered():
             self._check(placed)
             if write:
@@ -265,11 +223,7 @@ class Manager:
     # Loans, budget, steps
 
     def lend(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
-        """Lends a flat buffer with any content, for which room is made.
-
-        Raises:
-            GulliverError: as for `use`.
-        """
+        """Lends a flat buffer with any content, for which room is made."""
         with self._entered():
             self._tell()
             nbytes = numel * dtype.itemsize
@@ -301,11 +255,7 @@ class Manager:
 
     @contextmanager
     def reserved(self, nbytes: int, kind: str) -> Iterator[None]:
-        """Leaves room for memory that somebody else takes, for a block, and counts it.
-
-        Raises:
-            GulliverError: as for `use`.
-        """
+        """Leaves room for memory that somebody else takes, for a block, and counts it."""
         size = whole_pages(nbytes)
         with self._entered():
             self._tell()
@@ -328,11 +278,7 @@ class Manager:
                 self._run(self._core.give(size))
 
     def set_budget(self, nbytes: int, ahead: int | None = None) -> None:
-        """Changes the size of the fast tier (and `ahead`), and waits until no more is held.
-
-        Raises:
-            GulliverError: less than what is in use now; nothing was changed.
-        """
+        """Changes the size of the fast tier (and `ahead`), and waits until no more is held."""
         with self._entered():
             actions = self._decided(lambda: self._core.set_budget(nbytes))
             self._traffic.budget = nbytes
@@ -351,11 +297,9 @@ class Manager:
     # What was done
 
     def stats(self) -> dict[str, Any]:
-        """Returns loads, writes, evictions, bytes in and out, seconds waited and steps so far.
-
-        Loads that were no longer wanted before they had begun are ``cancelled``, and not counted;
-        ``behind`` has the same of the tier behind, where that has another one behind it.
-        """
+        """Returns loads, writes, evictions, bytes in and out, seconds waited and steps so far."""
+        # Loads that were no longer wanted before they had begun are ``cancelled``, and not counted;
+        # ``behind`` has the same of the tier behind, where that has another one behind it.
         done: dict[str, Any] = {"evictions": self._history.evictions, "steps": self._history.steps}
         done |= {"held": self.held, "minimum": self.minimum, "behind": self._middle.stats()}
         return {**self._traffic.moved, **done}
@@ -373,11 +317,7 @@ class Manager:
         )
 
     def draw(self, path: str | os.PathLike[str], step: int = -1) -> None:
-        """Draws what was in the fast tier during a step, as a PNG.
-
-        Raises:
-            GulliverError: matplotlib is not installed.
-        """
+        """Draws what was in the fast tier during a step, as a PNG."""
         self._history.draw(path, step)
 
     def close(self) -> None:

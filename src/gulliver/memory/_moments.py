@@ -27,14 +27,11 @@ def first_elements(sizes: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(eq=False)
 class Moment:
-    """A flat buffer of state, and where in it the state of which parameter begins.
+    """A flat buffer of state, and where in it the state of which parameter begins."""
 
-    Attributes:
-        buffer: flat tensor; on meta while its bytes are elsewhere.
-        starts: first elements, by parameter.
-    """
-
+    # Flat tensor; on meta while its bytes are elsewhere.
     buffer: Tensor
+    # First elements, by parameter.
     starts: Mapping[str, int]
 
     def filled(self, name: str, value: Tensor) -> Tensor:

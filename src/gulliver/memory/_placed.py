@@ -44,41 +44,38 @@ HELD = (Where.ARRIVING, Where.HERE, Where.LEAVING)
 
 @dataclass(eq=False)
 class Placed:
-    """Bytes that a `Manager` keeps in the fast tier or behind it.
+    """Bytes that a `Manager` keeps in the fast tier or behind it."""
 
-    Attributes:
-        name: name in messages and pictures.
-        kind: kind of state, as the byte counter knows it.
-        numel: number of elements.
-        dtype: dtype of the elements.
-        tensor: flat tensor of `dtype` while the object is in the fast tier, else None. Its memory
-            moves between visits: views are made anew after each `Manager.use`.
-        number: number by which decisions name it.
-        brief: whether its content is discarded before long.
-        where: where it is on its way.
-        memory: whole pages of the fast tier that it holds.
-        offset: offset of its content in the store; None where the store has not got it.
-        shown: addresses at which this place has been shown; a checkpoint may be copying from there.
-        transfer: transfer under way.
-        reads: whether there is something to read when it comes.
-        zero: whether its memory is filled with zeros when it comes.
-        viewed: whether others may still read its memory, which serves nobody else until they end.
-    """
-
+    # Name in messages and pictures.
     name: str
+    # Kind of state, as the byte counter knows it.
     kind: str
+    # Number of elements.
     numel: int
+    # Dtype of the elements.
     dtype: torch.dtype
+    # Flat tensor of `dtype` while the object is in the fast tier, else None. Its memory moves
+    # between visits: views are made anew after each `Manager.use`.
     tensor: Tensor | None = None
+    # Number by which decisions name it.
     number: int = -1
+    # Whether its content is discarded before long.
     brief: bool = False
+    # Where it is on its way.
     where: Where = Where.AWAY
+    # Whole pages of the fast tier that it holds.
     memory: Tensor | None = field(default=None, repr=False)
+    # Offset of its content in the store; None where the store has not got it.
     offset: int | None = field(default=None, repr=False)
+    # Addresses at which this place has been shown; a checkpoint may be copying from there.
     shown: set[int] = field(default_factory=set, repr=False)
+    # Transfer under way.
     transfer: Transfer | None = field(default=None, repr=False)
+    # Whether there is something to read when it comes.
     reads: bool = field(default=False, repr=False)
+    # Whether its memory is filled with zeros when it comes.
     zero: bool = field(default=False, repr=False)
+    # Whether others may still read its memory, which serves nobody else until they end.
     viewed: bool = field(default=False, repr=False)
 
     @property
@@ -111,10 +108,8 @@ class Placed:
 
 
 def typed(memory: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
-    """Shows the first bytes of memory as a flat tensor of a dtype.
-
-    In inference mode a view of another dtype would be an inference tensor, which a training that
-    comes later could not save for backward.
-    """
+    """Shows the first bytes of memory as a flat tensor of a dtype."""
+    # In inference mode a view of another dtype would be an inference tensor, which a training that
+    # comes later could not save for backward.
     with torch.inference_mode(False):
         return memory[:nbytes].view(dtype)

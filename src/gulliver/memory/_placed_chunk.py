@@ -3,22 +3,6 @@
 The shard of the parameters, every moment and the reduced gradient are objects of the manager; whole
 buffers that come and go are lent by it. While an object is elsewhere, a tensor on meta stands for
 it: dtype and size can be asked for, the content cannot be read by mistake.
-
-[Note: in place] Where nothing is sharded and no wider copy is kept, the parameter buffer is the
-shard itself, pinned while it is in use: there is no second copy, and what is trained takes what the
-optimizer needs and no more. The same holds for the gradient: it is collected in the object.
-
-[Note: writes to parameters] A user may write to a parameter while it is here, as in
-``weight.data.clamp_()``. Nothing tells (see `Chunk.take_writes`), and there is no second copy to
-compare with. So the sum of every column of the buffer, seen as rows of 64-bit words, is taken when
-it comes and when it goes. The number of columns is prime: rows that change places are noticed too.
-What has changed already since it was last written behind is not summed: it will be written anyway.
-
-[Note: copies] Where ranks do unequal work, none can wait for another to use a chunk. So for the
-length of such a step a whole copy of the parameters is an object of the manager, too, and the
-buffer is that object, pinned while it is in use.
-
-It does not know when any of that happens, nor what an optimizer is.
 """
 
 from __future__ import annotations
@@ -45,12 +29,24 @@ from gulliver.memory._reduced import ReducedGradient
 from gulliver.memory._sums import column_sums
 
 
+# [Note: in place] Where nothing is sharded and no wider copy is kept, the parameter buffer is the
+# shard itself, pinned while it is in use: there is no second copy, and what is trained takes what
+# the optimizer needs and no more. The same holds for the gradient: it is collected in the object.
+#
+# [Note: writes to parameters] A user may write to a parameter while it is here, as in
+# ``weight.data.clamp_()``. Nothing tells (see `Chunk.take_writes`), and there is no second copy to
+# compare with. So the sum of every column of the buffer, seen as rows of 64-bit words, is taken
+# when it comes and when it goes. The number of columns is prime: rows that change places are
+# noticed too. What has changed already since it was last written behind is not summed: it will be
+# written anyway.
+#
+# [Note: copies] Where ranks do unequal work, none can wait for another to use a chunk. So for the
+# length of such a step a whole copy of the parameters is an object of the manager, too, and the
+# buffer is that object, pinned while it is in use.
+#
+# It does not know when any of that happens, nor what an optimizer is.
 class LentBuffers(BufferPool):
-    """Lends flat buffers of a manager, which makes room for them and counts them.
-
-    Args:
-        manager: memory manager that lends.
-    """
+    """Lends flat buffers of a manager, which makes room for them and counts them."""
 
     def __init__(self, manager: Manager) -> None:
         super().__init__(0)
@@ -74,14 +70,7 @@ class PlacedMoment(Moment):
 
 
 class PlacedChunk(Chunk):
-    """A chunk whose shard, moments and reduced gradient are objects of a manager.
-
-    Args:
-        layout: layout of the parameters in the buffer.
-        parameters: parameters by the names of the layout.
-        part: number of the part of the buffer that this rank owns.
-        pool: lends buffers of the manager.
-    """
+    """A chunk whose shard, moments and reduced gradient are objects of a manager."""
 
     moments: dict[str, PlacedMoment]  # type: ignore[assignment]
 
@@ -203,11 +192,7 @@ class PlacedChunk(Chunk):
 
     @contextmanager
     def shown(self, fill: bool = False) -> Iterator[None]:
-        """Shows `home` and all state wherever they lie, without moving them, for a block.
-
-        Args:
-            fill: whether what is shown will be overwritten as a whole.
-        """
+        """Shows `home` and all state wherever they lie, without moving them, for a block."""
         before = self.home
         if fill:
             self._sums = None
@@ -265,11 +250,7 @@ class PlacedChunk(Chunk):
             return whole.clone()
 
     def refuse_write(self) -> None:
-        """Says that parameters cannot be written now.
-
-        Raises:
-            GulliverError: always.
-        """
+        """Says that parameters cannot be written now."""
         raise GulliverError(
             f"a parameter of the chunk of {self.layout.slots[0].name!r} was written inside a step "
             "whose ranks have unequal work: under a memory limit write parameters on all ranks, "
@@ -391,10 +372,8 @@ class PlacedChunk(Chunk):
 
     @contextmanager
     def scaled(self, parked: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Shows a gradient that is kept times a factor; and whether it stays multiplied.
-
-        It does where the fast tier alone has it; a copy behind stays as it is, and serves later.
-        """
+        """Shows a gradient that is kept times a factor; and whether it stays multiplied."""
+        # It does where the fast tier alone has it; a copy behind stays as it is, and serves later.
         behind = self._gradient.offset is not None
         try:
             with self._manager.using(self._gradient, write=not behind) as gradient:

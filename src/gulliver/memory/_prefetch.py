@@ -1,22 +1,4 @@
-"""Prefetching: residents are brought in the order of a pass, a few ahead of use, and let go after.
-
-[Note: one order] Where bytes come from other ranks, all ranks must ask for them in one order,
-whatever they use. So a *pass* (a forward or a backward of a model) is a list of residents that
-every rank brings once, in that order, used or not. A use brings what the pass has up to it and a
-few ahead. What a rank does not use it brings when it comes past, at the latest at the end of the
-pass. So ranks may differ in what they use, and none waits for one that has nothing to send.
-
-[Note: out of order] A resident that is used again after it was let go (a tied weight, a module
-called twice) ends the pass and starts it anew, and is kept from then on. Outside of passes whatever
-is used is brought at once.
-
-[Note: from forward to backward] A backward begins with what its forward has used last. So the last
-of a forward stay, as many as there is room for anyway, which is one fewer than a pass has at most;
-they are not brought again, and one more is on its way before backward uses the first.
-
-It does not know what a resident is, nor how it is brought: a `Mover` does. With one that only
-counts, it tells what a recorded step holds at which time.
-"""
+"""Prefetching: residents are gathered in the order of a pass, a few ahead of use, then released."""
 
 from __future__ import annotations
 
@@ -26,6 +8,22 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 
+# [Note: one order] Where bytes come from other ranks, all ranks must ask for them in one order,
+# whatever they use. So a *pass* (a forward or a backward of a model) is a list of residents that
+# every rank brings once, in that order, used or not. A use brings what the pass has up to it and a
+# few ahead. What a rank does not use it brings when it comes past, at the latest at the end of the
+# pass. So ranks may differ in what they use, and none waits for one that has nothing to send.
+#
+# [Note: out of order] A resident that is used again after it was let go (a tied weight, a module
+# called twice) ends the pass and starts it anew, and is kept from then on. Outside of passes
+# whatever is used is brought at once.
+#
+# [Note: from forward to backward] A backward begins with what its forward has used last. So the
+# last of a forward stay, as many as there is room for anyway, which is one fewer than a pass has at
+# most; they are not brought again, and one more is on its way before backward uses the first.
+#
+# It does not know what a resident is, nor how it is brought: a `Mover` does. With one that only
+# counts, it tells what a recorded step holds at which time.
 class Presence(Enum):
     """Where the bytes of a resident are."""
 
@@ -47,18 +45,15 @@ LEGAL_PRESENCE = (
 
 @dataclass(eq=False, kw_only=True)
 class Resident:
-    """Something whose bytes come and go.
+    """Something whose bytes come and go."""
 
-    Attributes:
-        presence: where its bytes are.
-        kept: whether it is needed again in the same pass: it stays once it is there.
-        held: whether a graph may refer to it: it stays until it is let go of by name.
-        used: whether it was used in the present pass.
-    """
-
+    # Where its bytes are.
     presence: Presence = Presence.WHOLE
+    # Whether it is needed again in the same pass: it stays once it is there.
     kept: bool = False
+    # Whether a graph may refer to it: it stays until it is let go of by name.
     held: bool = False
+    # Whether it was used in the present pass.
     used: bool = False
 
     def enter(self, presence: Presence) -> None:
@@ -89,20 +84,7 @@ class Mover(Protocol):
 
 
 class Prefetcher:
-    """Brings residents ahead of use and lets go of them.
-
-    Args:
-        residents: residents in the order of use.
-        mover: moves their bytes.
-        ahead: number of residents that are brought ahead of the one in use.
-        every: whether a pass brings all residents, because others wait for them; without, only
-            those that are used, in whatever order.
-        tight: whether there may be no room for all that a pass jumps over: it goes at once then,
-            and comes again if it is used after all.
-
-    Attributes:
-        current: the pass under way.
-    """
+    """Brings residents ahead of use and lets go of them."""
 
     def __init__(
         self,
@@ -114,6 +96,7 @@ class Prefetcher:
     ) -> None:
         self.residents, self.mover, self.ahead = list(residents), mover, ahead
         self.every, self.tight = every, tight
+        # The pass under way.
         self.current = Pass.NONE
         # From forward to backward; see the note above.
         self._stay, self._left = ahead + 1 if every and not tight else 1, 0
@@ -151,11 +134,7 @@ class Prefetcher:
         self.current = Pass.NONE
 
     def end_forward(self, keep_last: bool) -> None:
-        """Ends a forward, with what is left of it.
-
-        Args:
-            keep_last: whether a backward follows, which uses the last first.
-        """
+        """Ends a forward, with what is left of it."""
         self.complete()
         if keep_last:
             for resident in self.residents[: -self._stay]:

@@ -38,15 +38,12 @@ def seconds_between(begin: Stamp, end: Stamp) -> float:
 
 
 class AccessRecord:
-    """What one step did with chunks, in its order.
-
-    Attributes:
-        events: what was done, and to the chunk of which number.
-        complete: whether a whole step has been seen; nothing is noted any more.
-    """
+    """What one step did with chunks, in its order."""
 
     def __init__(self) -> None:
+        # What was done, and to the chunk of which number.
         self.events: list[tuple[str, int]] = []
+        # Whether a whole step has been seen; nothing is noted any more.
         self.complete = False
 
     def note(self, what: str, number: int = -1) -> None:
@@ -56,12 +53,7 @@ class AccessRecord:
 
 
 class UseRecorder:
-    """Notes the first use of parameters in a forward, and when their gradients come.
-
-    Args:
-        model: model whose modules' calls are noted.
-        names: names of the parameters.
-    """
+    """Notes the first use of parameters in a forward, and when their gradients come."""
 
     def __init__(self, model: nn.Module, names: dict[nn.Parameter, str]) -> None:
         self._device = next(iter(names)).device

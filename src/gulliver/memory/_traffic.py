@@ -1,17 +1,4 @@
-"""Carries decisions out: memory is taken and given back, transfers run beside the compute.
-
-[Note: bytes under way] For the one who decides, an object that leaves has gone, and one that is
-loaded is here. In truth a write holds its memory until it has ended, and a read has to wait for
-memory. So what comes stands in a queue, in the order of the decisions; its head takes memory as
-soon as enough writes have ended. A thread sees to that, which lives only while the queue waits.
-Whoever needs an object, or memory, waits for the writes that are in its way, the oldest first. What
-was decided always fits in the end, so nobody waits for ever; and what is held, memory that is kept
-for the next one included, never exceeds the budget.
-
-[Note: failures] A failed write is begun again before its error is raised, and the content stays
-where it is until one succeeds. A failed read leaves its object in the store. So an error is told at
-the next use, and nothing is lost.
-"""
+"""Carries decisions out: memory is taken and given back, transfers run beside the compute."""
 
 from __future__ import annotations
 
@@ -43,6 +30,17 @@ COUNTS = ("loads", "cancelled", "writes", "bytes_in", "bytes_cancelled", "bytes_
 _living: WeakSet[Traffic] = WeakSet()
 
 
+# [Note: bytes under way] For the one who decides, an object that leaves has gone, and one that is
+# loaded is here. In truth a write holds its memory until it has ended, and a read has to wait for
+# memory. So what comes stands in a queue, in the order of the decisions; its head takes memory as
+# soon as enough writes have ended. A thread sees to that, which lives only while the queue waits.
+# Whoever needs an object, or memory, waits for the writes that are in its way, the oldest first.
+# What was decided always fits in the end, so nobody waits for ever; and what is held, memory that
+# is kept for the next one included, never exceeds the budget.
+#
+# [Note: failures] A failed write is begun again before its error is raised, and the content stays
+# where it is until one succeeds. A failed read leaves its object in the store. So an error is told
+# at the next use, and nothing is lost.
 @atexit.register
 def end_workers() -> None:
     """Ends the threads of all that lives: at exit I/O engines close next, and refuse new reads."""
@@ -55,21 +53,7 @@ class StillSeen(NoRoom):
 
 
 class Traffic:
-    """Memory of the fast tier, and what is on its way to and from the store.
-
-    Args:
-        budget: most bytes of memory held.
-        device: device of the fast tier.
-        store: tier behind it.
-        counter: counts what objects and loans hold.
-        lock: lock of the manager; all calls are made under it.
-        pages: makes the memory; by default buffers of the device.
-
-    Attributes:
-        held: bytes of memory held, that which is kept for reuse included.
-        moved: loads, those that were no longer wanted before they had begun, writes and bytes so
-            far, and seconds that somebody waited.
-    """
+    """Memory of the fast tier, and what is on its way to and from the store."""
 
     def __init__(
         self,
@@ -81,7 +65,10 @@ class Traffic:
         pages: Pages | None = None,
     ) -> None:
         self.budget, self.device, self.store, self.counter = budget, device, store, counter
+        # Bytes of memory held, that which is kept for reuse included.
         self.held = 0
+        # Loads, those that were no longer wanted before they had begun, writes and bytes so far,
+        # and seconds that somebody waited.
         self.moved: dict[str, Any] = dict.fromkeys(COUNTS, 0)
         self.moved["seconds_waited"] = 0.0
         self._lock = lock
@@ -136,12 +123,7 @@ class Traffic:
             placed.enter(Where.AWAY)
 
     def settle(self, placed: Placed) -> None:
-        """Waits until an object is where it was to go.
-
-        Raises:
-            GulliverError: its content could not be read, or that of others not be written to make
-                room for it.
-        """
+        """Waits until an object is where it was to go."""
         if placed in self._queue:
             self._queue.remove(placed)  # others can wait
             self._queue.appendleft(placed)
@@ -197,32 +179,19 @@ class Traffic:
     # Memory
 
     def memory(self, size: int) -> Tensor:
-        """Takes memory of whole pages, for which there is room by decision.
-
-        Raises:
-            GulliverError: what is in its place could not be written, or is still looked at.
-        """
+        """Takes memory of whole pages, for which there is room by decision."""
         found = self._memory(size, wait=True)
         assert found is not None
         return found
 
     def reserve(self, size: int) -> None:
-        """Counts memory that somebody else takes as held, for which there is room by decision.
-
-        Raises:
-            GulliverError: as for `memory`.
-        """
+        """Counts memory that somebody else takes as held, for which there is room by decision."""
         while not self._trim(size):
             self._make_way(size)
         self.held += size
 
     def give(self, memory: Tensor, trusted: bool = False) -> None:
-        """Takes memory back, to be used again.
-
-        Args:
-            memory: whole pages.
-            trusted: whether nobody looks at it any more, whatever views of it there are.
-        """
+        """Takes memory back, to be used again."""
         self._free.setdefault(memory.numel(), []).append((memory, trusted))
 
     def fit(self) -> None:

@@ -37,12 +37,7 @@ def is_counter(key: str, value: Any, parameter: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Counter:
-    """One value of an optimizer's state that belongs to a parameter as a whole.
-
-    Args:
-        value: the number.
-        dtype: dtype of the tensor that holds it; None for a plain number.
-    """
+    """One value of an optimizer's state that belongs to a parameter as a whole."""
 
     value: float | int | bool
     dtype: torch.dtype | None = None
@@ -70,11 +65,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_extra_state(model: nn.Module) -> None:
-    """Refuses a model with state that is neither parameter nor buffer.
-
-    Raises:
-        GulliverError: naming the module.
-    """
+    """Refuses a model with state that is neither parameter nor buffer."""
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise GulliverError(
@@ -148,10 +139,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: a copy would share the model's gradients; `copy` and `pickle` ask here.
-
-        torch would set the copy up before it is filled, and in that wrap `step` of the class.
-        """
+        """Refused: a copy would share the model's gradients; `copy` and `pickle` ask here."""
+        # torch would set the copy up before it is filled, and in that wrap `step` of the class.
         raise GulliverError(
             "a boosted optimizer cannot be copied or pickled: save it with "
             "booster.save_optimizer(optimizer, path), or booster.save with its model"
@@ -477,22 +466,16 @@ def _unrounded(loaded: Any, saved: Any) -> Any:
 def named_groups(
     model: nn.Module, optimizer: torch.optim.Optimizer, frozen: bool = False
 ) -> list[list[str]]:
-    """Names of the trainable parameters of each group, in the model's order.
-
-    For `BoostedOptimizer.whole_groups`, and with `frozen`, which names others as well, for
-    `BoostedOptimizer.given_groups`; before the model is cut.
-    """
+    """Names of the trainable parameters of each group, in the model's order."""
+    # For `BoostedOptimizer.whole_groups`, and with `frozen`, which names others as well, for
+    # `BoostedOptimizer.given_groups`; before the model is cut.
     names = [(name, p) for name, p in model.named_parameters() if p.requires_grad or frozen]
     stepped = [set(group["params"]) for group in optimizer.param_groups]
     return [[name for name, p in names if p in members] for members in stepped]
 
 
 def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    """The trainable parameters of an optimizer in the model's order, with their names.
-
-    Raises:
-        GulliverError: there is none; the optimizer steps one that the model does not have.
-    """
+    """The trainable parameters of an optimizer in the model's order, with their names."""
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     known = {p: name for name, p in model.named_parameters()}
     strangers = [p for p in stepped if p not in known]

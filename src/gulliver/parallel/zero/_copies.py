@@ -1,18 +1,4 @@
-"""Copies of chunks that are read and written between passes, and views that outlive their chunk.
-
-[Note: between passes] Outside of passes and of autograd, such as for a state dict, it is a copy of
-a whole chunk that is read, so that nothing has to be given back. What is written to it, by an
-operation on a parameter or through any view of one (``weight[0].zero_()``,
-``weight.detach().mul_(2)``, ``weight.data``), is written to the shards before anything else is done
-with the chunk: views share the version counter of the copy, ``.data`` has one of its own. While
-somebody has a view, everybody reads and writes that copy. One that was taken before a step has old
-values, so a write to it is refused, as is one that another write has overtaken.
-
-[Note: views that stay behind] A view of a chunk that is here, as ``weight.detach()`` inside a
-forward, outlives the buffer that it is of: its memory is not used again while it lives, but nobody
-reads it any more. It shares the version counter of its parameter, which nobody else moves while the
-chunk is absent: a write to it is refused.
-"""
+"""Copies of chunks that are read and written between passes, and views that outlive their chunk."""
 
 from __future__ import annotations
 
@@ -32,24 +18,25 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _READS = frozenset({Tensor.detach, _DATA, Tensor.numpy, Tensor.tolist, Tensor.item})  # type: ignore[attr-defined]
 
 
+# [Note: between passes] Outside of passes and of autograd, such as for a state dict, it is a copy
+# of a whole chunk that is read, so that nothing has to be given back. What is written to it, by an
+# operation on a parameter or through any view of one (``weight[0].zero_()``,
+# ``weight.detach().mul_(2)``, ``weight.data``), is written to the shards before anything else is
+# done with the chunk: views share the version counter of the copy, ``.data`` has one of its own.
+# While somebody has a view, everybody reads and writes that copy. One that was taken before a step
+# has old values, so a write to it is refused, as is one that another write has overtaken.
+#
+# [Note: views that stay behind] A view of a chunk that is here, as ``weight.detach()`` inside a
+# forward, outlives the buffer that it is of: its memory is not used again while it lives, but
+# nobody reads it any more. It shares the version counter of its parameter, which nobody else moves
+# while the chunk is absent: a write to it is refused.
 def is_unrecorded(func: Callable[..., Any]) -> bool:
     """Whether an operation, or function of `torch.nn.init`, is never recorded by autograd."""
     return func in _READS or getattr(func, "__module__", None) == nn.init.__name__
 
 
 class Copies:
-    """Runs operations on copies of chunks, and brings to the shards what they have written.
-
-    Args:
-        home: chunks by the ids of their parameters.
-        gathered: makes a copy of all of a chunk.
-        finish: waits for a chunk that is on its way.
-        release: gives all chunks back.
-
-    Attributes:
-        lent: copies that somebody may have views of.
-        left: chunks that were given back while somebody had views, with versions of parameters.
-    """
+    """Runs operations on copies of chunks, and brings to the shards what they have written."""
 
     def __init__(
         self,
@@ -60,18 +47,13 @@ class Copies:
     ) -> None:
         self._home, self._gathered, self._finish = home, gathered, finish
         self._release = release
+        # Copies that somebody may have views of.
         self.lent: list[_Copy] = []
+        # Chunks that were given back while somebody had views, with versions of parameters.
         self.left: dict[ShardedChunk, list[int]] = {}
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: Any, step: int) -> Any:
-        """Runs an operation on copies in place of parameters.
-
-        Args:
-            func: operation.
-            args: arguments of the function.
-            kwargs: arguments by name.
-            step: number of steps so far.
-        """
+        """Runs an operation on copies in place of parameters."""
         used: list[tuple[nn.Parameter, Tensor, _Copy | None]] = []
 
         def replaced(value: Any) -> Any:
@@ -108,14 +90,7 @@ class Copies:
         return found.views[id(parameter)], found
 
     def settle(self, step: int) -> None:
-        """Brings what was written to the shards, and forgets copies that nobody has.
-
-        Args:
-            step: number of steps so far.
-
-        Raises:
-            GulliverError: values were written that others have taken the place of.
-        """
+        """Brings what was written to the shards, and forgets copies that nobody has."""
         self._check_left()
         self._bring(step)
         for copy in self.lent:
@@ -179,13 +154,7 @@ class Copies:
 
 
 class _Copy:
-    """A copy of a chunk's parameters, and what tells whether it was written.
-
-    Args:
-        sharded: chunk that it is of.
-        whole: content of its parameters' buffer.
-        step: number of steps when it was made.
-    """
+    """A copy of a chunk's parameters, and what tells whether it was written."""
 
     def __init__(self, sharded: ShardedChunk, whole: Tensor, step: int) -> None:
         chunk = sharded.chunk

@@ -25,10 +25,8 @@ def import_leaves(
 
 
 def exact_parameters(optimizer: ZeroOptimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters whose changes travel packed, by the names of its `state_dict`.
-
-    Every rank calls it.
-    """
+    """Copies of the parameters whose changes travel packed, by the names of its `state_dict`."""
+    # Every rank calls it.
     found: dict[nn.Parameter, Tensor] = {}
     shards = optimizer.shards
     _saved.take_finished_writes(shards)

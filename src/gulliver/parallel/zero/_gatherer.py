@@ -4,25 +4,6 @@ With stages 0 to 2 a step gathers every chunk once, in the order of use. With st
 come and go in passes, see `gulliver.memory._prefetch`: touching a chunk issues the gathers up to it
 and a few ahead, in one order on all ranks. In a backward gradients are reduced between them: ranks
 that differ in whole chunks would reduce at another time (see `comm/_flight_recorder.py`).
-
-[Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules.
-Outside of passes and autograd, as for a state dict, a copy is read and written (`_copies.py`).
-
-[Note: writes through .data] A write through ``parameter.data`` does not move the version counter of
-the parameter, and no hook sees it. Below stage 3, without float32 copies, it needs no notice: the
-shard is a view of the parameters, so the write is in what is stepped. With stage 3 the shard is a
-tensor of its own, and the written buffer is about to be given back. So values are compared: before
-a chunk is given back, gathered over or stepped, each rank looks at its own part of the buffer, and
-takes what differs from the shard (`Chunk.take_writes`). Only what differs, because a float32 copy
-has more bits than the parameters. As every rank looks at its own part only, a write has to be made
-on all ranks alike.
-
-[Note: packed parameters] In a wire format all ranks compute with the same values, the owner too,
-and its shard keeps what they lose. With stages 1 and 2 the buffers stay between gathers, so changes
-are sent: what this rank's part lacks to be its shard, with what earlier packing has lost. So
-parameters stay as near to the shards as one change is lossy. With stage 3 values are sent, which
-are as far off as the format is; nothing is gathered before the forward that uses it, for between
-passes exact copies are read. What is saved is what the shards hold.
 """
 
 from __future__ import annotations
@@ -71,21 +52,26 @@ _WHY = {
 }
 
 
+# [Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules.
+# Outside of passes and autograd, as for a state dict, a copy is read and written (`_copies.py`).
+#
+# [Note: writes through .data] A write through ``parameter.data`` does not move the version counter
+# of the parameter, and no hook sees it. Below stage 3, without float32 copies, it needs no notice:
+# the shard is a view of the parameters, so the write is in what is stepped. With stage 3 the shard
+# is a tensor of its own, and the written buffer is about to be given back. So values are compared:
+# before a chunk is given back, gathered over or stepped, each rank looks at its own part of the
+# buffer, and takes what differs from the shard (`Chunk.take_writes`). Only what differs, because a
+# float32 copy has more bits than the parameters. As every rank looks at its own part only, a write
+# has to be made on all ranks alike.
+#
+# [Note: packed parameters] In a wire format all ranks compute with the same values, the owner too,
+# and its shard keeps what they lose. With stages 1 and 2 the buffers stay between gathers, so
+# changes are sent: what this rank's part lacks to be its shard, with what earlier packing has lost.
+# So parameters stay as near to the shards as one change is lossy. With stage 3 values are sent,
+# which are as far off as the format is; nothing is gathered before the forward that uses it, for
+# between passes exact copies are read. What is saved is what the shards hold.
 class Gatherer:
-    """Brings parameters of chunks to every rank, ahead of use where it can.
-
-    Args:
-        chunks: all chunks, in the order of use.
-        sharded: whether parameters are given back after use (stage 3).
-        group: process group of the ranks that own the shards.
-        ahead: chunks that are gathered ahead of the one in use (stage 3).
-        overlap: False waits for every gather at once, for comparison.
-        every: whether a pass gathers all chunks, used or not; see `Prefetcher`.
-        tight: whether there may be no room for all that a pass jumps over; see `Prefetcher`.
-
-    Attributes:
-        record: what a step of stage 3 did, for predictions.
-    """
+    """Brings parameters of chunks to every rank, ahead of use where it can."""
 
     def __init__(
         self,
@@ -100,6 +86,7 @@ class Gatherer:
         self.chunks, self.sharded, self.group = list(chunks), sharded, group
         self.ahead, self.overlap = ahead, overlap
         self.step = 0
+        # What a step of stage 3 did, for predictions.
         self.record = AccessRecord()
         self._engine = Prefetcher(self.chunks, self, ahead, every, tight)
         self._home = {id(p): c for c in chunks for p in c.chunk.members}
@@ -124,12 +111,7 @@ class Gatherer:
     # A chunk's way: absent or updated, arriving, whole, absent.
 
     def start(self, sharded: ShardedChunk, exact: bool = False) -> None:
-        """Starts the way of a chunk's parameters to this rank; what `home` holds is sent.
-
-        Args:
-            sharded: chunk.
-            exact: whether it is sent as it is, whatever format parameters travel in.
-        """
+        """Starts the way of a chunk's parameters to this rank; what `home` holds is sent."""
         if self.copies.lent or self.copies.left:  # a call less for every chunk
             self.settle_writes()
         chunk = sharded.chunk
@@ -269,11 +251,9 @@ class Gatherer:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Keeps all chunks here: passes inside bring nothing and give nothing back.
-
-        Every rank enters and leaves it; which passes each runs inside may differ. Under a limit
-        chunks come and go, but each rank brings them from a copy of its own, made here.
-        """
+        """Keeps all chunks here: passes inside bring nothing and give nothing back."""
+        # Every rank enters and leaves it; which passes each runs inside may differ. Under a limit
+        # chunks come and go, but each rank brings them from a copy of its own, made here.
         if not self.sharded or self.alone:
             yield
             return
@@ -410,10 +390,9 @@ class Gatherer:
     def _recorded(
         self, chunks: Iterable[ShardedChunk], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
-        """Runs an operation of a loss, which autograd records without the hooks of a forward.
-
-        References are saved, so that what was read may leave; below a view it stays until backward.
-        """
+        """Runs an operation of a loss, which autograd records without the hooks of a forward."""
+        # References are saved, so that what was read may leave; below a view it stays until
+        # backward.
         with self._using(chunks), saved_tensors_hooks(self.pack, self.unpack):
             for sharded in chunks:
                 self.use(sharded)
@@ -443,21 +422,15 @@ class Gatherer:
         return whole_copy(sharded, self.group, self._purpose(sharded))
 
     def settle_writes(self) -> None:
-        """Brings what was written between passes to the shards; see `_copies.py`.
-
-        Raises:
-            GulliverError: what was written is out of date.
-        """
+        """Brings what was written between passes to the shards; see `_copies.py`."""
         if self.copies.lent or self.copies.left:
             self.copies.settle(self.step)
 
     # What autograd saves.
 
     def pack(self, tensor: Tensor) -> Any:
-        """Saves a reference instead of a parameter, so that its buffer can be given back.
-
-        It is called for every activation too: what lies in no chunk is told by its address.
-        """
+        """Saves a reference instead of a parameter, so that its buffer can be given back."""
+        # It is called for every activation too: what lies in no chunk is told by its address.
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             return tensor
         address = tensor.data_ptr()

@@ -54,11 +54,7 @@ class GroupWatch:
         )
 
     def check_members(self) -> None:
-        """Refuses groups with other members, on this rank.
-
-        Raises:
-            GulliverError: a group has other members than at boost.
-        """
+        """Refuses groups with other members, on this rank."""
         if self.is_moved():
             raise GulliverError(MOVED)
 
@@ -70,11 +66,7 @@ class GroupWatch:
         return [moved, *digest, *(255 - byte for byte in digest)]
 
     def check_votes(self, votes: Sequence[int]) -> None:
-        """Refuses, on all ranks alike, what the vote has shown.
-
-        Raises:
-            GulliverError: the groups of a rank have other members; options differ between ranks.
-        """
+        """Refuses, on all ranks alike, what the vote has shown."""
         moved, digest, complement = votes[0], votes[1 : DIGEST + 1], votes[DIGEST + 1 :]
         if moved:
             raise GulliverError(MOVED)
@@ -82,10 +74,8 @@ class GroupWatch:
             raise GulliverError(_difference(gather_objects(self.options(), self._group)))
 
     def options(self) -> dict[str, str]:
-        """The numbers among the options, by name and group.
-
-        Options on a device are left out: the host would have to wait for them.
-        """
+        """The numbers among the options, by name and group."""
+        # Options on a device are left out: the host would have to wait for them.
         known = self._inner.defaults
         return {
             f"{key} of the optimizer's group {number}": repr(_numbers(value))

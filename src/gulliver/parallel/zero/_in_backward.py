@@ -3,23 +3,6 @@
 Read `InBackward.reduced` first: the reducer calls it for every chunk that it has sent. Updates, and
 with stages 1 and 2 some gathers, then overlap with the backward of earlier layers, and a gradient
 lives from its first term to its update only.
-
-[Note: which chunk when] Gathers are collectives, so all ranks must step chunks at the same place
-among them: a chunk is stepped when `UPDATE_LAG` later ones have been sent, whatever has arrived,
-and the last ones when backward ends. With stages 1 and 2 it is gathered right then, or in the step,
-in the order of use: which of both is told by `gathers_in_backward`, and why. Until then its
-parameters are neither old nor new, and whoever reads them is refused.
-
-[Note: used anywhere] Whether a parameter has a gradient on any rank is voted on before a step, see
-`_reducer.py`. Here every chunk has a vote of its own, which travels beside its gradients; with the
-first go the options of the groups.
-
-[Note: exact or refused] What a loop does between backward and step comes too late for chunks that
-have been stepped: other options, clipping, reading or forgetting gradients, a further backward. All
-of it is refused. What needs all gradients before the first update (a norm to clip to, the overflow
-check of fp16) is given to the optimizer before; nothing is stepped in backward then.
-
-It does not know how gradients are reduced, nor how a chunk is stepped.
 """
 
 from __future__ import annotations
@@ -43,19 +26,28 @@ from gulliver.parallel.zero._updates import Updates
 from gulliver.solve import UPDATE_LAG, gathers_in_backward
 
 
+# [Note: which chunk when] Gathers are collectives, so all ranks must step chunks at the same place
+# among them: a chunk is stepped when `UPDATE_LAG` later ones have been sent, whatever has arrived,
+# and the last ones when backward ends. With stages 1 and 2 it is gathered right then, or in the
+# step, in the order of use: which of both is told by `gathers_in_backward`, and why. Until then its
+# parameters are neither old nor new, and whoever reads them is refused.
+#
+# [Note: used anywhere] Whether a parameter has a gradient on any rank is voted on before a step,
+# see `_reducer.py`. Here every chunk has a vote of its own, which travels beside its gradients;
+# with the first go the options of the groups.
+#
+# [Note: exact or refused] What a loop does between backward and step comes too late for chunks that
+# have been stepped: other options, clipping, reading or forgetting gradients, a further backward.
+# All of it is refused. What needs all gradients before the first update (a norm to clip to, the
+# overflow check of fp16) is given to the optimizer before; nothing is stepped in backward then.
+#
+# It does not know how gradients are reduced, nor how a chunk is stepped.
 class InBackward:
-    """Steps chunks while backward goes on.
-
-    Args:
-        shards: sharded state whose chunks are stepped.
-        updates: steps chunks.
-
-    Attributes:
-        begun: whether a backward has stepped chunks, or could have, and no step has followed.
-    """
+    """Steps chunks while backward goes on."""
 
     def __init__(self, shards: ShardedState, updates: Updates) -> None:
         self._shards, self._updates = shards, updates
+        # Whether a backward has stepped chunks, or could have, and no step has followed.
         self.begun = False
         self._torn = ""
         self._numbers: dict[ShardedChunk, int] = {}
@@ -152,15 +144,7 @@ class InBackward:
     # The step after it.
 
     def finish(self, used: set[str], end: Callable[[], None]) -> None:
-        """Gathers what backward has stepped, steps what it has not; every rank calls it.
-
-        Args:
-            used: names of parameters that have a gradient on any rank.
-            end: ends the step, before the hooks that follow it.
-
-        Raises:
-            GulliverError: an option of a group was changed since.
-        """
+        """Gathers what backward has stepped, steps what it has not; every rank calls it."""
         self._check_options()
         if self._shards.stage == 3:
             self._shards.gatherer.release_all()
@@ -195,11 +179,7 @@ class InBackward:
             )
 
     def refuse(self, what: str) -> None:
-        """Refuses what comes too late where a backward has begun a step.
-
-        Raises:
-            GulliverError: a step was begun, or one whose ranks have unequal work is under way.
-        """
+        """Refuses what comes too late where a backward has begun a step."""
         if self._shards.inside:
             raise GulliverError(self._shards.inside)
         if self.begun:
@@ -210,11 +190,7 @@ class InBackward:
             )
 
     def check_whole(self) -> None:
-        """Refuses to go on from the middle of a step.
-
-        Raises:
-            GulliverError: a backward has failed after chunks had been stepped.
-        """
+        """Refuses to go on from the middle of a step."""
         if self._torn:
             raise GulliverError(
                 f"the last backward failed when step_in_backward had stepped {self._torn}: load a "

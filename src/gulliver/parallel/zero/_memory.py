@@ -36,32 +36,24 @@ Event = tuple[str, int]
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """A chunk in numbers.
+    """A chunk in numbers."""
 
-    Attributes:
-        names: names of its parameters, in order.
-        whole: bytes of all of it.
-        shard: bytes of the part that a rank steps.
-        trained: whether it is stepped.
-        copied: whether the shard is a copy in a wider dtype.
-        packed: bytes of the shard as all ranks have it, where changes of it travel packed.
-    """
-
+    # Names of its parameters, in order.
     names: Sequence[str]
+    # Bytes of all of it.
     whole: int
+    # Bytes of the part that a rank steps.
     shard: int
+    # Whether it is stepped.
     trained: bool = True
+    # Whether the shard is a copy in a wider dtype.
     copied: bool = False
+    # Bytes of the shard as all ranks have it, where changes of it travel packed.
     packed: int = 0
 
 
 def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
-    """Bytes that a rank will hold of what it has, see `held_bytes`; with tiers, in the fast one.
-
-    Args:
-        shards: state of the rank.
-        pipelined: whether micro-batches of a pipeline add up gradients.
-    """
+    """Bytes that a rank will hold of what it has, see `held_bytes`; with tiers, in the fast one."""
     record = shards.gatherer.record
     chunks = [
         ChunkBytes(
@@ -132,18 +124,9 @@ def held_bytes(
 def after_micro_batches(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int
 ) -> dict[str, int]:
-    """Bytes of a rank of a pipeline, of those of a step with one backward.
-
-    Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
-    has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
-
-    Args:
-        found: what `held_bytes` has found.
-        chunks: chunks in the order of use.
-        stage: stage of ZeRO.
-        parts: number of shards of a chunk.
-        ahead: number of chunks that stage 3 gathers ahead.
-    """
+    """Bytes of a rank of a pipeline, of those of a step with one backward."""
+    # Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
+    # has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
     if stage < 2 or parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
@@ -160,18 +143,9 @@ def after_micro_batches(
 def in_unequal_step(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, limited: bool
 ) -> dict[str, int]:
-    """Bytes of a rank whose steps send nothing before their end, of those of an ordinary step.
-
-    Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
-    lie whole there, too. Under a limit these go first.
-
-    Args:
-        found: what `held_bytes` has found.
-        chunks: chunks in the order of use.
-        stage: stage of ZeRO.
-        parts: number of shards of a chunk.
-        limited: whether there is a limit: bytes are those of all tiers.
-    """
+    """Bytes of a rank whose steps send nothing before their end, of those of an ordinary step."""
+    # Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
+    # lie whole there, too. Under a limit these go first.
     if stage < 2 or parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
@@ -186,30 +160,16 @@ def in_unequal_step(
 
 @dataclass(eq=False, kw_only=True)
 class ImaginedChunk(Resident):
-    """A chunk as numbers of bytes.
+    """A chunk as numbers of bytes."""
 
-    Attributes:
-        number: index in the order of use.
-        size: sizes in bytes.
-    """
-
+    # Index in the order of use.
     number: int
+    # Sizes in bytes.
     size: ChunkBytes
 
 
 class StepReplay(ABC):
-    """Replays events of a step by the rules of the engines; subclasses say what each does.
-
-    Args:
-        chunks: chunks in the order of use.
-        stage: stage of ZeRO.
-        ahead: number of chunks that stage 3 gathers ahead.
-        in_flight: number of chunks whose gradients travel at once.
-        tight: whether what a pass jumps over is given back at once, see `Prefetcher`.
-
-    Attributes:
-        flying: chunks whose gradients travel.
-    """
+    """Replays events of a step by the rules of the engines; subclasses say what each does."""
 
     def __init__(
         self,
@@ -226,6 +186,7 @@ class StepReplay(ABC):
             for number, size in enumerate(chunks)
         ]
         self.engine = Prefetcher(self.chunks, self, ahead, tight=tight)
+        # Chunks whose gradients travel.
         self.flying: deque[ImaginedChunk] = deque()
 
     def run(self, events: Iterable[Event]) -> None:
@@ -370,14 +331,7 @@ class _Counted(StepReplay):
 def ordinary_step(
     chunks: Sequence[ChunkBytes], order: Sequence[str] = (), again: Sequence[str] = ()
 ) -> Iterator[Event]:
-    """A step of a model whose modules are used in the order of their parameters.
-
-    Args:
-        chunks: chunks in the order of use.
-        order: names of the parameters in the order of use, one that is used again also there; none
-            for the order of the chunks.
-        again: paths of the blocks that backward computes again.
-    """
+    """A step of a model whose modules are used in the order of their parameters."""
     if not chunks:
         return
     homes = {name: number for number, chunk in enumerate(chunks) for name in chunk.names}
@@ -411,15 +365,7 @@ def ordinary_step(
 def backward_uses(
     names: Sequence[str], again: Sequence[str] = ()
 ) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
-    """Goes backward through the modules that use parameters.
-
-    Args:
-        names: names of the parameters in the order of use.
-        again: paths of the blocks that backward computes again.
-
-    Yields:
-        Names that are read, and those of the module that then have gradients, with their places.
-    """
+    """Goes backward through the modules that use parameters."""
     entered = None
     backwards = reversed(list(enumerate(names)))
     for module, found in groupby(backwards, key=lambda entry: entry[1].rpartition(".")[0]):

@@ -48,36 +48,12 @@ from gulliver.parallel.zero._updates import Updates
 
 
 class ZeroOptimizer(BoostedOptimizer):
-    """Shards optimizer state, gradients and parameters, as the stage says.
-
-    After Rajbhandari et al., ZeRO, 2020. Parameters of 16 bits are trained through float32 copies.
-
-    Gradients leave the parameters during `backward`; ``parameter.grad`` then is a stand-in that
-    refuses norms and changes, so `torch.nn.utils.clip_grad_norm_` is refused rather than wrong.
-
-    Args:
-        inner: the user's optimizer; its groups are changed to hold this rank's pieces.
-        names: trainable parameters of the model in its order, with their names.
-        stage: 0 shards nothing; 1 the optimizer's state, and keeps whole gradient buffers between
-            steps; 2 frees each when it is reduced, and so reduces at every backward, inside
-            `no_sync` too, adding up shards; 3 parameters as well, gathered ahead of use.
-        chunk_bytes: size of a chunk, in bytes.
-        max_norm: global norm that gradients are clipped to in every step; infinite for none.
-        group: process group to shard over; None for all ranks.
-        assume_elementwise: whether to take the user's word for an optimizer that is not known.
-        assume_per_parameter: the same, that it looks at one parameter at a time, as Muon does.
-        frozen: parameters of the model that are not trained, with their names; stage 3 shards them.
-        ahead: chunks that stage 3 gathers ahead of the one in use.
-        overlap: False waits for every collective at once, for comparison.
-        manager: memory manager that keeps state in tiers (stage 3); None keeps all of it here.
-        step_in_backward: whether chunks are stepped during backward, as their gradients come. With
-            `max_norm`, and with fp16, all gradients are waited for; see `_in_backward.py`.
-        order: names of the parameters in the order of use, in which chunks are cut and gathered.
-        wires: formats that chunks travel in; None sends them as they are.
-
-    Raises:
-        GulliverError: the optimizer cannot be sharded, or the dtype of a parameter not trained.
-    """
+    """Shards optimizer state, gradients and parameters, as the stage says."""
+    # After Rajbhandari et al., ZeRO, 2020. Parameters of 16 bits are trained through float32
+    # copies.
+    #
+    # Gradients leave the parameters during `backward`; ``parameter.grad`` then is a stand-in that
+    # refuses norms and changes, so `torch.nn.utils.clip_grad_norm_` is refused rather than wrong.
 
     spreads_state = True
     adds_micro_batches = False
@@ -201,10 +177,9 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @contextmanager
     def backward_pass(self) -> Iterator[float]:
-        """Wraps a backward; the gradients are on their way to the shards when it ends.
-
-        ``loss.backward()`` without it is right too, but then all communication waits for the step.
-        """
+        """Wraps a backward; the gradients are on their way to the shards when it ends."""
+        # ``loss.backward()`` without it is right too, but then all communication waits for the
+        # step.
         self._reducer.scale = scale = 1.0 if self.scaler is None else self.scaler.scale
         self._mark("backward")
         wake(self.shards)
@@ -349,15 +324,10 @@ class ZeroOptimizer(BoostedOptimizer):
         return self.chunks
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the gradients so that their global norm is at most `max_norm`.
-
-        The norm is that of the mean gradient over all ranks and parameters, tied ones counted once;
-        one number is exchanged for it. `max_norm` may be infinite, to measure only; `norm_type` is
-        2, or infinite for the largest element.
-
-        Returns:
-            The norm before, float64; nan or inf show as they are.
-        """
+        """Scales the gradients so that their global norm is at most `max_norm`."""
+        # The norm is that of the mean gradient over all ranks and parameters, tied ones counted
+        # once; one number is exchanged for it. `max_norm` may be infinite, to measure only;
+        # `norm_type` is 2, or infinite for the largest element.
         self.check_norm(max_norm, norm_type)
         self.grad_norm = norm = self._norm(norm_type)
         if math.isfinite(max_norm):

@@ -3,41 +3,6 @@
 Read `Phase` in `_sharded.py` first, then `GradientReducer.backward`, `_ready_hook`, `_reduce`
 and `land`. A reduction travels while backward, and whatever follows it, goes on; whoever needs its
 result lands it.
-
-[Note: gradients leave the parameters] The obvious way is to leave gradients in ``parameter.grad``
-and to reduce them in the step. Then nothing would hide the messages, and whole gradients of all
-parameters would be there at once. So a chunk is reduced as soon as its gradients are complete,
-while backward computes those of earlier layers; from stage 2 on its buffer goes back to the pool
-after that. From then on a parameter has nothing true to show, but at stage 0 when the reduction has
-ended: what this rank added up is no mean, and its memory may hold other gradients. So at all stages
-a `ReducedGradient` stands there, which refuses norms and changes in place.
-
-[Note: order of the sum] Sums of floats depend on the order of their terms. A ring adds each
-element's terms in an order that depends on where in the buffer it lies, so the bits of a run would
-change with the size of chunks, which tuning picks by measured times. So over gloo terms are added
-in the order of the ranks wherever an element lies (`comm/_exchange.py`), and gloo's own ring is
-allowed between two ranks only, whose sum is the same either way. Updates are element by element, so
-the cut shows nowhere else but in the last bits of a norm, which is added up chunk by chunk, in
-float64.
-
-[Note: one order on all ranks] Ranks may differ in which parameters a backward touches and when, yet
-collectives must be issued in one order everywhere. So chunks are reduced strictly from the last to
-the first: a chunk goes when its gradients are complete and all later chunks have gone. What a
-backward did not touch is found at its end, and follows in the same order with zeros. Chunks that no
-rank used as wholes in the last step stand at the end of the order: no other waits for them.
-
-One rank has nothing to agree on: it reduces chunks as they are complete, and none that has nothing.
-
-[Note: used anywhere] A parameter without a gradient on this rank may have one elsewhere; its mean
-is not zero then. Whether it had one on any rank, since gradients were last forgotten, is voted on
-before each step, in one small exchange. Without any, it is left alone, as torch leaves a gradient
-of None.
-
-[Note: cleared gradients] From its reduction on a parameter's grad is a `ReducedGradient`. If it is
-None later, somebody cleared it (``model.zero_grad()``), and its shards are zeroed before more is
-added.
-
-It does not know what an optimizer is.
 """
 
 from __future__ import annotations
@@ -62,26 +27,44 @@ STEPS = Purpose("steps the optimizer, or reads its gradients", 1)
 """What the vote before a step is for; codes of chunks begin at 256."""
 
 
+# [Note: gradients leave the parameters] The obvious way is to leave gradients in ``parameter.grad``
+# and to reduce them in the step. Then nothing would hide the messages, and whole gradients of all
+# parameters would be there at once. So a chunk is reduced as soon as its gradients are complete,
+# while backward computes those of earlier layers; from stage 2 on its buffer goes back to the pool
+# after that. From then on a parameter has nothing true to show, but at stage 0 when the reduction
+# has ended: what this rank added up is no mean, and its memory may hold other gradients. So at all
+# stages a `ReducedGradient` stands there, which refuses norms and changes in place.
+#
+# [Note: order of the sum] Sums of floats depend on the order of their terms. A ring adds each
+# element's terms in an order that depends on where in the buffer it lies, so the bits of a run
+# would change with the size of chunks, which tuning picks by measured times. So over gloo terms are
+# added in the order of the ranks wherever an element lies (`comm/_exchange.py`), and gloo's own
+# ring is allowed between two ranks only, whose sum is the same either way. Updates are element by
+# element, so the cut shows nowhere else but in the last bits of a norm, which is added up chunk by
+# chunk, in float64.
+#
+# [Note: one order on all ranks] Ranks may differ in which parameters a backward touches and when,
+# yet collectives must be issued in one order everywhere. So chunks are reduced strictly from the
+# last to the first: a chunk goes when its gradients are complete and all later chunks have gone.
+# What a backward did not touch is found at its end, and follows in the same order with zeros.
+# Chunks that no rank used as wholes in the last step stand at the end of the order: no other waits
+# for them.
+#
+# One rank has nothing to agree on: it reduces chunks as they are complete, and none that has
+# nothing.
+#
+# [Note: used anywhere] A parameter without a gradient on this rank may have one elsewhere; its mean
+# is not zero then. Whether it had one on any rank, since gradients were last forgotten, is voted on
+# before each step, in one small exchange. Without any, it is left alone, as torch leaves a gradient
+# of None.
+#
+# [Note: cleared gradients] From its reduction on a parameter's grad is a `ReducedGradient`. If it
+# is None later, somebody cleared it (``model.zero_grad()``), and its shards are zeroed before more
+# is added.
+#
+# It does not know what an optimizer is.
 class GradientReducer:
-    """Reduces the gradients of chunks to shards while backward goes on.
-
-    Args:
-        chunks: chunks of trained parameters, in the order of use.
-        stage: stage of ZeRO: 0 reduces whole buffers on every rank; 1 keeps the chunks' gradient
-            buffers; from 2 on each is freed when it is reduced.
-        group: process group to average over; None for all ranks.
-        overlap: False waits for every reduction at once, for comparison.
-        wires: formats that gradients travel in.
-
-    Attributes:
-        sender: sends them, and compares what arrives.
-        noted: called with the name of a parameter whose gradient has come.
-        sent: called with a chunk whose gradients are on their way.
-        closed: why no gradient may come now; empty where one may.
-        spoilt: whether one has come all the same, since gradients were last forgotten.
-        squared: squared norm of a chunk's gradient, to be taken while it is here; None where
-            nobody asks for it.
-    """
+    """Reduces the gradients of chunks to shards while backward goes on."""
 
     def __init__(
         self,
@@ -92,11 +75,16 @@ class GradientReducer:
         wires: ZeroWires | None = None,
     ) -> None:
         self.stage, self.group, self.overlap = stage, group, overlap
+        # Sends them, and compares what arrives.
         self.sender = GradientSender(group, wires or ZeroWires())
         self.size = group_size(group)
         self.scale, self.closed, self.spoilt = 1.0, "", False
+        # Squared norm of a chunk's gradient, to be taken while it is here; None where nobody asks
+        # for it.
         self.squared: Squared | None = None
+        # Called with the name of a parameter whose gradient has come.
         self.noted: Callable[[str], None] | None = None
+        # Called with a chunk whose gradients are on their way.
         self.sent: Callable[[ShardedChunk], None] | None = None
         # With one rank there is nothing to wait for.
         self._in_flight = IN_FLIGHT if self.size > 1 else 0
@@ -124,11 +112,9 @@ class GradientReducer:
             parameter.requires_grad_(needed)
 
     def _before_hook(self, name: str) -> Callable[[object], None]:
-        """Makes the hook before autograd adds to a parameter: the gradient must be a view then.
-
-        It runs for every parameter in every backward, so the usual case calls nothing: the chunk
-        collects, and the parameter has no gradient yet, or its view.
-        """
+        """Makes the hook before autograd adds to a parameter: the gradient must be a view then."""
+        # It runs for every parameter in every backward, so the usual case calls nothing: the chunk
+        # collects, and the parameter has no gradient yet, or its view.
         sharded = self._home[name]
         chunk, parameter = sharded.chunk, sharded.chunk.parameters[name]
 
@@ -153,6 +139,7 @@ class GradientReducer:
 
         def ready(_: object) -> None:
             if self.closed:  # not before it is added: `autograd.grad` only looks at it
+                # Whether one has come all the same, since gradients were last forgotten.
                 self.spoilt = True
                 raise GulliverError(self.closed)
             place(name)
@@ -180,11 +167,9 @@ class GradientReducer:
         return ready
 
     def relieve(self) -> None:
-        """Lands what travels, and lets go of gradients that are being collected.
-
-        These come again with their next terms. To wait is safe: what travels has been issued, in
-        one order on all ranks, so none of them waits for what another has yet to issue.
-        """
+        """Lands what travels, and lets go of gradients that are being collected."""
+        # These come again with their next terms. To wait is safe: what travels has been issued, in
+        # one order on all ranks, so none of them waits for what another has yet to issue.
         self.land_all()
         for sharded in self.chunks:
             if sharded.phase is Phase.COLLECTING:
@@ -197,11 +182,9 @@ class GradientReducer:
 
     @contextmanager
     def backward(self, reduce: bool) -> Iterator[None]:
-        """Wraps one backward; with `reduce` all its gradients are on their way when it ends.
-
-        A backward outside of this context, or without `reduce`, only adds up; `settle` or the next
-        one that reduces brings it all.
-        """
+        """Wraps one backward; with `reduce` all its gradients are on their way when it ends."""
+        # A backward outside of this context, or without `reduce`, only adds up; `settle` or the
+        # next one that reduces brings it all.
         self._settled = False
         self.land_all()
         for sharded in self.chunks:
@@ -219,18 +202,7 @@ class GradientReducer:
     def settle(
         self, beside: Sequence[int] = (), check: Callable[[list[int]], None] | None = None
     ) -> set[str]:
-        """Sends every gradient on its way, however backward was called; every rank calls it.
-
-        Args:
-            beside: bytes that travel with the vote, as many on every rank.
-            check: called with the largest of each of them, before anything else is sent.
-
-        Returns:
-            The parameters that have a gradient on any rank.
-
-        Raises:
-            GulliverError: the user has set one; on all ranks.
-        """
+        """Sends every gradient on its way, however backward was called; every rank calls it."""
         for sharded in self.chunks:
             self._forget_cleared(sharded)
             self._used |= sharded.chunk.placed.keys()
@@ -283,11 +255,7 @@ class GradientReducer:
         sharded.used_up = True
 
     def check_cleared(self) -> None:
-        """Refuses to add to gradients that were used up.
-
-        Raises:
-            GulliverError: zero_grad was not called since.
-        """
+        """Refuses to add to gradients that were used up."""
         for sharded in self.chunks:
             if sharded.used_up:
                 self._check_cleared(sharded)
@@ -369,10 +337,8 @@ class GradientReducer:
             self._reduce(order[self._next - 1])
 
     def open_gradient(self, name: str) -> torch.Tensor:
-        """Returns what backward has added up for a parameter, not reduced yet, to be changed.
-
-        Zeros where nothing came: then it counts as used from here on.
-        """
+        """Returns what backward has added up for a parameter, not reduced yet, to be changed."""
+        # Zeros where nothing came: then it counts as used from here on.
         parameter = self._home[name].chunk.parameters[name]
         self._home[name].chunk.wake_gradient()
         if name not in self._home[name].chunk.placed:

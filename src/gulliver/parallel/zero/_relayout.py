@@ -20,19 +20,7 @@ from gulliver.parallel.zero._state import MASTER, run_of, stream_state
 
 
 def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bool:
-    """Lays the parameters out in another order, in chunks of another size; every rank calls it.
-
-    Args:
-        shards: state between steps, without gradients.
-        order: names of the parameters in the order of use.
-        chunk_bytes: size of a chunk, in bytes.
-
-    Returns:
-        Whether anything changed.
-
-    Raises:
-        GulliverError: there are gradients, or the optimizer's groups have other parameters.
-    """
+    """Lays the parameters out in another order, in chunks of another size; every rank calls it."""
     if any(c.gradient_shard is not None or c.chunk.gradient_begun for c in shards.chunks):
         raise GulliverError("chunks are cut between steps: call zero_grad first")
     shards.watched.check_members()  # the groups are filled anew

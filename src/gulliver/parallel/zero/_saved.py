@@ -39,18 +39,7 @@ SMALL, ALIKE = 2**16, 2**20
 def model_leaves(
     shards: ShardedState, model: nn.Module, writes: Writes, fill: bool = False
 ) -> dict[str, Leaf]:
-    """The model's state as far as this rank has it, by the names of its `state_dict`.
-
-    Args:
-        shards: chunks of the model.
-        model: boosted model.
-        writes: what this rank's group is to write, of a model that no rank has all of; None for
-            all that it holds.
-        fill: whether they will be overwritten as wholes, next.
-
-    Raises:
-        GulliverError: a module keeps state that is no tensor.
-    """
+    """The model's state as far as this rank has it, by the names of its `state_dict`."""
     refuse_extra_state(model)
     wake(shards)
     take_finished_writes(shards)
@@ -135,10 +124,8 @@ def _part(parameter: Tensor, run: Tensor, start: int = 0, owner: Tensor | None =
 
 
 def take_finished_writes(shards: ShardedState) -> None:
-    """Brings what was written to parameters to the shards, without waiting for gathers.
-
-    A parameter that is on its way cannot have been written: whoever touches it waits for it.
-    """
+    """Brings what was written to parameters to the shards, without waiting for gathers."""
+    # A parameter that is on its way cannot have been written: whoever touches it waits for it.
     shards.gatherer.settle_writes()
     for sharded in shards.everything:
         if sharded.presence is Presence.WHOLE and sharded.chunk.buffer is not None:
@@ -146,11 +133,7 @@ def take_finished_writes(shards: ShardedState) -> None:
 
 
 def state_leaves(shards: ShardedState, writes: Writes) -> Saved:
-    """The optimizer's state by parameter and kind, as far as this rank has it.
-
-    Raises:
-        GulliverError: state that is neither element-wise nor one value.
-    """
+    """The optimizer's state by parameter and kind, as far as this rank has it."""
     found: Saved = {}
     for sharded in shards.chunks:
         with shards.shown(sharded):
@@ -218,16 +201,7 @@ def _state_leaf(shards: ShardedState, part: Part, writes: Writes) -> Leaf | None
 def make_state(
     shards: ShardedState, entries: Mapping[str, Mapping[str, Any]], whole: bool
 ) -> dict[tuple[str, str], Leaf]:
-    """Gives the optimizer state of the kinds that a checkpoint has, to be filled.
-
-    Args:
-        shards: sharded state whose optimizer's state is replaced.
-        entries: counters, or whatever stands for a tensor, by parameter and kind.
-        whole: whether every rank has all state of each parameter, which may be of any shape then.
-
-    Returns:
-        The tensors to fill, by parameter and kind.
-    """
+    """Gives the optimizer state of the kinds that a checkpoint has, to be filled."""
     capturing = shards.capturing()
     shards.drop_state()
     for sharded in shards.chunks:

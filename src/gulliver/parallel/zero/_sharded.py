@@ -50,48 +50,42 @@ _KINDS = (
 
 @dataclass(eq=False)
 class ShardedChunk(Resident):
-    """A chunk, the pieces of parameters that this rank owns of it, and its state.
+    """A chunk, the pieces of parameters that this rank owns of it, and its state."""
+    # Frozen parameters have chunks too where parameters are sharded; those have no pieces.
 
-    Frozen parameters have chunks too where parameters are sharded; those have no pieces.
-
-    Attributes:
-        chunk: the chunk in memory, with its buffers.
-        pieces: this rank's pieces: which part of which parameter, and the flat tensor that the
-            optimizer steps.
-        stand_ins: what the pieces have for gradients outside of a step.
-        waiting: parameters that the present backward has not reached yet.
-        gradient_shard: this rank's shard of the mean gradient, flat; None without any. Where chunks
-            lie in tiers, what stands for it outside of `gradients`.
-        factor: what the gradient is still to be multiplied by, since it was clipped; None for 1.
-        squared: what it adds to the squared norm of all gradients, in float64, where it is known.
-        incoming: buffer that a reduction under way writes.
-        number: index among the optimizer's chunks, counted from a start that differs between
-            optimizers.
-        placed: names of parameters whose optimizer state lies in the chunk's buffers.
-        updates: number of updates inside of backward.
-        used_up: whether such an update has taken the gradient, and no zero_grad has followed.
-        is_ahead: whether it was updated inside of backward, and the step has not followed.
-        asked: whether operations on its parameters are seen although it is here.
-        users: number of tensors that look at the parameters' buffer where nobody computes with it.
-    """
-
+    # The chunk in memory, with its buffers.
     chunk: Chunk
+    # This rank's pieces: which part of which parameter, and the flat tensor that the optimizer
+    # steps.
     pieces: list[tuple[Piece, nn.Parameter]]
     trained: bool = True
     phase: Phase = Phase.EMPTY
+    # Parameters that the present backward has not reached yet.
     waiting: dict[str, nn.Parameter] = field(default_factory=dict)
+    # This rank's shard of the mean gradient, flat; None without any. Where chunks lie in tiers,
+    # what stands for it outside of `gradients`.
     gradient_shard: Tensor | None = None
+    # What the gradient is still to be multiplied by, since it was clipped; None for 1.
     factor: Tensor | None = None
+    # What it adds to the squared norm of all gradients, in float64, where it is known.
     squared: Tensor | None = None
+    # Buffer that a reduction under way writes.
     incoming: Tensor | None = None
     reduction: Handle | None = None
     gathering: Handle | None = None
+    # Index among the optimizer's chunks, counted from a start that differs between optimizers.
     number: int = 0
+    # Names of parameters whose optimizer state lies in the chunk's buffers.
     placed: set[str] = field(default_factory=set)
+    # Number of updates inside of backward.
     updates: int = 0
+    # Whether such an update has taken the gradient, and no zero_grad has followed.
     used_up: bool = False
+    # Whether it was updated inside of backward, and the step has not followed.
     is_ahead: bool = False
+    # Whether operations on its parameters are seen although it is here.
     asked: bool = False
+    # Number of tensors that look at the parameters' buffer where nobody computes with it.
     users: int = 0
 
     def __post_init__(self) -> None:
@@ -102,6 +96,7 @@ class ShardedChunk(Resident):
         """Takes the pieces that this rank steps."""
         self.pieces = list(pieces)
         self.owned = [owned for _, owned in self.pieces]
+        # What the pieces have for gradients outside of a step.
         self.stand_ins = [reduced_gradient(owned) for owned in self.owned]
         self.hide_gradients()
 
@@ -143,13 +138,11 @@ class ShardedChunk(Resident):
 
     @contextmanager
     def stepped_gradient(self) -> Iterator[None]:
-        """Brings the gradient shard for a step of the optimizer, which does not change it.
-
-        [Note: clipped in tiers] To scale gradients where they lie would bring each and write it
-        back, only for the step to bring it again. So clipping leaves a factor, which the step
-        applies while the gradient is here. Where the store has the gradient, that copy is not
-        written: what was scaled goes, and the factor stays.
-        """
+        """Brings the gradient shard for a step of the optimizer, which does not change it."""
+        # [Note: clipped in tiers] To scale gradients where they lie would bring each and write it
+        # back, only for the step to bring it again. So clipping leaves a factor, which the step
+        # applies while the gradient is here. Where the store has the gradient, that copy is not
+        # written: what was scaled goes, and the factor stays.
         parked, factor = self.gradient_shard, self.factor
         if parked is None:
             yield
@@ -173,12 +166,7 @@ class ShardedChunk(Resident):
         return sum(measure(self, gradient) for gradient in self.gradients())
 
     def clip(self, factor: Tensor, later: bool) -> None:
-        """Multiplies the gradient shard by a factor, if there is one.
-
-        Args:
-            factor: scalar.
-            later: whether that can wait until somebody brings the gradient.
-        """
+        """Multiplies the gradient shard by a factor, if there is one."""
         if later and self.gradient_shard is not None and self.factor is None:
             self.factor = factor
             return
@@ -222,11 +210,7 @@ class ShardedChunk(Resident):
 
 
 def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
-    """Refuses to read parameters that are neither old nor new.
-
-    Raises:
-        GulliverError: one was updated inside of backward, and no step has followed.
-    """
+    """Refuses to read parameters that are neither old nor new."""
     for sharded in chunks:
         if sharded.is_ahead:
             raise GulliverError(

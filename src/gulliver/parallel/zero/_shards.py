@@ -48,36 +48,7 @@ _ALWAYS = nullcontext()
 
 
 class ShardedState:
-    """Chunks of a model's parameters over a group of ranks.
-
-    Args:
-        inner: the user's optimizer; its groups are changed to hold this rank's pieces.
-        names: trainable parameters of the model in its order, with their names.
-        frozen: parameters that are not trained but sharded, with their names.
-        stage: stage of ZeRO, 0 to 3, see `ZeroOptimizer`.
-        chunk_bytes: size of a chunk, in bytes.
-        group: process group to shard over; None for all ranks.
-        ahead: chunks that stage 3 gathers ahead of the one in use.
-        overlap: False waits for every collective at once.
-        manager: memory manager that places chunks in tiers (stage 3); None keeps them here.
-        whole: whether no trained parameter may be cut; see the note in `gulliver.memory._layout`.
-        order: names of the parameters in the order of use; without any the trained come first.
-        wires: formats that chunks travel in.
-
-    Attributes:
-        everything: all chunks, in the order of use.
-        chunks: those of trained parameters.
-        sleeping: frozen parameters that the optimizer was given, which may be unfrozen later.
-        members: names of the trained parameters of each group.
-        watched: tells changed groups.
-        pool: lends and counts the buffers of chunks.
-        reducer: moves gradients to the shards.
-        gatherer: moves parameters from them.
-        uses: names in the order in which a forward is expected to read them, before it is known.
-        on_gradient: called with the name of a parameter whose gradient has come.
-        unequal: whether state was planned for steps of unequal work on the ranks.
-        inside: why gradients may not be read or forgotten now; empty where they may.
-    """
+    """Chunks of a model's parameters over a group of ranks."""
 
     def __init__(
         self,
@@ -100,19 +71,26 @@ class ShardedState:
         self.ahead, self.overlap, self.whole = ahead, overlap, whole
         self.rank, self.size = group_rank(group), group_size(group)
         self._given = [list(group["params"]) for group in inner.param_groups]
+        # Frozen parameters that the optimizer was given, which may be unfrozen later.
         self.sleeping = {p: self.frozen_names[p] for p in chain(*self._given) if p in frozen}
         self.list_members()
+        # Tells changed groups.
         self.watched = GroupWatch(inner, group)
         self.manager, self.inside, self.unequal = manager, "", False
+        # Lends and counts the buffers of chunks.
         self.pool = BufferPool() if manager is None else LentBuffers(manager)
         self.tiers = None if manager is None else Tiers(inner)
         self.parameter_of: dict[nn.Parameter, nn.Parameter] = {}
         if self.tiers is None:  # there state lies on meta between steps
             inner.state = StateByParameter(self.parameter_of)
         self.by_chunk = steps_by_chunk(inner)
+        # Names in the order in which a forward is expected to read them, before it is known.
         self.uses: Sequence[str] = ()
+        # Called with the name of a parameter whose gradient has come.
         self.on_gradient: Callable[[str], None] | None = None
+        # All chunks, in the order of use.
         self.everything: list[ShardedChunk] = []
+        # Those of trained parameters.
         self.chunks: list[ShardedChunk] = []
         self._engines: tuple[GradientReducer, Gatherer] | None = None
         if manager is not None:
@@ -149,6 +127,7 @@ class ShardedState:
 
     def list_members(self) -> None:
         """Lists the trained parameters of each group of the optimizer."""
+        # Names of the trained parameters of each group.
         self.members = [[self.names[p] for p in g if p in self.names] for g in self._given]
         self._group_of = {name: n for n, found in enumerate(self.members) for name in found}
 
@@ -179,12 +158,7 @@ class ShardedState:
     def ordered(
         self, order: Sequence[str], chunk_bytes: int
     ) -> list[tuple[ChunkLayout, dict[str, nn.Parameter], bool]]:
-        """Layout and parameters of all chunks in the order of use, and whether each is trained.
-
-        Args:
-            order: names of the parameters in the order of use; others come last.
-            chunk_bytes: size of a chunk, in bytes.
-        """
+        """Layout and parameters of all chunks in the order of use, and whether each is trained."""
         place = {name: number for number, name in enumerate(order)}
         found: list[tuple[ChunkLayout, dict[str, nn.Parameter], bool]] = []
         for trained, names in self.kinds():
@@ -347,13 +321,11 @@ class ShardedState:
             group["params"] = list(found)
 
     def turns(self) -> list[list[int]]:
-        """Numbers of the chunks that are stepped together.
-
-        One by one where a chunk's gather goes on while the next is stepped, where a checkpoint may
-        still be copying the others, and where chunks lie in tiers; else all in one call, which an
-        optimizer that is not known gets always: it may look at all that it has at once, or count
-        its calls.
-        """
+        """Numbers of the chunks that are stepped together."""
+        # One by one where a chunk's gather goes on while the next is stepped, where a checkpoint
+        # may still be copying the others, and where chunks lie in tiers; else all in one call,
+        # which an optimizer that is not known gets always: it may look at all that it has at once,
+        # or count its calls.
         numbers = list(range(len(self.chunks)))
         apart = (
             (self.stage in (1, 2) and self.size > 1) or any_read_lock() or self.tiers is not None
@@ -363,11 +335,9 @@ class ShardedState:
     # Optimizer state.
 
     def place_state(self, sharded: ShardedChunk) -> None:
-        """Moves the state of a chunk's pieces into buffers of the chunk; see `Chunk`.
-
-        Only that of known optimizers is moved: they write their state in place. Others may
-        exchange theirs for new tensors in every step, so it stays where it is.
-        """
+        """Moves the state of a chunk's pieces into buffers of the chunk; see `Chunk`."""
+        # Only that of known optimizers is moved: they write their state in place. Others may
+        # exchange theirs for new tensors in every step, so it stays where it is.
         found: dict[str, dict[str, tuple[Tensor, Any]]] = {}
         for piece, owned in sharded.pieces:
             state = self.inner.state.get(owned)

@@ -24,15 +24,7 @@ MASTER = "master"
 
 
 def gather_state(shards: ShardedState, keep: bool) -> State:
-    """The whole state of an optimizer that steps shards; every rank calls it.
-
-    Args:
-        shards: chunks, and the optimizer that steps this rank's pieces.
-        keep: whether this rank wants the result; others get an empty one.
-
-    Raises:
-        GulliverError: state that is neither element-wise nor one value.
-    """
+    """The whole state of an optimizer that steps shards; every rank calls it."""
     counters, entries = stream_state(shards, shards.chunks)
     state = counters
     for name, key, whole in entries:

@@ -1,10 +1,4 @@
-"""Whole copies of chunks on a rank: for the length of a step, or to be read once.
-
-[Note: copies of a step] Under a memory limit stage 3 gathers chunk by chunk, which all ranks do in
-one order. Ranks with unequal work cannot. So when such a step begins, every chunk is gathered once,
-into an object of the memory manager that may leave like any other state; after that this rank
-brings it by itself. Behind the first memory that takes the parameters once more on each rank.
-"""
+"""Whole copies of chunks on a rank: for the length of a step, or to be read once."""
 
 from __future__ import annotations
 
@@ -19,6 +13,11 @@ from gulliver.memory import Chunk, PlacedChunk
 from gulliver.parallel.zero._sharded import ShardedChunk
 
 
+# [Note: copies of a step] Under a memory limit stage 3 gathers chunk by chunk, which all ranks do
+# in one order. Ranks with unequal work cannot. So when such a step begins, every chunk is gathered
+# once, into an object of the memory manager that may leave like any other state; after that this
+# rank brings it by itself. Behind the first memory that takes the parameters once more on each
+# rank.
 def has_copy(chunk: Chunk) -> bool:
     """Whether this rank has a copy of all of a chunk now."""
     return isinstance(chunk, PlacedChunk) and chunk.has_copy
@@ -33,13 +32,7 @@ def comes_alone(chunk: Chunk) -> bool:
 def step_copies(
     chunks: Sequence[ShardedChunk], group: Group, purpose: Callable[[ShardedChunk], Purpose]
 ) -> Iterator[None]:
-    """Lets chunks under a limit come from copies on this rank; every rank enters and leaves it.
-
-    Args:
-        chunks: all chunks, none of them here.
-        group: ranks that have the shards.
-        purpose: tells what a gather is for.
-    """
+    """Lets chunks under a limit come from copies on this rank; every rank enters and leaves it."""
     with ExitStack() as stack:
         for sharded in chunks:
             chunk = sharded.chunk

@@ -3,14 +3,6 @@
 Where a `gulliver.memory.Manager` has a chunk's shard, moments and gradient, their memory moves. So
 the pieces that the optimizer steps, and its state, are views for the length of a block only;
 outside of one the pieces are nan, and the state lies on meta: nothing can be read by mistake.
-
-[Note: new state] In its first step an optimizer makes its state itself: one constant tensor for
-each parameter and kind, ``state["exp_avg"] = torch.zeros_like(p)``. All of a chunk would be as much
-as its moments, beside the budget. So such a constant takes no memory (one element, stretched), and
-what is put into a parameter's state is filled in at its place in the chunk at once. The optimizer
-goes on with that: it reads what it has put there. The bits are the same.
-
-It does not know what is done in a block, nor when.
 """
 
 from __future__ import annotations
@@ -31,6 +23,13 @@ Place = Callable[[Piece, str, Tensor], Tensor | None]
 _CONSTANTS = torch.zeros_like, torch.ones_like, torch.full_like
 
 
+# [Note: new state] In its first step an optimizer makes its state itself: one constant tensor for
+# each parameter and kind, ``state["exp_avg"] = torch.zeros_like(p)``. All of a chunk would be as
+# much as its moments, beside the budget. So such a constant takes no memory (one element,
+# stretched), and what is put into a parameter's state is filled in at its place in the chunk at
+# once. The optimizer goes on with that: it reads what it has put there. The bits are the same.
+#
+# It does not know what is done in a block, nor when.
 class _Stretched(TorchFunctionMode):
     """Lets constants of a tensor's shape take the memory of one element."""
 
@@ -59,11 +58,7 @@ class _NewState(dict[str, Any]):
 
 
 class Tiers:
-    """Points an optimizer's pieces and state to where they are.
-
-    Args:
-        inner: the user's optimizer.
-    """
+    """Points an optimizer's pieces and state to where they are."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner = inner
@@ -83,13 +78,7 @@ class Tiers:
 
     @contextmanager
     def making(self, new: Mapping[nn.Parameter, Piece], place: Place) -> Iterator[None]:
-        """Places state as the optimizer makes it, in its step; see the note above.
-
-        Args:
-            new: pieces that have no state yet.
-            place: copies a tensor of a piece to its place, and returns that; None where it has
-                none.
-        """
+        """Places state as the optimizer makes it, in its step; see the note above."""
         states = self._inner.state
         states.update({owned: _NewState(piece, owned, place) for owned, piece in new.items()})
         try:

@@ -59,25 +59,22 @@ class Stage(Enum):
 
 @dataclass
 class Tuning:
-    """The result of tuning.
+    """The result of tuning."""
 
-    Attributes:
-        chosen: bytes of a chunk.
-        predicted: seconds of a step by size, from the model of its timeline.
-        measured: seconds of a step by the clock, for the sizes that were tried.
-        link: seconds that a reduce-scatter and an all-gather occupy the link beside their bytes,
-            and seconds per byte.
-        latency_s: seconds until a transfer that has the link to itself is there.
-        order: names of the parameters in the order of use.
-        reused: whether it was taken from an earlier job.
-    """
-
+    # Bytes of a chunk.
     chosen: int
+    # Seconds of a step by size, from the model of its timeline.
     predicted: dict[int, float] = field(default_factory=dict)
+    # Seconds of a step by the clock, for the sizes that were tried.
     measured: dict[int, float] = field(default_factory=dict)
+    # Seconds that a reduce-scatter and an all-gather occupy the link beside their bytes, and
+    # seconds per byte.
     link: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # Seconds until a transfer that has the link to itself is there.
     latency_s: float = 0.0
+    # Names of the parameters in the order of use.
     order: list[str] = field(default_factory=list)
+    # Whether it was taken from an earlier job.
     reused: bool = False
 
     def summary(self) -> str:
@@ -105,16 +102,7 @@ class Tuning:
 
 
 class BucketTuner:
-    """Tunes the chunks of an optimizer while it trains.
-
-    Args:
-        shards: sharded state whose chunks are cut anew.
-        model: module whose calls are recorded.
-        folder: place for ``chunks.json`` and ``chunks.png``; None writes neither.
-        report: told the result in a line, on rank 0.
-        again: tune although an earlier job did.
-        in_backward: whether chunks are stepped during backward.
-    """
+    """Tunes the chunks of an optimizer while it trains."""
 
     def __init__(
         self,

@@ -1,21 +1,11 @@
 """Steps in which ranks call forward and backward as often as each has work: never, or many times.
 
+The loop of a step looks like this:
+
     with uneven_step(optimizer) as uneven:
         for batch in mine:
             uneven.backward(loss(batch), last=batch is mine[-1])
     optimizer.step()
-
-[Note: one reduction] Collectives over all ranks have to be issued in one order everywhere, and a
-backward of stages 2 and 3 issues some. So inside such a step nothing is sent: gradients are added
-up where they are made, whatever the stage, and travel once, with each rank's last backward. A rank
-without any sends zeros. Of stage 3 all parameters are gathered when the step begins and given back
-when it ends; so inside it takes the memory of stage 1, and between steps that of its own stage.
-
-Under a memory limit they are gathered into copies that may leave (`_step_copies.py`), and what is
-sent waits until these have gone.
-
-The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but lets all
-ranks wait for the longest at every micro-batch; steps are balanced as wholes.
 """
 
 from __future__ import annotations
@@ -46,6 +36,18 @@ OUTSIDE = (
 )
 
 
+# [Note: one reduction] Collectives over all ranks have to be issued in one order everywhere, and a
+# backward of stages 2 and 3 issues some. So inside such a step nothing is sent: gradients are added
+# up where they are made, whatever the stage, and travel once, with each rank's last backward. A
+# rank without any sends zeros. Of stage 3 all parameters are gathered when the step begins and
+# given back when it ends; so inside it takes the memory of stage 1, and between steps that of its
+# own stage.
+#
+# Under a memory limit they are gathered into copies that may leave (`_step_copies.py`), and what is
+# sent waits until these have gone.
+#
+# The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but lets all
+# ranks wait for the longest at every micro-batch; steps are balanced as wholes.
 class UnevenStep:
     """One step's backwards on this rank."""
 
@@ -54,11 +56,7 @@ class UnevenStep:
         self.waits = optimizer.shards.manager is not None
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Backward of a loss; the last one of the step sends what was added up.
-
-        Raises:
-            GulliverError: it was sent already.
-        """
+        """Backward of a loss; the last one of the step sends what was added up."""
         if self.sent:
             raise GulliverError("a backward follows the last one of a step: call it once for each")
         last = last and not self.waits
@@ -70,10 +68,8 @@ class UnevenStep:
 
     @contextmanager
     def several(self) -> Iterator[float]:
-        """Wraps backwards that something else calls, such as the schedule of a pipeline.
-
-        Gives the factor of their losses. What they add up is sent when the step ends.
-        """
+        """Wraps backwards that something else calls, such as the schedule of a pipeline."""
+        # Gives the factor of their losses. What they add up is sent when the step ends.
         scaler, reducer = self._optimizer.scaler, self._optimizer.shards.reducer
         reducer.scale = scale = 1.0 if scaler is None else scaler.scale
         with self._open(), reducer.backward(reduce=False):
@@ -81,11 +77,7 @@ class UnevenStep:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Lets gradients come, which at any other time of a step are nobody's.
-
-        Raises:
-            GulliverError: one has come before.
-        """
+        """Lets gradients come, which at any other time of a step are nobody's."""
         reducer = self._optimizer.shards.reducer
         if reducer.spoilt:
             raise GulliverError(OUTSIDE)
@@ -158,11 +150,7 @@ def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
 
 
 def check_uneven(optimizer: ZeroOptimizer) -> None:
-    """Refuses what needs backwards that are alike on all ranks.
-
-    Raises:
-        GulliverError: naming it.
-    """
+    """Refuses what needs backwards that are alike on all ranks."""
     limited = optimizer.shards.manager is not None
     found = {
         "step_in_backward": optimizer.step_in_backward,

@@ -1,14 +1,4 @@
-"""Parameters that are unfrozen after boost: their chunks begin to be trained.
-
-[Note: sleeping chunks] Frozen parameters that the optimizer was given have chunks of their own,
-with nothing but parameters: no gradient, no state, no float32 copy, no vote, no message. When a
-forward or a backward begins and one of them requires a gradient, all of its chunk is trained from
-there on. A parameter without a gradient is not stepped, so neighbours that are still frozen stay as
-they are, and state is made in the first step that there is a gradient for, as in plain torch.
-Freezing needs nothing: a parameter that gets no gradient is not stepped.
-
-It does not know what a pass is.
-"""
+"""Parameters that are unfrozen after boost: their chunks begin to be trained."""
 
 from __future__ import annotations
 
@@ -20,16 +10,16 @@ from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
 
 
+# [Note: sleeping chunks] Frozen parameters that the optimizer was given have chunks of their own,
+# with nothing but parameters: no gradient, no state, no float32 copy, no vote, no message. When a
+# forward or a backward begins and one of them requires a gradient, all of its chunk is trained from
+# there on. A parameter without a gradient is not stepped, so neighbours that are still frozen stay
+# as they are, and state is made in the first step that there is a gradient for, as in plain torch.
+# Freezing needs nothing: a parameter that gets no gradient is not stepped.
+#
+# It does not know what a pass is.
 def wake(shards: ShardedState, also: Collection[str] = ()) -> None:
-    """Trains the chunks of parameters that were unfrozen; every rank has to unfreeze the same.
-
-    Args:
-        shards: state with sleeping chunks.
-        also: names of parameters that have state, though they are frozen.
-
-    Raises:
-        GulliverError: the optimizer's groups have other parameters; a dtype that is not trained.
-    """
+    """Trains the chunks of parameters that were unfrozen; every rank has to unfreeze the same."""
     if not shards.sleeping:
         return
     with without_torch_functions():

@@ -1,21 +1,4 @@
-"""Steps chunks where they lie: each lands, is stepped and starts its gather.
-
-[Note: the pipeline of a step] With stages 1 and 2 chunks are updated one by one, in the order of
-use. Each is waited for, stepped where it lies, and its gather started; then the next. So the link
-carries the first chunks' parameters while the others are updated, and the next forward begins while
-most of them are still on their way. Only clipping needs all gradients first: one number is
-exchanged for it. With stages 0 and 3 nothing follows an update, and the chunk that is used first is
-the last to be reduced: one call of the optimizer for all is as early, and cheaper. Where chunks lie
-in tiers of memory they are stepped one by one, too: there is no room for all.
-
-[Note: order of updates] Backward completes the last chunk first, so in that order the first update
-could begin earlier. But the gathers would be issued in it too, and the parameters that the next
-forward waits for first would be sent last. In the order of use the forward's first chunk is sent
-first; the price is that the first update waits for the reduction that was issued last. Who wants
-updates during backward asks for them, see `_in_backward.py`.
-
-It does not know why a step is taken.
-"""
+"""Steps chunks where they lie: each lands, is stepped and starts its gather."""
 
 from __future__ import annotations
 
@@ -31,20 +14,29 @@ from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
 
 
+# [Note: the pipeline of a step] With stages 1 and 2 chunks are updated one by one, in the order of
+# use. Each is waited for, stepped where it lies, and its gather started; then the next. So the link
+# carries the first chunks' parameters while the others are updated, and the next forward begins
+# while most of them are still on their way. Only clipping needs all gradients first: one number is
+# exchanged for it. With stages 0 and 3 nothing follows an update, and the chunk that is used first
+# is the last to be reduced: one call of the optimizer for all is as early, and cheaper. Where
+# chunks lie in tiers of memory they are stepped one by one, too: there is no room for all.
+#
+# [Note: order of updates] Backward completes the last chunk first, so in that order the first
+# update could begin earlier. But the gathers would be issued in it too, and the parameters that the
+# next forward waits for first would be sent last. In the order of use the forward's first chunk is
+# sent first; the price is that the first update waits for the reduction that was issued last. Who
+# wants updates during backward asks for them, see `_in_backward.py`.
+#
+# It does not know why a step is taken.
 class Updates:
-    """Steps chunks of a sharded state.
-
-    Args:
-        shards: sharded state whose optimizer steps the pieces.
-
-    Attributes:
-        allowed: whether the optimizer may be stepped; the user may not do so past this.
-        seconds: time that the optimizer took, since it was last set.
-    """
+    """Steps chunks of a sharded state."""
 
     def __init__(self, shards: ShardedState) -> None:
         self._shards = shards
+        # Whether the optimizer may be stepped; the user may not do so past this.
         self.allowed = False
+        # Time that the optimizer took, since it was last set.
         self.seconds = 0.0
         setattr(shards.inner, ASKS, shards.changed)
         shards.inner.register_step_pre_hook(self._refuse)
@@ -55,13 +47,7 @@ class Updates:
             raise GulliverError("step the optimizer that boost returned, not the one it was given")
 
     def step(self, turn: Sequence[int], used: set[str], gather: bool = True) -> None:
-        """Steps the chunks of some numbers together, once their gradients are there.
-
-        Args:
-            turn: numbers of chunks.
-            used: names of parameters that have a gradient on any rank.
-            gather: whether their gathers are started, below stage 3.
-        """
+        """Steps the chunks of some numbers together, once their gradients are there."""
         shards = self._shards
         chunks = [shards.chunks[number] for number in turn]
         for sharded in chunks:
