@@ -191,10 +191,10 @@ def _recut(world: World, folder: str) -> tuple[bool, list[str]]:
     shards = got[3].shards
     with (
         patch.object(ActivationOffload, "sweep", lambda self: asked.append("activations")),
-        patch.object(shards.gatherer, "relieve", lambda: asked.append("parameters")),
-        patch.object(shards.reducer, "relieve", lambda: asked.append("gradients")),
+        patch.object(shards.gatherer, "release_idle", lambda: asked.append("parameters")),
+        patch.object(shards.reducer, "release_idle", lambda: asked.append("gradients")),
     ):
-        shards.manager.relieve()
+        shards.manager.release_idle()
     return same(got, plain(stack)), asked
 
 

@@ -290,14 +290,14 @@ def test_stage_2_keeps_few_whole_gradient_buffers_alive() -> None:
     alive: list[int] = []
 
     def count(_: Tensor) -> None:
-        alive.append(sum(c.chunk.gradient is not None for c in optimizer.chunks))
+        alive.append(sum(c.chunk.gradients.buffer is not None for c in optimizer.chunks))
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(count)
     booster.backward(model(torch.ones(2, 8)).sum(), optimizer)
     assert len(optimizer.chunks) == 12
     assert 1 <= max(alive) <= IN_FLIGHT + 1
-    assert all(c.chunk.gradient is None for c in optimizer.chunks)
+    assert all(c.chunk.gradients.buffer is None for c in optimizer.chunks)
 
 
 def _memory(world: World, stage: int) -> tuple[Any, int, int, int]:
@@ -316,7 +316,7 @@ def _memory(world: World, stage: int) -> tuple[Any, int, int, int]:
     optimizer.step()
     parameters = sum(c.chunk.data.nbytes for c in optimizer.chunks)
     parameters += sum(p.nbytes for p in model[2].parameters())
-    held = [t for c in optimizer.chunks for t in (c.chunk.gradient, c.gradient_shard)]
+    held = [t for c in optimizer.chunks for t in (c.chunk.gradients.buffer, c.gradient_shard)]
     gradients = sum(t.nbytes for t in held if t is not None)
     state = [v for s in inner.state.values() for v in s.values() if v.ndim]
     optimizer.gatherer.finish_all()  # a world must not be left while messages are under way

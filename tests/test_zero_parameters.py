@@ -209,7 +209,7 @@ def _gathered(world: World) -> tuple[int, int, int, int]:
 
     def count(*_: object) -> None:
         nonlocal most
-        most = max(most, sum(c.presence is not Presence.ABSENT for c in optimizer.everything))
+        most = max(most, sum(c.presence is not Presence.ABSENT for c in optimizer.all_chunks))
 
     for layer in model:
         layer.register_forward_hook(count)
@@ -219,8 +219,8 @@ def _gathered(world: World) -> tuple[int, int, int, int]:
         booster.backward(model(torch.ones(2, 16)).sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    held = sum(c.chunk.home.nbytes for c in optimizer.everything)
-    return len(optimizer.everything), most, held, len(started)
+    held = sum(c.chunk.master_shard.nbytes for c in optimizer.all_chunks)
+    return len(optimizer.all_chunks), most, held, len(started)
 
 
 def test_stage_3_holds_its_shard_and_a_bounded_number_of_chunks(pool: Pool) -> None:
@@ -283,7 +283,7 @@ def _tuned(world: World, folder: str, again: bool) -> tuple[str, dict[int, float
         equal(mine, theirs)
     assert optimizer.tuner.stage.name == "DONE"
     result = optimizer.tuner.result
-    assert optimizer.chunk_bytes == result.chosen
+    assert optimizer.shards.chunk_bytes == result.chosen
     return ",".join(result.order), result.measured, result.reused
 
 

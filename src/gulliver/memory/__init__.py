@@ -53,8 +53,8 @@ from gulliver.memory._pending import (
     mark_pending,
     mark_ready,
 )
-from gulliver.memory._placed import HELD, Placed, Where
-from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
+from gulliver.memory._placed import RESIDENT, ManagedTensor, Residency
+from gulliver.memory._placed_chunk import ManagedBufferPool, ManagedChunk
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._read_locks import (
     ASKS,
@@ -90,19 +90,19 @@ from gulliver.memory._symbolic import (
     follow_step,
     stand_in_loss,
 )
-from gulliver.memory._traffic import StillSeen
+from gulliver.memory._traffic import BufferStillReferenced
 
 __all__ = [
     "ACTIVATIONS",
     "ADVICE",
     "ASKS",
     "GRADIENTS",
-    "HELD",
     "IN_MEMORY",
     "KINDS",
     "LEGAL_PRESENCE",
     "OPTIMIZER_STATE",
     "PARAMETERS",
+    "RESIDENT",
     "AccessRecord",
     "ActivationOffload",
     "ActivationPeak",
@@ -110,6 +110,7 @@ __all__ = [
     "BudgetController",
     "BudgetRule",
     "BufferPool",
+    "BufferStillReferenced",
     "ByteCounter",
     "Change",
     "Chunk",
@@ -126,7 +127,9 @@ __all__ = [
     "HostDiskStore",
     "HostStore",
     "Kept",
-    "LentBuffers",
+    "ManagedBufferPool",
+    "ManagedChunk",
+    "ManagedTensor",
     "Manager",
     "MemoryPoint",
     "Moment",
@@ -135,23 +138,20 @@ __all__ = [
     "Pass",
     "PendingParameter",
     "Piece",
-    "Placed",
-    "PlacedChunk",
     "Prefetcher",
     "Presence",
     "ProcessGauge",
     "ReadLock",
     "ReducedGradient",
     "Region",
+    "Residency",
     "Resident",
     "Slot",
     "StepFootprint",
-    "StillSeen",
     "StorageCounter",
     "Store",
     "Transfer",
     "UseRecorder",
-    "Where",
     "activation_peak",
     "add_read_lock",
     "add_writer",

@@ -24,7 +24,7 @@ from gulliver.errors import GulliverError
 from gulliver.memory._around import wrap_call
 from gulliver.memory._bytes import ACTIVATIONS
 from gulliver.memory._manager import Manager
-from gulliver.memory._placed import Placed
+from gulliver.memory._placed import ManagedTensor
 from gulliver.solve import NoRoom
 
 LEAST_BYTES = 1 << 16
@@ -53,27 +53,27 @@ class Keeper(Protocol):
 
     device: torch.device
 
-    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> Placed:
+    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor:
         """Takes a new object."""
         ...
 
-    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
+    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
         """Brings an object, and keeps it there until `done`."""
         ...
 
-    def done(self, placed: Placed) -> None:
+    def done(self, managed: ManagedTensor) -> None:
         """Ends a use."""
         ...
 
-    def discard(self, placed: Placed) -> None:
+    def discard(self, managed: ManagedTensor) -> None:
         """Forgets the content of an object."""
         ...
 
-    def remove(self, placed: Placed) -> None:
+    def remove(self, managed: ManagedTensor) -> None:
         """Forgets an object."""
         ...
 
-    def view(self, placed: Placed) -> Tensor:
+    def view(self, managed: ManagedTensor) -> Tensor:
         """Shows the content of an object wherever it lies."""
         ...
 
@@ -81,10 +81,10 @@ class Keeper(Protocol):
 class _Copy:
     """Memory of saved tensors, copied into an object of the manager."""
 
-    __slots__ = ("__weakref__", "placed", "source", "version")
+    __slots__ = ("__weakref__", "managed", "source", "version")
 
-    def __init__(self, placed: Placed, source: weakref.ref[Any], version: int) -> None:
-        self.placed, self.source, self.version = placed, source, version
+    def __init__(self, managed: ManagedTensor, source: weakref.ref[Any], version: int) -> None:
+        self.managed, self.source, self.version = managed, source, version
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ class ActivationOffload:
         # Whether an operation is saving: it reads its parameters yet, which have to stay.
         self.saves = False
         self._copies: dict[int, weakref.ref[_Copy]] = {}
-        self._free: dict[int, list[tuple[int, Placed]]] = {}
-        self._dead: deque[Placed] = deque()
-        self._used: dict[int, tuple[Placed, int]] = {}
+        self._free: dict[int, list[tuple[int, ManagedTensor]]] = {}
+        self._dead: deque[ManagedTensor] = deque()
+        self._used: dict[int, tuple[ManagedTensor, int]] = {}
         self._backward = -1
 
     @contextmanager
@@ -151,17 +151,17 @@ class ActivationOffload:
 
     def sweep(self) -> None:
         """Discards what died, and lets go of what no node uses any more."""
-        for placed, users in list(self._used.values()):
-            if placed.tensor is not None and storage_users(placed.tensor) <= users:
-                del self._used[placed.number]
-                self.manager.done(placed)
+        for managed, users in list(self._used.values()):
+            if managed.tensor is not None and storage_users(managed.tensor) <= users:
+                del self._used[managed.number]
+                self.manager.done(managed)
         for _ in range(len(self._dead)):
-            placed = self._dead.popleft()
-            if placed.number in self._used:
-                self._dead.append(placed)  # its node is gone, but a view of it is not
+            managed = self._dead.popleft()
+            if managed.number in self._used:
+                self._dead.append(managed)  # its node is gone, but a view of it is not
                 continue
-            self.manager.discard(placed)
-            heapq.heappush(self._free[placed.nbytes], (placed.number, placed))
+            self.manager.discard(managed)
+            heapq.heappush(self._free[managed.nbytes], (managed.number, managed))
 
     def forget_unused(self) -> None:
         """Forgets the objects that were discarded, which are kept for copies of their size."""
@@ -219,22 +219,22 @@ class ActivationOffload:
         if number not in (-1, self._backward):
             self._backward = number
             at_end_of_backward(self.sweep)
-        memory = self._brought(saved.copy.placed)
+        memory = self._brought(saved.copy.managed)
         whole = memory.numel() // saved.dtype.itemsize * saved.dtype.itemsize
         flat = memory[:whole].view(saved.dtype)
         return flat.as_strided(saved.size, saved.stride, saved.offset)
 
-    def _brought(self, placed: Placed) -> Tensor:
+    def _brought(self, managed: ManagedTensor) -> Tensor:
         """Memory of an object, which stays until no node looks at it any more."""
-        if placed.number not in self._used:
+        if managed.number not in self._used:
             try:
-                memory = self.manager.use(placed)
+                memory = self.manager.use(managed)
             except NoRoom:
                 # Backward has to go on: a copy beside the budget, which measurements then lower.
-                return self.manager.view(placed).to(self.manager.device, copy=True)
-            self._used[placed.number] = (placed, storage_users(memory))
-        assert placed.tensor is not None
-        return placed.tensor
+                return self.manager.view(managed).to(self.manager.device, copy=True)
+            self._used[managed.number] = (managed, storage_users(memory))
+        assert managed.tensor is not None
+        return managed.tensor
 
     def _wanted(self, tensor: Tensor, outside: set[int]) -> bool:
         if not self._is_plain(tensor) or tensor.layout != torch.strided:
@@ -263,22 +263,22 @@ class ActivationOffload:
         if copy is not None and copy.source() is storage and copy.version == tensor._version:
             return copy
         try:
-            placed = self._take(storage.nbytes())
+            managed = self._take(storage.nbytes())
         except GulliverError:  # nor is there room behind
             return None
         try:
-            memory = self.manager.use(placed, write=True, fresh=True)
+            memory = self.manager.use(managed, write=True, fresh=True)
         except GulliverError:
-            heapq.heappush(self._free[placed.nbytes], (placed.number, placed))
+            heapq.heappush(self._free[managed.nbytes], (managed.number, managed))
             return None
         try:
             self._fill(memory, tensor)
         finally:
-            self.manager.done(placed)
-        self.moved += placed.nbytes
-        copy = _Copy(placed, weakref.ref(storage), tensor._version)
+            self.manager.done(managed)
+        self.moved += managed.nbytes
+        copy = _Copy(managed, weakref.ref(storage), tensor._version)
         self._copies[storage._cdata] = weakref.ref(copy, self._forget(storage._cdata))
-        weakref.finalize(copy, self._dead.append, placed).atexit = False
+        weakref.finalize(copy, self._dead.append, managed).atexit = False
         return copy
 
     def _forget(self, key: int) -> Callable[[weakref.ref[_Copy]], None]:
@@ -288,7 +288,7 @@ class ActivationOffload:
 
         return forget
 
-    def _take(self, nbytes: int) -> Placed:
+    def _take(self, nbytes: int) -> ManagedTensor:
         """An object of a size: the first that is free, so that steps take the same."""
         free = self._free.setdefault(nbytes, [])
         if free:

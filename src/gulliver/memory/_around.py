@@ -23,6 +23,7 @@ Around = Callable[..., Any]
 
 class AroundCall:
     """Call of a module with something around it."""
+
     # [Note: copies] A function in the place of `forward` is shared by the copies of a module, whose
     # calls would all run the first one. So a copy, such as an average of the weights, gets what is
     # inside, which is copied with it.

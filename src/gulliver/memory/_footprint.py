@@ -40,6 +40,7 @@ class Gauge(Protocol):
 
 class ProcessGauge:
     """Anonymous resident memory of this process: what a limit cannot take back."""
+
     # Pages of files (libraries, mapped checkpoints) are the system's to drop, so they do not count.
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from gulliver.errors import GulliverError
 from gulliver.io import atomic_file
 from gulliver.memory._bytes import GRADIENTS, KINDS, OPTIMIZER_STATE, PARAMETERS
-from gulliver.memory._placed import Placed, Where
+from gulliver.memory._placed import ManagedTensor, Residency
 from gulliver.solve import Action, Move
 
 STEPS = 4
@@ -38,7 +38,7 @@ class History:
         self._now = Step()
         self._past: deque[Step] = deque(maxlen=STEPS)
 
-    def event(self, what: str, about: Placed | int) -> None:
+    def event(self, what: str, about: ManagedTensor | int) -> None:
         """Notes an event of an object, or of a number of bytes."""
         if len(self._now.events) >= LONGEST:
             return
@@ -47,19 +47,19 @@ class History:
         else:
             self._now.events.append((what, about.number, about.name))
 
-    def move(self, action: Action, placed: Placed) -> None:
+    def move(self, action: Action, managed: ManagedTensor) -> None:
         """Notes a move."""
         self.evictions += action.move in (Move.WRITE, Move.DROP)
         if len(self._now.moves) < LONGEST:
-            about = placed.number, placed.name, placed.kind, placed.size
+            about = managed.number, managed.name, managed.kind, managed.size
             self._now.moves.append((len(self._now.events), action.move, *about, action.reason))
 
-    def end_step(self, objects: Iterable[Placed]) -> None:
+    def end_step(self, objects: Iterable[ManagedTensor]) -> None:
         """Begins a new step."""
         self.steps += 1
         self._past.append(self._now)
-        here = (Where.QUEUED, Where.ARRIVING, Where.HERE)
-        self._now = Step({o.number: (o.name, o.kind) for o in objects if o.where in here})
+        here = (Residency.QUEUED, Residency.ARRIVING, Residency.HERE)
+        self._now = Step({o.number: (o.name, o.kind) for o in objects if o.residency in here})
 
     def explain(self, step: int) -> str:
         """Says the decisions of a step, one a line, with the number of the event that led to it."""

@@ -13,7 +13,7 @@ from gulliver.memory._stores import Middle, Transfer, whole_pages
 from gulliver.solve import Extents
 
 if TYPE_CHECKING:
-    from gulliver.memory._placed import Placed
+    from gulliver.memory._placed import ManagedTensor
 
 SLAB = 1 << 30
 """Bytes of a slab of pinned memory, where objects are not larger."""
@@ -132,6 +132,7 @@ class CudaCopier:
 
 class HostStore:
     """Space in slabs of pinned host memory."""
+
     # Pinned memory is taken in powers of two, whatever is asked for. So slabs are powers of two,
     # and objects share them: nothing is lost to rounding but the end of the last slabs.
 
@@ -153,7 +154,7 @@ class HostStore:
         self._starts: list[int] = []
         self._extents = Extents()
 
-    def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
+    def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
         """Reserves whole pages and returns their offset."""
         size = whole_pages(nbytes)
         found = self._extents.take(size)

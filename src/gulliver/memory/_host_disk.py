@@ -20,7 +20,7 @@ from gulliver.io import BLOCK
 from gulliver.memory._host import Copier, Copy, CudaCopier
 from gulliver.memory._manager import Manager
 from gulliver.memory._pages import Pages
-from gulliver.memory._placed import Placed
+from gulliver.memory._placed import ManagedTensor
 from gulliver.memory._stores import DiskStore, Middle, Transfer
 from gulliver.solve import Transit
 
@@ -126,7 +126,7 @@ class CopiedDisk:
         """Bytes that are allocated."""
         return self._disk.used
 
-    def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
+    def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
         """Reserves whole pages and returns their offset."""
         return self._disk.allocate(nbytes)
 
@@ -214,7 +214,7 @@ class HostDiskStore(Middle):
         # Says what the host's memory is used for.
         self.transit = Transit(self, disk.capacity)
         self.capacity = host + disk.capacity
-        self._objects: dict[Hashable, Placed] = {}
+        self._objects: dict[Hashable, ManagedTensor] = {}
         self._reads: dict[Hashable, StagedRead] = {}
         self._stored: dict[Hashable, bool] = {}
         weakref.finalize(self, self._pages.close).atexit = False
@@ -229,7 +229,7 @@ class HostDiskStore(Middle):
         """Bytes of objects that have content here."""
         return self.transit.used
 
-    def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
+    def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
         """Takes an object of the device, and returns its number, by which it is known."""
         assert owner is not None, "objects keep their place from step to step"
         number = owner.number
@@ -301,10 +301,10 @@ class HostDiskStore(Middle):
 
     def _arrived(self, key: Hashable, fresh: bool = False) -> Tensor:
         """Waits for an object in the host's memory."""
-        placed = self._objects[key]
-        self.host.arrive(placed, self._stored.pop(key), fresh)
-        assert placed.memory is not None
-        return placed.memory
+        managed = self._objects[key]
+        self.host.arrive(managed, self._stored.pop(key), fresh)
+        assert managed.memory is not None
+        return managed.memory
 
     # What the manager of the device's memory tells.
 

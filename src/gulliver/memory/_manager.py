@@ -6,10 +6,10 @@ buffers that are lent, the log that `explain` tells.
 
 It knows nothing of training. Whoever uses it calls::
 
-    placed = manager.add("block 3", PARAMETERS, numel, torch.float32, value)
-    tensor = manager.use(placed, write=True)       # here from now on, at an address of its own
+    managed = manager.add("block 3", PARAMETERS, numel, torch.float32, value)
+    tensor = manager.use(managed, write=True)       # here from now on, at an address of its own
     ...                                            # new views of it
-    manager.done(placed)                           # may leave: no view of it is used any more
+    manager.done(managed)                           # may leave: no view of it is used any more
     manager.end_step()                             # the same again: loads run ahead of use
 
 All sizes are whole pages of 4096 bytes for the budget; `counter` has the bytes of tensors.
@@ -30,7 +30,7 @@ from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ACTIVATIONS, KINDS, ByteCounter
 from gulliver.memory._history import History
 from gulliver.memory._pages import Pages
-from gulliver.memory._placed import Placed, Where, typed
+from gulliver.memory._placed import ManagedTensor, Residency, typed
 from gulliver.memory._read_locks import before_write, before_write_at, storage_of
 from gulliver.memory._stores import Middle, Store, whole_pages
 from gulliver.memory._traffic import Traffic
@@ -65,12 +65,12 @@ class Manager:
         self._traffic = Traffic(budget, self.device, store, self.counter, self._lock, pages)
         self._middle = Middle() if store is None else store.middle
         self._history = History()
-        self._placed: dict[int, Placed] = {}
+        self._placed: dict[int, ManagedTensor] = {}
         self._lent: dict[int, Tensor] = {}
         self._number = self._total = 0
         self._closed = False
-        # Called where there is no room: ends the uses that can be begun again later.
-        self.relieve: Callable[[], None] | None = None
+        # Ends the uses that can be begun again later, where there is no room; None while it runs.
+        self.release_idle: Callable[[], None] | None = None
 
     @property
     def budget(self) -> int:
@@ -87,6 +87,10 @@ class Manager:
         """Bytes of memory held now, in whole pages, with those that are kept for reuse."""
         return self._traffic.held
 
+    def release_with(self, release_idle: Callable[[], None]) -> None:
+        """Ends uses that can be begun again later by `release_idle`, where there is no room."""
+        self.release_idle = release_idle
+
     # Objects
 
     def add(
@@ -97,128 +101,132 @@ class Manager:
         dtype: torch.dtype,
         value: Tensor | None = None,
         brief: bool = False,
-    ) -> Placed:
+    ) -> ManagedTensor:
         """Takes a new object; without a value it is zeros, without memory until it is used."""
         with self._entered():
             if kind not in (*KINDS, ACTIVATIONS):
                 raise GulliverError(f"kind {kind!r} of {name}: one of {', '.join(KINDS)}")
-            placed = Placed(name, kind, numel, dtype, number=self._number, brief=brief)
-            self._check_total(placed)
+            managed = ManagedTensor(name, kind, numel, dtype, number=self._number, brief=brief)
+            self._check_total(managed)
             self._tell()
             self._number += 1
-            actions = self._core.add(placed.number, name, placed.size, value is not None)
-            self._placed[placed.number] = placed
-            self._total += placed.kept
+            actions = self._core.add(managed.number, name, managed.size, value is not None)
+            self._placed[managed.number] = managed
+            self._total += managed.kept
             try:
                 self._run(actions)
                 if value is not None:
-                    self._traffic.settle(placed)
-                    assert placed.tensor is not None
-                    placed.tensor.copy_(value.detach().reshape(-1))
+                    self._traffic.settle(managed)
+                    assert managed.tensor is not None
+                    managed.tensor.copy_(value.detach().reshape(-1))
             except BaseException:
-                self.remove(placed)
+                self.remove(managed)
                 raise
-            return placed
+            return managed
 
-    def remove(self, placed: Placed) -> None:
+    def remove(self, managed: ManagedTensor) -> None:
         """Forgets an object."""
         with self._entered():
-            self._check(placed)
-            self._run(self._core.remove(placed.number))
-            self._middle.remove(placed.number)
-            del self._placed[placed.number]
-            self._total -= placed.kept
+            self._check(managed)
+            self._run(self._core.remove(managed.number))
+            self._middle.remove(managed.number)
+            del self._placed[managed.number]
+            self._total -= managed.kept
 
-    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
+    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
         """Brings an object into the fast tier, and keeps it there until `done`."""
         with self._entered():
-            self._check(placed)
+            self._check(managed)
             self._tell()
-            return self.arrive(placed, self.want(placed, write, fresh), write or fresh)
+            return self.arrive(managed, self.want(managed, write, fresh), write or fresh)
 
-    def want(self, placed: Placed, write: bool = False, fresh: bool = False) -> bool:
+    def want(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> bool:
         """Begins a `use`, without waiting; `arrive` takes what it returns."""
         with self._entered():
-            stored = self._core.is_stored(placed.number)
-            actions = self._decided(lambda: self._core.use(placed.number, write, fresh))
-            self._history.event("use", placed)
+            stored = self._core.is_stored(managed.number)
+            actions = self._decided(lambda: self._core.use(managed.number, write, fresh))
+            self._history.event("use", managed)
             self._run(actions)
             return stored
 
-    def arrive(self, placed: Placed, stored: bool, write: bool) -> Tensor:
+    def arrive(self, managed: ManagedTensor, stored: bool, write: bool) -> Tensor:
         """Waits for what `want` has begun; where that fails, it is as if it had not been."""
         with self._entered():
             try:
-                self._traffic.settle(placed)
+                self._traffic.settle(managed)
             except BaseException:
-                self._traffic.cancel(placed)
-                arrived = placed.where in (Where.ARRIVING, Where.HERE)
-                self._core.undo(placed.number, stored, arrived)
+                self._traffic.cancel(managed)
+                arrived = managed.residency in (Residency.ARRIVING, Residency.HERE)
+                self._core.undo(managed.number, stored, arrived)
                 raise
-            self._middle.landed(placed.number)
-            assert placed.tensor is not None
+            self._middle.landed(managed.number)
+            assert managed.tensor is not None
             if write:
-                self._written(placed)
-            return placed.tensor
+                self._written(managed)
+            return managed.tensor
 
-    def has_come(self, placed: Placed) -> bool:
+    def has_come(self, managed: ManagedTensor) -> bool:
         """Whether `arrive` would not wait."""
         with self._entered():
-            return self._traffic.has_come(placed)
+            return self._traffic.has_come(managed)
 
     def tell(self) -> None:
         """Raises the error of a write that has failed."""
         with self._entered():
             self._tell()
 
-    def done(self, placed: Placed) -> None:
+    def done(self, managed: ManagedTensor) -> None:
         """Ends one `use`: after the last the object may leave, and its memory serve others."""
         with self._entered():
-            actions = self._core.done(self._check(placed).number)
-            self._history.event("done", placed)
+            actions = self._core.done(self._check(managed).number)
+            self._history.event("done", managed)
             self._run(actions)
 
-    def revert(self, placed: Placed) -> None:
+    def revert(self, managed: ManagedTensor) -> None:
         """Takes back changes that `use` was not told of: the store has the content, if anyone."""
         with self._entered():
-            self._run(self._core.revert(self._check(placed).number))
+            self._run(self._core.revert(self._check(managed).number))
 
     @contextmanager
-    def using(self, placed: Placed, write: bool = False, fresh: bool = False) -> Iterator[Tensor]:
+    def using(
+        self, managed: ManagedTensor, write: bool = False, fresh: bool = False
+    ) -> Iterator[Tensor]:
         """Uses an object for a block, which may fail."""
-        tensor = self.use(placed, write, fresh)
+        tensor = self.use(managed, write, fresh)
         try:
             yield tensor
         finally:
-            self.done(placed)
+            self.done(managed)
 
-    def discard(self, placed: Placed) -> None:
+    def discard(self, managed: ManagedTensor) -> None:
         """Forgets the content of an object: it is zeros from now on, and takes no memory."""
         with self._entered():
-            actions = self._core.discard(self._check(placed).number)
-            self._history.event("discard", placed)
+            actions = self._core.discard(self._check(managed).number)
+            self._history.event("discard", managed)
             self._run(actions)
 
-    def view(self, placed: Placed, write: bool = False) -> Tensor:
+    def view(self, managed: ManagedTensor, write: bool = False) -> Tensor:
         """Shows the content of an object wherever it lies, without making room for it."""
         # The tensor is good until the object is used again, or room is made for others. What a
         # checkpoint copies from it in the background is waited for before its place is written.
         with self._entered():
-            self._check(placed)
+            self._check(managed)
             if write:
-                if placed.where is not Where.AWAY:
-                    self._traffic.settle(placed)
-                self._make_writable(placed)
-            self._traffic.let_leave(placed)  # a thread gives its memory to others once written
-            if placed.where in (Where.HERE, Where.LEAVING):
-                assert placed.memory is not None
-                return typed(placed.memory, placed.nbytes, placed.dtype)
-            if placed.offset is None:  # one zero stands for all
-                return torch.zeros((), dtype=placed.dtype, device=self.device).expand(placed.numel)
+                if managed.residency is not Residency.AWAY:
+                    self._traffic.settle(managed)
+                self._make_writable(managed)
+            self._traffic.let_leave(managed)  # a thread gives its memory to others once written
+            if managed.residency in (Residency.HERE, Residency.LEAVING):
+                assert managed.memory is not None
+                return typed(managed.memory, managed.nbytes, managed.dtype)
+            if managed.offset is None:  # one zero stands for all
+                return torch.zeros((), dtype=managed.dtype, device=self.device).expand(
+                    managed.numel
+                )
             assert self.store is not None
-            shown = self.store.mapped(placed.offset, placed.size, write)
-            placed.shown.add(storage_of(shown))
-            return typed(shown, placed.nbytes, placed.dtype)
+            shown = self.store.mapped(managed.offset, managed.size, write)
+            managed.shown.add(storage_of(shown))
+            return typed(shown, managed.nbytes, managed.dtype)
 
     # Loans, budget, steps
 
@@ -325,8 +333,8 @@ class Manager:
         with self._entered():
             self._closed = True
             self._traffic.close()
-            for placed in self._placed.values():
-                self._traffic.drop(placed)
+            for managed in self._placed.values():
+                self._traffic.drop(managed)
             self._placed.clear()
             if self.store is not None:
                 self.store.close()
@@ -338,13 +346,13 @@ class Manager:
         try:
             return decide()
         except GulliverError:
-            relieve, self.relieve = self.relieve, None
-            if relieve is None:
+            release_idle, self.release_idle = self.release_idle, None
+            if release_idle is None:
                 raise
             try:
-                relieve()
+                release_idle()
             finally:
-                self.relieve = relieve
+                self.release_idle = release_idle
         return decide()
 
     @contextmanager
@@ -361,79 +369,79 @@ class Manager:
 
     def _tell(self) -> None:
         """Raises what went wrong behind, unless there is room now for what could not be written."""
-        for placed in self._traffic.unwritten():
-            if self._core.restore(placed.number):
-                self._traffic.keep(placed)
-                self._free(placed)
+        for managed in self._traffic.unwritten():
+            if self._core.restore(managed.number):
+                self._traffic.keep(managed)
+                self._free(managed)
         self._traffic.tell()
         self._middle.tell()
 
-    def _check(self, placed: Placed) -> Placed:
-        if self._placed.get(placed.number) is not placed:
-            raise GulliverError(f"{placed.name} is not an object of this memory manager")
-        return placed
+    def _check(self, managed: ManagedTensor) -> ManagedTensor:
+        if self._placed.get(managed.number) is not managed:
+            raise GulliverError(f"{managed.name} is not an object of this memory manager")
+        return managed
 
-    def _check_total(self, placed: Placed) -> None:
+    def _check_total(self, managed: ManagedTensor) -> None:
         """Refuses early what will not fit anywhere."""
-        total, behind = self._total + placed.kept, self.store.capacity if self.store else 0
+        total, behind = self._total + managed.kept, self.store.capacity if self.store else 0
         if self.store is not None and total > self.budget + behind:
             raise GulliverError(
-                f"{placed.name} does not fit: all objects need {total} bytes, the memory budget of "
-                f"{self.budget} and the {self.store.name} of {behind} have "
+                f"{managed.name} does not fit: all objects need {total} bytes, the memory budget "
+                f"of {self.budget} and the {self.store.name} of {behind} have "
                 f"{total - self.budget - behind} too few"
             )
 
     def _run(self, actions: Iterable[Action]) -> None:
         for action in actions:
             assert isinstance(action.key, int)
-            placed = self._placed[action.key]
-            self._history.move(action, placed)
+            managed = self._placed[action.key]
+            self._history.move(action, managed)
             match action.move:
                 case Move.MAKE:
-                    self._traffic.bring(placed, reads=False, zero=action.zero)
+                    self._traffic.bring(managed, reads=False, zero=action.zero)
                 case Move.LOAD:
-                    self._middle.expect(placed.number)
-                    self._traffic.bring(placed, reads=True)
+                    self._middle.expect(managed.number)
+                    self._traffic.bring(managed, reads=True)
                 case Move.WRITE:
-                    self._traffic.send(placed)
+                    self._traffic.send(managed)
                 case Move.DROP:
-                    self._drop(placed)
+                    self._drop(managed)
                 case Move.FORGET:
-                    self._drop(placed)
-                    self._free(placed)
+                    self._drop(managed)
+                    self._free(managed)
 
-    def _drop(self, placed: Placed) -> None:
-        self._traffic.drop(placed)
-        self._middle.landed(placed.number)
+    def _drop(self, managed: ManagedTensor) -> None:
+        self._traffic.drop(managed)
+        self._middle.landed(managed.number)
 
-    def _written(self, placed: Placed) -> None:
+    def _written(self, managed: ManagedTensor) -> None:
         """Frees an object's space in the store, whose content is out of date."""
-        if placed.tensor is not None:
-            before_write([placed.tensor])
-        self._free(placed)
+        if managed.tensor is not None:
+            before_write([managed.tensor])
+        self._free(managed)
 
-    def _make_writable(self, placed: Placed) -> None:
+    def _make_writable(self, managed: ManagedTensor) -> None:
         """Gives an object a place to be filled at; nothing leaves the fast tier for it."""
-        self._wait_shown(placed)
-        if placed.where is Where.HERE:
-            self._core.changed(placed.number)
-            self._written(placed)
+        self._wait_shown(managed)
+        if managed.residency is Residency.HERE:
+            self._core.changed(managed.number)
+            self._written(managed)
         elif self.store is None:
-            with self.using(placed, fresh=True):
+            with self.using(managed, fresh=True):
                 pass
-        elif placed.offset is None:
-            placed.offset = self.store.allocate(placed.size, placed)
-            self._core.keep(placed.number)
+        elif managed.offset is None:
+            managed.offset = self.store.allocate(managed.size, managed)
+            self._core.keep(managed.number)
 
-    def _free(self, placed: Placed) -> None:
-        if placed.offset is not None:
+    def _free(self, managed: ManagedTensor) -> None:
+        if managed.offset is not None:
             assert self.store is not None
-            self._wait_shown(placed)
-            self.store.free(placed.offset, placed.size)
-            placed.offset = None
+            self._wait_shown(managed)
+            self.store.free(managed.offset, managed.size)
+            managed.offset = None
 
-    def _wait_shown(self, placed: Placed) -> None:
+    def _wait_shown(self, managed: ManagedTensor) -> None:
         """Waits for who still reads what was shown of the store."""
-        if placed.shown:
-            before_write_at(placed.shown)
-            placed.shown.clear()
+        if managed.shown:
+            before_write_at(managed.shown)
+            managed.shown.clear()

@@ -13,6 +13,7 @@ from gulliver.errors import GulliverError
 @dataclass(frozen=True)
 class Region:
     """Slices of a whole tensor along one dim, which lie one after the other as one tensor."""
+
     # A fused projection of queries, keys and values has three runs; a plain shard has one.
 
     shape: tuple[int, ...]

@@ -11,7 +11,7 @@ from torch import Tensor
 from gulliver.memory._stores import Transfer, whole_pages
 
 
-class Where(Enum):
+class Residency(Enum):
     """Where an object of the manager is on its way between the fast tier and the store."""
 
     AWAY = auto()
@@ -26,24 +26,24 @@ class Where(Enum):
     """The content is being written; the memory is held until that has ended."""
 
 
-LEGAL_WAYS = (
-    (Where.AWAY, Where.QUEUED),
-    (Where.QUEUED, Where.ARRIVING),  # there is memory: the read begins
-    (Where.QUEUED, Where.HERE),  # there is nothing to read
-    (Where.QUEUED, Where.AWAY),  # no longer wanted
-    (Where.ARRIVING, Where.HERE),
-    (Where.ARRIVING, Where.AWAY),  # the read failed
-    (Where.HERE, Where.LEAVING),
-    (Where.HERE, Where.AWAY),  # the store has its content, or nobody needs it
-    (Where.LEAVING, Where.AWAY),
-    (Where.LEAVING, Where.HERE),  # it could not be written, and there is room for it
+LEGAL_RESIDENCY = (
+    (Residency.AWAY, Residency.QUEUED),
+    (Residency.QUEUED, Residency.ARRIVING),  # there is memory: the read begins
+    (Residency.QUEUED, Residency.HERE),  # there is nothing to read
+    (Residency.QUEUED, Residency.AWAY),  # no longer wanted
+    (Residency.ARRIVING, Residency.HERE),
+    (Residency.ARRIVING, Residency.AWAY),  # the read failed
+    (Residency.HERE, Residency.LEAVING),
+    (Residency.HERE, Residency.AWAY),  # the store has its content, or nobody needs it
+    (Residency.LEAVING, Residency.AWAY),
+    (Residency.LEAVING, Residency.HERE),  # it could not be written, and there is room for it
 )
-HELD = (Where.ARRIVING, Where.HERE, Where.LEAVING)
+RESIDENT = (Residency.ARRIVING, Residency.HERE, Residency.LEAVING)
 """Where an object has memory of the fast tier."""
 
 
 @dataclass(eq=False)
-class Placed:
+class ManagedTensor:
     """Bytes that a `Manager` keeps in the fast tier or behind it."""
 
     # Name in messages and pictures.
@@ -62,7 +62,7 @@ class Placed:
     # Whether its content is discarded before long.
     brief: bool = False
     # Where it is on its way.
-    where: Where = Where.AWAY
+    residency: Residency = Residency.AWAY
     # Whole pages of the fast tier that it holds.
     memory: Tensor | None = field(default=None, repr=False)
     # Offset of its content in the store; None where the store has not got it.
@@ -98,11 +98,13 @@ class Placed:
         """Whether no transfer is under way."""
         return self.transfer is None or self.transfer.done
 
-    def enter(self, where: Where) -> None:
+    def enter(self, residency: Residency) -> None:
         """Changes where it is."""
-        assert (self.where, where) in LEGAL_WAYS, f"{self.name}: {self.where} -> {where}"
-        self.where, self.tensor = where, None
-        if where is Where.HERE:
+        assert (self.residency, residency) in LEGAL_RESIDENCY, (
+            f"{self.name}: {self.residency} -> {residency}"
+        )
+        self.residency, self.tensor = residency, None
+        if residency is Residency.HERE:
             assert self.memory is not None
             self.tensor = typed(self.memory, self.nbytes, self.dtype)
 

@@ -46,6 +46,14 @@ class AccessRecord:
         # Whether a whole step has been seen; nothing is noted any more.
         self.complete = False
 
+    def restart(self) -> None:
+        """Forgets all: what follows is noted."""
+        self.events, self.complete = [], False
+
+    def end_step(self) -> None:
+        """Ends the record once a step has been seen."""
+        self.complete = self.complete or bool(self.events)
+
     def note(self, what: str, number: int = -1) -> None:
         """Notes an event; the same again right after it counts once."""
         if not self.complete and (not self.events or self.events[-1] != (what, number)):

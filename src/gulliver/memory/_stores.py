@@ -152,6 +152,7 @@ class DiskTransfer:
 
 class DiskStore:
     """Space in one file without a name, on a local disk."""
+
     # The space is reserved at once: a full disk is found here, not in the middle of a step.
     #
     # [Note: no gaps] What was freed serves the next of its size, and is cut or joined only where

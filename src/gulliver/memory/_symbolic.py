@@ -32,7 +32,7 @@ from gulliver._compat import DispatchMode, fake_kind, fake_mode, replace_tensors
 from gulliver.errors import GulliverError
 from gulliver.memory._activations import ActivationOffload
 from gulliver.memory._fakes import FakeTensors, without_traces
-from gulliver.memory._placed import Placed
+from gulliver.memory._placed import ManagedTensor
 from gulliver.solve import BlockActivations
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -173,27 +173,27 @@ class _CountingManager:
     def __init__(self, device: torch.device, counter: StorageCounter) -> None:
         self.device, self.taken, self._counter = device, list[int](), counter
 
-    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> Placed:
+    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor:
         """Makes an object."""
-        return Placed(name, kind, numel, dtype, number=len(self.taken))
+        return ManagedTensor(name, kind, numel, dtype, number=len(self.taken))
 
-    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
+    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
         """Makes memory that does not count."""
         if fresh:
-            self.taken.append(placed.nbytes)
-        placed.tensor = torch.empty(placed.numel, dtype=placed.dtype, device=self.device)
-        self._counter.drop_tensor(placed.tensor)
-        return placed.tensor
+            self.taken.append(managed.nbytes)
+        managed.tensor = torch.empty(managed.numel, dtype=managed.dtype, device=self.device)
+        self._counter.drop_tensor(managed.tensor)
+        return managed.tensor
 
-    def done(self, placed: Placed) -> None:
+    def done(self, managed: ManagedTensor) -> None:
         """Forgets that memory."""
-        placed.tensor = None
+        managed.tensor = None
 
     discard = remove = done
 
-    def view(self, placed: Placed) -> Tensor:
+    def view(self, managed: ManagedTensor) -> Tensor:
         """Refuses: there is room for everything, so nothing lies behind to be shown."""
-        raise AssertionError(f"{placed.name} has left a memory that has room for everything")
+        raise AssertionError(f"{managed.name} has left a memory that has room for everything")
 
 
 class _FakeOffload(ActivationOffload):
@@ -234,6 +234,7 @@ ALIGNED = 16
 
 class StorageCounter(DispatchMode):
     """Counts the bytes of storages that are made inside, as long as each is referred to."""
+
     # [Note: lifetimes] PyTorch keeps the Python object of a storage as long as the storage itself,
     # so a weak reference to it dies when the memory is freed, whether Python, autograd's graph or a
     # view held it last. Memory that was there before is known by being only an argument of

@@ -18,7 +18,7 @@ from gulliver._compat import storage_users
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ByteCounter
 from gulliver.memory._pages import Pages
-from gulliver.memory._placed import Placed, Where
+from gulliver.memory._placed import ManagedTensor, Residency
 from gulliver.memory._read_locks import before_write
 from gulliver.memory._stores import Store, whole_pages
 from gulliver.solve import NoRoom
@@ -48,7 +48,7 @@ def end_workers() -> None:
         traffic.end_worker()
 
 
-class StillSeen(NoRoom):
+class BufferStillReferenced(NoRoom):
     """Memory that was given back is looked at on, and there is no room beside it."""
 
 
@@ -72,9 +72,9 @@ class Traffic:
         self.moved: dict[str, Any] = dict.fromkeys(COUNTS, 0)
         self.moved["seconds_waited"] = 0.0
         self._lock = lock
-        self._queue: deque[Placed] = deque()
-        self._leaving: deque[Placed] = deque()
-        self._failed: list[tuple[Placed, GulliverError]] = []
+        self._queue: deque[ManagedTensor] = deque()
+        self._leaving: deque[ManagedTensor] = deque()
+        self._failed: list[tuple[ManagedTensor, GulliverError]] = []
         self._free: dict[int, list[tuple[Tensor, bool]]] = {}
         self._pages = pages or Pages(device)
         self._worker: threading.Thread | None = None
@@ -83,82 +83,84 @@ class Traffic:
 
     # Objects
 
-    def bring(self, placed: Placed, reads: bool, zero: bool = False) -> None:
+    def bring(self, managed: ManagedTensor, reads: bool, zero: bool = False) -> None:
         """Lets an object come: its memory is made, and read into if there is something to read."""
-        placed.reads, placed.zero = reads, zero
-        if placed.where is not Where.LEAVING:
-            placed.enter(Where.QUEUED)
-        self._queue.append(placed)
+        managed.reads, managed.zero = reads, zero
+        if managed.residency is not Residency.LEAVING:
+            managed.enter(Residency.QUEUED)
+        self._queue.append(managed)
         self._advance()
 
-    def send(self, placed: Placed) -> None:
+    def send(self, managed: ManagedTensor) -> None:
         """Begins to write an object that leaves."""
-        placed.enter(Where.LEAVING)
-        self._write(placed)
+        managed.enter(Residency.LEAVING)
+        self._write(managed)
 
-    def drop(self, placed: Placed) -> None:
+    def drop(self, managed: ManagedTensor) -> None:
         """Gives the memory of an object back without writing it."""
-        if placed.where is not Where.LEAVING:
+        if managed.residency is not Residency.LEAVING:
             with suppress(GulliverError):  # what could not be read is not wanted
-                self.settle(placed)
-        if placed in self._queue and placed.reads:
+                self.settle(managed)
+        if managed in self._queue and managed.reads:
             self.moved["cancelled"] += 1
-            self.moved["bytes_cancelled"] += placed.size
-        self.cancel(placed)
-        if placed.where is Where.LEAVING:  # what could not be written is not wanted
-            self._failed = [(other, e) for other, e in self._failed if other is not placed]
-            if placed in self._leaving:
-                self._leaving.remove(placed)
+            self.moved["bytes_cancelled"] += managed.size
+        self.cancel(managed)
+        if managed.residency is Residency.LEAVING:  # what could not be written is not wanted
+            self._failed = [(other, e) for other, e in self._failed if other is not managed]
+            if managed in self._leaving:
+                self._leaving.remove(managed)
                 with suppress(GulliverError):
-                    self._wait(placed)
-            placed.transfer = None
-        if placed.where is not Where.AWAY:
-            self._release(placed)
+                    self._wait(managed)
+            managed.transfer = None
+        if managed.residency is not Residency.AWAY:
+            self._release(managed)
 
-    def cancel(self, placed: Placed) -> None:
+    def cancel(self, managed: ManagedTensor) -> None:
         """Takes an object back that waits for memory."""
-        if placed in self._queue:
-            self._queue.remove(placed)
-        if placed.where is Where.QUEUED:
-            placed.enter(Where.AWAY)
+        if managed in self._queue:
+            self._queue.remove(managed)
+        if managed.residency is Residency.QUEUED:
+            managed.enter(Residency.AWAY)
 
-    def settle(self, placed: Placed) -> None:
+    def settle(self, managed: ManagedTensor) -> None:
         """Waits until an object is where it was to go."""
-        if placed in self._queue:
-            self._queue.remove(placed)  # others can wait
-            self._queue.appendleft(placed)
-            self._advance(placed)
-        if placed.where is Where.ARRIVING:
+        if managed in self._queue:
+            self._queue.remove(managed)  # others can wait
+            self._queue.appendleft(managed)
+            self._advance(managed)
+        if managed.residency is Residency.ARRIVING:
             try:
-                self._wait(placed)
+                self._wait(managed)
             except GulliverError:
-                self._release(placed)
+                self._release(managed)
                 raise
-            placed.enter(Where.HERE)
-        elif placed.where is Where.LEAVING:
+            managed.enter(Residency.HERE)
+        elif managed.residency is Residency.LEAVING:
             self.tell()
-            if placed.where is Where.LEAVING:
-                self._finish(placed)
+            if managed.residency is Residency.LEAVING:
+                self._finish(managed)
 
-    def let_leave(self, placed: Placed) -> None:
+    def let_leave(self, managed: ManagedTensor) -> None:
         """Waits until an object has left; one that could not be written stays where it is."""
-        if placed in self._leaving:
+        if managed in self._leaving:
             with suppress(GulliverError):
-                self._finish(placed, again=False)
+                self._finish(managed, again=False)
 
-    def has_come(self, placed: Placed) -> bool:
+    def has_come(self, managed: ManagedTensor) -> bool:
         """Whether an object is where it was to go, or failed to; does not wait."""
         self._advance()
-        return placed.where is Where.HERE or (placed.where is Where.ARRIVING and placed.done)
+        return managed.residency is Residency.HERE or (
+            managed.residency is Residency.ARRIVING and managed.done
+        )
 
-    def unwritten(self) -> list[Placed]:
+    def unwritten(self) -> list[ManagedTensor]:
         """Returns the objects that could not be written, and have not come again."""
-        return [placed for placed, _ in self._failed if placed not in self._queue]
+        return [managed for managed, _ in self._failed if managed not in self._queue]
 
-    def keep(self, placed: Placed) -> None:
+    def keep(self, managed: ManagedTensor) -> None:
         """Lets an object stay that could not be written."""
-        self._failed = [(other, e) for other, e in self._failed if other is not placed]
-        placed.enter(Where.HERE)
+        self._failed = [(other, e) for other, e in self._failed if other is not managed]
+        managed.enter(Residency.HERE)
 
     def tell(self) -> None:
         """Raises the error of a write that failed since the last call, after beginning it again."""
@@ -167,8 +169,8 @@ class Traffic:
                 self._finish(self._leaving[0], again=False)
         if self._failed:
             failed, self._failed = self._failed, []
-            for placed in [placed for placed, _ in failed]:
-                self._write(placed)
+            for managed in [managed for managed, _ in failed]:
+                self._write(managed)
             try:
                 raise failed[0][1]
             finally:
@@ -202,8 +204,8 @@ class Traffic:
 
     def close(self) -> None:
         """Waits for what is under way, and frees all memory of objects."""
-        for placed in (*self._queue,):
-            self.cancel(placed)
+        for managed in (*self._queue,):
+            self.cancel(managed)
         while self._leaving:
             with suppress(GulliverError):
                 self._finish(self._leaving[0], again=False)
@@ -290,7 +292,7 @@ class Traffic:
             self.tell()
         if not self._leaving and not self._is_let_go():
             kept = sum(size * len(many) for size, many in self._free.items())
-            raise StillSeen(
+            raise BufferStillReferenced(
                 f"the memory budget of {self.budget} bytes is too small: {kept} bytes that were "
                 f"given back are still looked at: drop the views of them, or give at least "
                 f"{self.held + size}",
@@ -318,100 +320,100 @@ class Traffic:
 
     # Transfers
 
-    def _advance(self, until: Placed | None = None) -> None:
+    def _advance(self, until: ManagedTensor | None = None) -> None:
         """Lets the queue come as far as there is memory, or up to an object that is waited for."""
         while self._queue:
-            placed = self._queue[0]
+            managed = self._queue[0]
             memory = None
-            if self._is_gone(placed, wait=placed is until):
-                memory = self._memory(placed.size, wait=placed is until)
+            if self._is_gone(managed, wait=managed is until):
+                memory = self._memory(managed.size, wait=managed is until)
             if memory is None:
                 self._start_worker()
                 return
             self._queue.popleft()
-            self._begin(placed, memory)
+            self._begin(managed, memory)
 
-    def _is_gone(self, placed: Placed, wait: bool) -> bool:
+    def _is_gone(self, managed: ManagedTensor, wait: bool) -> bool:
         """Whether an object that is to come again has left; where it must have, waits for that."""
-        if placed.where is Where.LEAVING:
+        if managed.residency is Residency.LEAVING:
             if wait:
                 self.tell()
-            if placed in self._leaving and (wait or self._is_over(placed)):
+            if managed in self._leaving and (wait or self._is_over(managed)):
                 with suppress(*(() if wait else (GulliverError,))):
-                    self._finish(placed, again=wait)
-            if placed.where is Where.LEAVING:
+                    self._finish(managed, again=wait)
+            if managed.residency is Residency.LEAVING:
                 return False
-        if placed.where is Where.AWAY:
-            placed.enter(Where.QUEUED)
+        if managed.residency is Residency.AWAY:
+            managed.enter(Residency.QUEUED)
         return True
 
-    def _begin(self, placed: Placed, memory: Tensor) -> None:
-        placed.memory = memory
-        self.counter.add(placed.kind, placed.nbytes)
-        if placed.reads:
+    def _begin(self, managed: ManagedTensor, memory: Tensor) -> None:
+        managed.memory = memory
+        self.counter.add(managed.kind, managed.nbytes)
+        if managed.reads:
             assert self.store is not None
-            assert placed.offset is not None
-            placed.enter(Where.ARRIVING)
-            placed.transfer = self.store.read(placed.offset, memory)
+            assert managed.offset is not None
+            managed.enter(Residency.ARRIVING)
+            managed.transfer = self.store.read(managed.offset, memory)
             self.moved["loads"] += 1
-            self.moved["bytes_in"] += placed.size
+            self.moved["bytes_in"] += managed.size
         else:
-            placed.enter(Where.HERE)
-            if placed.zero:
+            managed.enter(Residency.HERE)
+            if managed.zero:
                 memory.zero_()
 
-    def _write(self, placed: Placed) -> None:
+    def _write(self, managed: ManagedTensor) -> None:
         """Begins a write; a store that is full makes it one that failed."""
         assert self.store is not None
-        assert placed.memory is not None
+        assert managed.memory is not None
         try:
-            if placed.offset is None:
-                placed.offset = self.store.allocate(placed.size, placed)
-            placed.transfer = self.store.write(placed.offset, placed.memory)
+            if managed.offset is None:
+                managed.offset = self.store.allocate(managed.size, managed)
+            managed.transfer = self.store.write(managed.offset, managed.memory)
         except GulliverError as error:
-            self._failed.append((placed, error))
+            self._failed.append((managed, error))
             return
         self.moved["writes"] += 1
-        self.moved["bytes_out"] += placed.size
-        self._leaving.append(placed)
+        self.moved["bytes_out"] += managed.size
+        self._leaving.append(managed)
 
-    def _finish(self, placed: Placed, again: bool = True) -> None:
+    def _finish(self, managed: ManagedTensor, again: bool = True) -> None:
         """Waits for a write, whose memory is free then."""
         try:
-            self._wait(placed)
+            self._wait(managed)
         except GulliverError as error:
-            self._leaving.remove(placed)
+            self._leaving.remove(managed)
             if again:
-                self._write(placed)
+                self._write(managed)
             else:
-                self._failed.append((placed, error))
+                self._failed.append((managed, error))
             raise
-        self._leaving.remove(placed)
-        self._release(placed)
+        self._leaving.remove(managed)
+        self._release(managed)
 
-    def _is_over(self, placed: Placed) -> bool:
+    def _is_over(self, managed: ManagedTensor) -> bool:
         assert self.store is not None
-        return self.store.in_stream or placed.done
+        return self.store.in_stream or managed.done
 
-    def _wait(self, placed: Placed) -> None:
-        assert placed.transfer is not None
+    def _wait(self, managed: ManagedTensor) -> None:
+        assert managed.transfer is not None
         begun = time.perf_counter()
         try:
-            placed.transfer.wait()
+            managed.transfer.wait()
         except GulliverError:
-            placed.transfer = None
+            managed.transfer = None
             raise
         finally:
             self.moved["seconds_waited"] += time.perf_counter() - begun
-        placed.transfer = None  # an interrupted one is under way still
+        managed.transfer = None  # an interrupted one is under way still
 
-    def _release(self, placed: Placed) -> None:
-        memory, placed.memory = placed.memory, None
+    def _release(self, managed: ManagedTensor) -> None:
+        memory, managed.memory = managed.memory, None
         assert memory is not None
-        placed.enter(Where.AWAY)
-        self.counter.add(placed.kind, -placed.nbytes)
-        self.give(memory, trusted=not placed.viewed)
-        placed.viewed = False
+        managed.enter(Residency.AWAY)
+        self.counter.add(managed.kind, -managed.nbytes)
+        self.give(memory, trusted=not managed.viewed)
+        managed.viewed = False
 
     # The thread that waits where nobody else does
 

@@ -10,11 +10,10 @@ from gulliver.families import (
 from gulliver.parallel._aliases import check_unshared
 from gulliver.parallel._dropout import Along, attention_with_dropout, drop, mix, word_of
 from gulliver.parallel._new_state import has_stepped, take_new_state
-from gulliver.parallel._optimizer import (
-    BoostedOptimizer,
+from gulliver.parallel._optimizer import BoostedOptimizer, named_groups, named_trainables
+from gulliver.parallel._saving import (
     Counter,
-    named_groups,
-    named_trainables,
+    OptimizerCheckpoint,
     persistent_buffers,
     refuse_extra_state,
 )
@@ -40,6 +39,7 @@ __all__ = [
     "BucketTuner",
     "BufferSync",
     "Counter",
+    "OptimizerCheckpoint",
     "OwnLoss",
     "ZeroOptimizer",
     "ZeroWires",

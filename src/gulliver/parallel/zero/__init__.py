@@ -12,13 +12,6 @@ from gulliver.parallel.zero._elementwise import (
     optimizer_table,
     state_sizes,
 )
-from gulliver.parallel.zero._entries import (
-    exact_parameters,
-    export_leaves,
-    import_leaves,
-    shown_parts,
-    take_shown_parts,
-)
 from gulliver.parallel.zero._memory import (
     ChunkBytes,
     Event,
@@ -64,10 +57,7 @@ __all__ = [
     "check_optimizer",
     "check_trainable",
     "check_uneven",
-    "exact_parameters",
-    "export_leaves",
     "held_bytes",
-    "import_leaves",
     "in_unequal_step",
     "is_boosted",
     "makes_beside",
@@ -76,9 +66,7 @@ __all__ = [
     "ordered_layouts",
     "ordinary_step",
     "shard_dtype",
-    "shown_parts",
     "squared_norm",
     "state_sizes",
-    "take_shown_parts",
     "uneven_step",
 ]

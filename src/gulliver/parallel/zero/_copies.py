@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gulliver._compat import storage_users, without_torch_functions
 from gulliver.comm import IDENTITY
 from gulliver.errors import GulliverError
-from gulliver.memory import PlacedChunk, Presence
+from gulliver.memory import ManagedChunk, Presence
 from gulliver.parallel.zero._sharded import ShardedChunk
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -40,24 +40,24 @@ class Copies:
 
     def __init__(
         self,
-        home: Mapping[int, ShardedChunk],
+        chunk_of: Mapping[int, ShardedChunk],
         gathered: Callable[[ShardedChunk], Tensor],
         finish: Callable[[ShardedChunk], None],
         release: Callable[[], None],
     ) -> None:
-        self._home, self._gathered, self._finish = home, gathered, finish
+        self._chunk_of, self._gathered, self._finish = chunk_of, gathered, finish
         self._release = release
         # Copies that somebody may have views of.
-        self.lent: list[_Copy] = []
+        self.lent: list[_ChunkCopy] = []
         # Chunks that were given back while somebody had views, with versions of parameters.
         self.left: dict[ShardedChunk, list[int]] = {}
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: Any, step: int) -> Any:
         """Runs an operation on copies in place of parameters."""
-        used: list[tuple[nn.Parameter, Tensor, _Copy | None]] = []
+        used: list[tuple[nn.Parameter, Tensor, _ChunkCopy | None]] = []
 
         def replaced(value: Any) -> Any:
-            if isinstance(value, nn.Parameter) and id(value) in self._home:
+            if isinstance(value, nn.Parameter) and id(value) in self._chunk_of:
                 view, copy = self._view(value, step, [found for _, _, found in used])
                 used.append((value, view, copy))
                 return view
@@ -71,10 +71,10 @@ class Copies:
         return next((parameter for parameter, view, _ in used if view is result), result)
 
     def _view(
-        self, parameter: nn.Parameter, step: int, used: Sequence[_Copy | None]
-    ) -> tuple[Tensor, _Copy | None]:
+        self, parameter: nn.Parameter, step: int, used: Sequence[_ChunkCopy | None]
+    ) -> tuple[Tensor, _ChunkCopy | None]:
         """What an operation is given for a parameter, besides copies that it has got already."""
-        sharded = self._home[id(parameter)]
+        sharded = self._chunk_of[id(parameter)]
         if sharded.presence is not Presence.ABSENT and sharded.chunk.wire is not IDENTITY:
             self._release()  # what is here was packed on its way, and a copy is exact
         if sharded.presence is not Presence.ABSENT:
@@ -85,26 +85,26 @@ class Copies:
             self._bring(step, used)  # one at a time, apart from those that somebody has views of
             # Versions are not counted of what is made in inference.
             with torch.inference_mode(False), torch.no_grad():
-                found = _Copy(sharded, self._gathered(sharded), step)
+                found = _ChunkCopy(sharded, self._gathered(sharded), step)
             self.lent.append(found)
         return found.views[id(parameter)], found
 
-    def settle(self, step: int) -> None:
+    def flush(self, step: int) -> None:
         """Brings what was written to the shards, and forgets copies that nobody has."""
         self._check_left()
         self._bring(step)
         for copy in self.lent:
             copy.is_open = False  # the chunk itself may be written from here on
 
-    def _bring(self, step: int, used: Sequence[_Copy | None] = ()) -> None:
+    def _bring(self, step: int, used: Sequence[_ChunkCopy | None] = ()) -> None:
         for copy in self.lent:
             if copy.is_written():
                 self._write_back(copy, step)
         self.lent = [copy for copy in self.lent if copy in used or copy.is_held()]
 
-    def _write_back(self, copy: _Copy, step: int) -> None:
-        sharded = self._home[id(copy.parameters[0])]
-        if isinstance(sharded.chunk, PlacedChunk) and sharded.chunk.has_copy:
+    def _write_back(self, copy: _ChunkCopy, step: int) -> None:
+        sharded = self._chunk_of[id(copy.parameters[0])]
+        if isinstance(sharded.chunk, ManagedChunk) and sharded.chunk.has_copy:
             self.lent.remove(copy)
             sharded.chunk.refuse_write()
         if sharded.presence is not Presence.ABSENT:
@@ -117,7 +117,7 @@ class Copies:
             )
         for parameter in copy.parameters:
             # Chunks may have been cut anew since.
-            sharded, view = self._home[id(parameter)], copy.views[id(parameter)]
+            sharded, view = self._chunk_of[id(parameter)], copy.views[id(parameter)]
             if sharded.presence is Presence.ABSENT:
                 write_back(sharded, parameter, view)
             else:
@@ -153,7 +153,7 @@ class Copies:
                 )
 
 
-class _Copy:
+class _ChunkCopy:
     """A copy of a chunk's parameters, and what tells whether it was written."""
 
     def __init__(self, sharded: ShardedChunk, whole: Tensor, step: int) -> None:
@@ -201,7 +201,7 @@ def write_back(sharded: ShardedChunk, parameter: nn.Parameter, values: Tensor) -
         if chunk.parameters[piece.name] is parameter:
             part = values.reshape(-1)[piece.offset : piece.offset + piece.numel]
             with chunk.opened(write=True):
-                chunk.merge(chunk.home[piece.start : piece.end], part)
+                chunk.merge(chunk.master_shard[piece.start : piece.end], part)
 
 
 def _versions(sharded: ShardedChunk) -> list[int]:

@@ -75,45 +75,65 @@ class Gatherer:
 
     def __init__(
         self,
-        chunks: Sequence[ShardedChunk],
         sharded: bool,
         group: Group,
+        record: AccessRecord,
         ahead: int = 2,
         overlap: bool = True,
         every: bool = True,
         tight: bool = False,
     ) -> None:
-        self.chunks, self.sharded, self.group = list(chunks), sharded, group
+        """Makes one without chunks; see `take`.
+
+        Args:
+            sharded: whether parameters are given back after use (stage 3).
+            group: process group of the ranks that own the shards.
+            record: what a step of stage 3 does, for predictions.
+            ahead: chunks that are gathered ahead of the one in use (stage 3).
+            overlap: False waits for every gather at once, for comparison.
+            every: whether a pass gathers all chunks, used or not; see `Prefetcher`.
+            tight: whether there may be no room for all that a pass skips; see `Prefetcher`.
+        """
+        self.chunks: list[ShardedChunk] = []
+        self.sharded, self.group, self.record = sharded, group, record
         self.ahead, self.overlap = ahead, overlap
         self.step = 0
-        # What a step of stage 3 did, for predictions.
-        self.record = AccessRecord()
-        self._engine = Prefetcher(self.chunks, self, ahead, every, tight)
-        self._home = {id(p): c for c in chunks for p in c.chunk.members}
-        self._index = {id(c): number for number, c in enumerate(self.chunks)}
-        self._depth, self._stays, self._tight = 0, False, tight
+        self._every, self._tight = every, tight
+        self._engine = Prefetcher([], self, ahead, every, tight)
+        self._chunk_of: dict[int, ShardedChunk] = {}
+        self._depth, self._stays = 0, False
         self._now: list[ShardedChunk] = []
         self._at: list[tuple[int, ShardedChunk]] = []
         self._begins: list[int] = []
-        self.copies = Copies(self._home, self.copied, self.finish, self._engine.release_all)
+        self.copies = Copies(
+            self._chunk_of, self.copied, self.finish, lambda: self._engine.release_all()
+        )
         if sharded and not every:
             _alone.add(self)
-        for released in chunks:
-            if released.chunk.buffer is None:
-                released.presence = Presence.ABSENT
-                mark_pending(released.chunk.members, self.touched)
 
-    def note(self, what: str, sharded: ShardedChunk) -> None:
-        """Notes what happens to a chunk of stage 3, in the first step."""
-        if not self.record.complete:
-            self.record.note(what, self._index[id(sharded)])
+    def take(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Gathers these chunks from here on, in the order of use, in place of any others.
+
+        Views of copies that users have stay valid, so writes to them reach the new chunks.
+        """
+        self.chunks = list(chunks)
+        self._chunk_of.clear()
+        self._chunk_of.update({id(p): c for c in chunks for p in c.chunk.members})
+        self._engine = Prefetcher(self.chunks, self, self.ahead, self._every, self._tight)
+        self._at, self._begins = [], []
+        self.copies.left.clear()
+        self.record.restart()
+        for sharded in chunks:
+            if sharded.chunk.buffer is None:
+                sharded.presence = Presence.ABSENT
+                mark_pending(sharded.chunk.members, self.touched)
 
     # A chunk's way: absent or updated, arriving, whole, absent.
 
     def start(self, sharded: ShardedChunk, exact: bool = False) -> None:
-        """Starts the way of a chunk's parameters to this rank; what `home` holds is sent."""
+        """Starts the way of a chunk's parameters to this rank; the master shard is sent."""
         if self.copies.lent or self.copies.left:  # a call less for every chunk
-            self.settle_writes()
+            self.flush_writes()
         chunk = sharded.chunk
         if sharded.presence is Presence.ABSENT:
             chunk.materialise()
@@ -203,14 +223,14 @@ class Gatherer:
 
     def finish_all(self) -> None:
         """Waits for everything under way."""
-        self.settle_writes()
+        self.flush_writes()
         for sharded in self.chunks:
             self.finish(sharded)
 
     def release_all(self) -> None:
         """Gives everything back; with stages below 3 it only waits."""
         if self.sharded:
-            self.settle_writes()
+            self.flush_writes()
             self.record.note("released")
             self._engine.release_all()
         else:
@@ -245,7 +265,7 @@ class Gatherer:
     def leave_backward(self) -> None:
         """A backward ends."""
         if self.sharded and self._engine.current is Pass.BACKWARD:
-            self.settle_writes()
+            self.flush_writes()
             self.record.note("backward ended")
             self._engine.end_backward()
 
@@ -270,7 +290,7 @@ class Gatherer:
         finally:
             self._stays = False
             self._depth -= 1
-            self.settle_writes()
+            self.flush_writes()
             self._engine.release_all()
 
     @contextmanager
@@ -311,17 +331,17 @@ class Gatherer:
         if self.copies.left:
             self.copies.remember()
         if all(c.chunk.wire is IDENTITY for c in self.chunks):
-            self.prefetch()
+            self._prefetch()
 
-    def prefetch(self) -> None:
+    def _prefetch(self) -> None:
         """Starts the next forward's first gathers; its first modules will wait for just those."""
         if self.sharded:
-            self.settle_writes()
+            self.flush_writes()
             self.record.note("prefetched")
             self._engine.prefetch()
 
     def _begin(self, kind: Pass) -> None:
-        self.settle_writes()
+        self.flush_writes()
         self.record.note(kind.name)
         self._engine.begin(kind)
 
@@ -329,12 +349,12 @@ class Gatherer:
         """Makes a chunk whole, gathers ahead and gives back what has been used."""
         if self.sharded:
             self._hold(sharded)
-            self.note("used", sharded)
+            self.record.note("used", sharded.index)
             self._engine.use(sharded)
         else:
             self.finish(sharded)
 
-    def relieve(self) -> None:
+    def release_idle(self) -> None:
         """Gives back what nobody looks at now; on one rank it may come again at any time."""
         for sharded in self.chunks:
             whole, wanted = sharded.presence is Presence.WHOLE, sharded.held or sharded in self._now
@@ -366,8 +386,8 @@ class Gatherer:
         self, parameters: list[nn.Parameter], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
         """Runs an operation on pending parameters; it comes back for another optimizer's."""
-        mine = [p for p in parameters if id(p) in self._home]
-        chunks = {id(c): c for c in (self._home[id(p)] for p in mine)}
+        mine = [p for p in parameters if id(p) in self._chunk_of]
+        chunks = {id(c): c for c in (self._chunk_of[id(p)] for p in mine)}
         check_not_ahead(chunks.values())
         reading = not torch.is_grad_enabled() or is_unrecorded(func)
         if not reading and self._depth == 0 and backward_number() >= 0:
@@ -421,10 +441,10 @@ class Gatherer:
         """Copies a whole chunk; every rank calls it."""
         return whole_copy(sharded, self.group, self._purpose(sharded))
 
-    def settle_writes(self) -> None:
+    def flush_writes(self) -> None:
         """Brings what was written between passes to the shards; see `_copies.py`."""
         if self.copies.lent or self.copies.left:
-            self.copies.settle(self.step)
+            self.copies.flush(self.step)
 
     # What autograd saves.
 
@@ -451,7 +471,7 @@ class Gatherer:
         """The tensor that was saved, gathered again where that is needed."""
         if type(saved) is not SavedParameter:
             return saved
-        sharded = self._home[id(saved.parameter)]
+        sharded = self._chunk_of[id(saved.parameter)]
         if saved.step != self.step + sharded.updates:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "

@@ -16,7 +16,7 @@ def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableH
     # those can go on, and whoever boosts the model again finds it as if it had never been boosted.
     shards.gatherer.release_all()
     shards.publish_exact()
-    members = {p for sharded in shards.everything for p in sharded.chunk.members}
+    members = {p for sharded in shards.all_chunks for p in sharded.chunk.members}
     fresh = dict[nn.Parameter, nn.Parameter]()
     for module in model.modules():
         for key, held in module._parameters.items():
@@ -28,4 +28,4 @@ def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableH
             module._parameters[key] = fresh[held]
     for hook in hooks:
         hook.remove()
-    shards.reducer.close()
+    shards.reducer.take(())

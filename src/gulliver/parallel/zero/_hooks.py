@@ -34,7 +34,7 @@ from gulliver.errors import GulliverError
 from gulliver.memory import PendingParameter, hide_from_compilers
 from gulliver.parallel.zero._gatherer import Gatherer, refer
 from gulliver.parallel.zero._shards import ShardedState
-from gulliver.parallel.zero._unfreezing import wake
+from gulliver.parallel.zero._unfreezing import train_unfrozen
 
 
 class _Calls:
@@ -88,8 +88,8 @@ class _Calls:
 
     def _begin(self, gatherer: Gatherer) -> None:
         assert self._shards is not None
-        if self._shards.sleeping:
-            wake(self._shards)
+        if self._shards.frozen_trainable:
+            train_unfrozen(self._shards)
         for module in self._modules[1:]:
             _wait_before(module, self._shards)
         with outside_transforms():

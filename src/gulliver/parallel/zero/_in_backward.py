@@ -49,7 +49,7 @@ class InBackward:
         self._shards, self._updates = shards, updates
         # Whether a backward has stepped chunks, or could have, and no step has followed.
         self.begun = False
-        self._torn = ""
+        self._torn = self._suspended = ""
         self._numbers: dict[ShardedChunk, int] = {}
         self._sent: deque[tuple[ShardedChunk, Tensor, Handle]] = deque()
         self._stepped: dict[int, ShardedChunk] = {}
@@ -68,25 +68,23 @@ class InBackward:
         self.begun = True
         self._numbers = {c: n for n, c in enumerate(self._shards.chunks)}
         count = len(self._numbers)
-        reducer.sent = self.reduced
         try:
             yield
             while self._sent:
                 self._step(*self._sent.popleft())
-        except BaseException:
+        except BaseException:  # an interrupt leaves the model between two steps, too
             if len(self._numbers) < count:
                 self._torn = f"{count - len(self._numbers)} of {count} chunks"
             self._forget()
             raise
         finally:
-            reducer.sent = None
             self._updates.end()
 
     def reduced(self, sharded: ShardedChunk) -> None:
         """A chunk's gradients are on their way; steps those of which all is there."""
         used = self._shards.reducer.used_in(sharded)
         first = not self._sent and len(self._numbers) == len(self._shards.chunks)
-        votes = torch.tensor([*used, *self._shards.watched.votes()] if first else used)
+        votes = torch.tensor([*used, *self._shards.groups.votes()] if first else used)
         votes = votes.to(torch.uint8)
         why = sharded.purpose("votes on", "in a backward")
         # One exchange, where an all-reduce takes two, and the second would wait for what follows.
@@ -101,11 +99,11 @@ class InBackward:
         handle.wait()
         names, answer = list(sharded.chunk.parameters), votes.amax(0).tolist()
         if len(answer) > len(names):
-            self._shards.watched.check_votes(answer[len(names) :])
+            self._shards.groups.check_votes(answer[len(names) :])
             self._begin()
         self._prepare(sharded)
         used = {name for name, vote in zip(names, answer, strict=False) if vote}
-        self._updates.allowed = True
+        self._updates.begin()
         number = self._numbers.pop(sharded)
         later = self._is_gathered_later(number)
         self._updates.step([number], used, gather=not later)
@@ -127,8 +125,8 @@ class InBackward:
 
     def _begin(self) -> None:
         """The first chunk is about to be stepped."""
-        self._options = self._shards.watched.options()
-        self._updates.allowed = True
+        self._options = self._shards.groups.options()
+        self._updates.begin()
         self._hooks.enter_context(step_hooks(self._shards.inner))
 
     def _prepare(self, sharded: ShardedChunk) -> None:
@@ -150,7 +148,7 @@ class InBackward:
             self._shards.gatherer.release_all()
         if not self._options:
             self._begin()
-        self._updates.allowed = True
+        self._updates.begin()
         try:
             for _, sharded in sorted(self._stepped.items()):
                 self._shards.gatherer.start(sharded)
@@ -170,7 +168,7 @@ class InBackward:
 
     def _check_options(self) -> None:
         """Refuses options that were changed after chunks had been stepped with others."""
-        found = self._options and first_change(self._options, self._shards.watched.options())
+        found = self._options and first_change(self._options, self._shards.groups.options())
         if found:
             name, then, now = found
             raise GulliverError(
@@ -180,14 +178,18 @@ class InBackward:
 
     def refuse(self, what: str) -> None:
         """Refuses what comes too late where a backward has begun a step."""
-        if self._shards.inside:
-            raise GulliverError(self._shards.inside)
+        if self._suspended:
+            raise GulliverError(self._suspended)
         if self.begun:
             raise GulliverError(
                 f"{what} between backward and step: step_in_backward has begun the step already; "
                 "accumulate inside no_sync, clip with the plugin's max_norm, and step first, or "
                 "leave step_in_backward out"
             )
+
+    def suspend(self, why: str) -> None:
+        """Makes `refuse` refuse everything with these words; empty ones end that."""
+        self._suspended = why
 
     def check_whole(self) -> None:
         """Refuses to go on from the middle of a step."""
@@ -211,4 +213,6 @@ class InBackward:
                     mark_ready(sharded.chunk.members)
         self._stepped.clear()
         self._sent.clear()
+        # Drops the hooks that follow a step without calling them: where a backward failed, no step
+        # has ended. `finish` has taken them out before, and calls them itself.
         self._hooks.pop_all()

@@ -54,26 +54,26 @@ class ChunkBytes:
 
 def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
     """Bytes that a rank will hold of what it has, see `held_bytes`; with tiers, in the fast one."""
-    record = shards.gatherer.record
+    record = shards.record
     chunks = [
         ChunkBytes(
             tuple(c.chunk.parameters),
             c.chunk.nbytes,
-            c.chunk.home.nbytes,
+            c.chunk.master_shard.nbytes,
             c.trained,
             c.chunk.has_master,
             0 if c.chunk.shown_part is None else c.chunk.shown_part.nbytes,
         )
-        for c in shards.everything
+        for c in shards.all_chunks
     ]
     names = {name for chunk in chunks for name in chunk.names}
-    uses = shards.uses if names == set(shards.uses) else ()
+    uses = shards.options.uses if names == set(shards.options.uses) else ()
     events = record.events if record.complete else list(ordinary_step(chunks, uses))
-    options = shards.stage, shards.parts, shards.ahead, _state_bytes(shards)
+    options = shards.stage, shards.parts, shards.options.ahead, _state_bytes(shards)
     found = held_bytes(chunks, *options, events)
     if pipelined and shards.manager is None:
         found = after_micro_batches(found, chunks, *options[:3])
-    if shards.unequal:
+    if shards.options.unequal:
         found = in_unequal_step(found, chunks, *options[:2], shards.manager is not None)
     return found if shards.manager is None else _within(found, shards.manager)
 
@@ -198,7 +198,7 @@ class StepReplay(ABC):
                 self._reduce(self.chunks[number])
             elif self.stage == 3:
                 self.passes(what, number)
-        self.land_all()
+        self.wait_all_reductions()
 
     def passes(self, what: str, number: int) -> None:
         """What moves parameters."""
@@ -213,7 +213,7 @@ class StepReplay(ABC):
         elif what == "released":
             self.engine.release_all()
         elif what == "prefetched":
-            self.land_all()
+            self.wait_all_reductions()
             self.engine.prefetch()
 
     # What the prefetcher asks for.
@@ -240,25 +240,25 @@ class StepReplay(ABC):
 
     def _collect(self, chunk: ImaginedChunk) -> None:
         if chunk in self.flying:
-            self.land_all()
+            self.wait_all_reductions()
         self.collects(chunk)
 
     def _reduce(self, chunk: ImaginedChunk) -> None:
         self.sends(chunk)
         self.flying.append(chunk)
         if self.stage >= 2 and len(self.flying) > self.in_flight:
-            self.land(self.flying[0])
+            self.wait_reduction(self.flying[0])
 
-    def land(self, chunk: ImaginedChunk) -> None:
+    def wait_reduction(self, chunk: ImaginedChunk) -> None:
         """Lets the gradients of a chunk arrive, if they travel."""
         if chunk in self.flying:
             self.flying.remove(chunk)
             self.lands(chunk)
 
-    def land_all(self) -> None:
+    def wait_all_reductions(self) -> None:
         """Lets all gradients arrive."""
         while self.flying:
-            self.land(self.flying[0])
+            self.wait_reduction(self.flying[0])
 
     # What that means.
 
@@ -380,11 +380,9 @@ def backward_uses(
 
 def _state_bytes(shards: ShardedState) -> int:
     """Bytes of the optimizer's state, as it will lie in the buffers of chunks."""
-    groups = shards.inner.param_groups
     total = 0
     for sharded in shards.chunks:
         for piece, owned in sharded.pieces:
-            group = groups[shards.group_of(piece.name)]
-            sizes = state_sizes(shards.inner, group, owned.shape)
+            sizes = state_sizes(shards.inner, shards.groups.of(piece.name), owned.shape)
             total += moment_size(sizes) * owned.dtype.itemsize
     return total

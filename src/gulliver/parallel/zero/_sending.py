@@ -90,15 +90,15 @@ class GradientSender:
     def send(self, sharded: ShardedChunk) -> tuple[Tensor, Handle]:
         """Sends a chunk's gradients; returns where their mean will be, and when."""
         chunk, why = sharded.chunk, sharded.purpose("reduces", "in a backward")
-        assert chunk.gradient is not None
-        lost = self._lost_of(sharded, chunk.gradient) if self.feeds else None
+        assert chunk.gradients.buffer is not None
+        lost = self._lost_of(sharded, chunk.gradients.buffer) if self.feeds else None
         if chunk.layout.parts == 1:
             if sharded.reduced_in_place:
-                buffer = chunk.take_gradient()
+                buffer = chunk.gradients.take()
             else:
                 # The optimizer steps float32: an all-reduce has no wider sum, so float32 travels.
-                buffer = chunk.take_reduced()
-                buffer.copy_(chunk.gradient)
+                buffer = chunk.gradients.take_reduced()
+                buffer.copy_(chunk.gradients.buffer)
 
             def whole(wire: WireFormat) -> Tensor:
                 copy = buffer.clone()
@@ -111,8 +111,8 @@ class GradientSender:
             return buffer, all_reduce(
                 buffer, "mean", self.group, async_op=True, purpose=why, wire=wire, error=lost
             )
-        incoming = chunk.take_reduced()
-        gradient, dtype = chunk.gradient, chunk.home.dtype
+        incoming = chunk.gradients.take_reduced()
+        gradient, dtype = chunk.gradients.buffer, chunk.master_shard.dtype
 
         def shard(wire: WireFormat) -> Tensor:
             part = torch.empty_like(incoming)
@@ -161,7 +161,7 @@ class GradientSender:
         """Whether the gradients of this step are compared."""
         return self.gate.checking
 
-    def landed(self, sharded: ShardedChunk, incoming: Tensor) -> None:
+    def check_reduced(self, sharded: ShardedChunk, incoming: Tensor) -> None:
         """Compares a chunk's gradient that has arrived."""
         if id(sharded) not in self._references:
             return
@@ -171,7 +171,7 @@ class GradientSender:
             other = None if finer is None else finer[run]
             self.gate.add(piece.name, incoming[run], exact[run], other)
 
-    def settled(self, names: Sequence[str], cut: bool) -> None:
+    def end_step(self, names: Sequence[str], cut: bool) -> None:
         """A step has all its gradients; every rank calls it."""
         self.gate.end_step(names, self.group if cut else ALONE)
 

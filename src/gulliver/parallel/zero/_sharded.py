@@ -51,9 +51,7 @@ _KINDS = (
 @dataclass(eq=False)
 class ShardedChunk(Resident):
     """A chunk, the pieces of parameters that this rank owns of it, and its state."""
-    # Frozen parameters have chunks too where parameters are sharded; those have no pieces.
 
-    # The chunk in memory, with its buffers.
     chunk: Chunk
     # This rank's pieces: which part of which parameter, and the flat tensor that the optimizer
     # steps.
@@ -73,7 +71,9 @@ class ShardedChunk(Resident):
     incoming: Tensor | None = None
     reduction: Handle | None = None
     gathering: Handle | None = None
-    # Index among the optimizer's chunks, counted from a start that differs between optimizers.
+    # Index in the order of use.
+    index: int = -1
+    # The same, counted from a start that differs between optimizers: collectives are known by it.
     number: int = 0
     # Names of parameters whose optimizer state lies in the chunk's buffers.
     placed: set[str] = field(default_factory=set)
@@ -101,9 +101,9 @@ class ShardedChunk(Resident):
         self.hide_gradients()
 
     def take_assigned(self) -> None:
-        """Copies to `home` what an optimizer assigned (``p.data = ...``) instead of writing it."""
+        """Copies to the shard what an optimizer assigned (``p.data = ...``) instead of writing."""
         for piece, owned in self.pieces:
-            run = self.chunk.home[piece.start : piece.end]
+            run = self.chunk.master_shard[piece.start : piece.end]
             if owned.data_ptr() != run.data_ptr():
                 run = run.view(owned.shape)
                 run.copy_(owned.detach())
@@ -129,7 +129,7 @@ class ShardedChunk(Resident):
         if self.gradient_shard is None:
             return
         write = write or self.factor is not None
-        with self.chunk.reduced(self.gradient_shard, write) as gradient:
+        with self.chunk.gradients.reduced(self.gradient_shard, write) as gradient:
             if self.factor is not None:
                 gradient.mul_(self.factor.to(gradient.dtype))
             if write:
@@ -149,10 +149,10 @@ class ShardedChunk(Resident):
             return
         try:
             if factor is None:
-                with self.chunk.reduced(parked) as self.gradient_shard:
+                with self.chunk.gradients.reduced(parked) as self.gradient_shard:
                     yield
             else:
-                with self.chunk.scaled(parked, factor) as (self.gradient_shard, stays):
+                with self.chunk.gradients.scaled(parked, factor) as (self.gradient_shard, stays):
                     if stays:
                         self.factor = self.squared = None
                     yield
@@ -176,7 +176,7 @@ class ShardedChunk(Resident):
     def forget_gradient(self) -> None:
         """Gives the reduced gradient up."""
         if self.gradient_shard is not None:
-            self.chunk.give_reduced(self.gradient_shard)
+            self.chunk.gradients.give_reduced(self.gradient_shard)
         self.gradient_shard = self.factor = self.squared = None
 
     def zero_gradients(self, names: Collection[str]) -> None:

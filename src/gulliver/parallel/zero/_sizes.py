@@ -31,7 +31,7 @@ class TensorSize:
     # Whether the optimizer has to have it whole.
     whole: bool = False
     # Whether it is frozen, and the optimizer steps it once it is unfrozen.
-    sleeping: bool = False
+    frozen_trainable: bool = False
     # Whether the optimizer has its first state beside what is placed.
     beside: bool = False
     # Places among all names of parameters of the model; a tied one has several.
@@ -68,7 +68,7 @@ def ordered_layouts(
     found = []
     kinds = ((True, False), (False, True), (False, False))  # as of `ShardedState.kinds`
     for trained, sleeping in kinds if stage == 3 else kinds[:1]:
-        kind = [t for t in tensors if (t.trained, t.sleeping) == (trained, sleeping)]
+        kind = [t for t in tensors if (t.trained, t.frozen_trainable) == (trained, sleeping)]
         kind.sort(key=lambda t: place.get(t.name, len(place)))
         layouts = chunk_layouts(kind, chunk_bytes, stage, ranks)
         found += [(layout, dtype, trained) for layout, dtype in layouts]

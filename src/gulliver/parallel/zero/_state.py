@@ -15,7 +15,7 @@ from torch import Tensor
 from gulliver.comm import Group, all_gather, gather_objects
 from gulliver.errors import GulliverError
 from gulliver.memory import Piece
-from gulliver.parallel._optimizer import State, is_counter
+from gulliver.parallel._saving import State, is_counter
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
 
@@ -50,7 +50,7 @@ def stream_state(
     counters: State = {}
     present = {(name, MASTER) for c in chunks if c.chunk.has_master for name in c.chunk.parameters}
     for sharded in chunks:
-        with shards.shown(sharded) if shards.whole else nullcontext():
+        with shards.states.shown(sharded) if shards.whole else nullcontext():
             for piece, owned in sharded.pieces:
                 for key, value in optimizer.state.get(owned, {}).items():
                     if is_counter(key, value, owned):
@@ -80,7 +80,7 @@ def _entries(
             names = [name for name in sharded.chunk.parameters if (name, key) in present]
             if not names:
                 continue
-            with shards.shown(sharded):
+            with shards.states.shown(sharded):
                 whole = _gathered(shards.inner, sharded, key, shards.group)
             views = sharded.chunk.named_views(whole)
             for name in names:
@@ -89,15 +89,15 @@ def _entries(
 
 def scatter_state(shards: ShardedState, state: State) -> None:
     """Gives an optimizer this rank's pieces of a whole state, in place of what it has."""
-    optimizer, capturing = shards.inner, shards.capturing()
-    shards.drop_state()
+    optimizer, capturing = shards.inner, shards.groups.capturing()
+    shards.states.drop(shards.chunks)
     for sharded in shards.chunks:
-        with shards.opened(sharded):
+        with shards.states.opened(sharded):
             for piece, owned in sharded.pieces:
                 if piece.name in state:
                     found = _scattered(state[piece.name], sharded, piece, owned, owned in capturing)
                     optimizer.state[owned] = found
-            shards.place_state(sharded)
+            shards.states.place(sharded)
 
 
 def _scattered(
@@ -147,8 +147,8 @@ def _gathered(
     group: Group,
 ) -> Tensor:
     if key == MASTER:
-        return _whole(sharded.chunk.home, sharded, group)
-    shard = torch.zeros_like(sharded.chunk.home)
+        return _whole(sharded.chunk.master_shard, sharded, group)
+    shard = torch.zeros_like(sharded.chunk.master_shard)
     for piece, owned in sharded.pieces:
         value = optimizer.state.get(owned, {}).get(key)
         if _is_elementwise(value, owned):  # factors of another shape may have the same key

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gulliver.comm import Group, Purpose, all_gather, guard
-from gulliver.memory import Chunk, PlacedChunk
+from gulliver.memory import Chunk, ManagedChunk
 from gulliver.parallel.zero._sharded import ShardedChunk
 
 
@@ -20,7 +20,7 @@ from gulliver.parallel.zero._sharded import ShardedChunk
 # rank.
 def has_copy(chunk: Chunk) -> bool:
     """Whether this rank has a copy of all of a chunk now."""
-    return isinstance(chunk, PlacedChunk) and chunk.has_copy
+    return isinstance(chunk, ManagedChunk) and chunk.has_copy
 
 
 def comes_alone(chunk: Chunk) -> bool:
@@ -36,7 +36,7 @@ def step_copies(
     with ExitStack() as stack:
         for sharded in chunks:
             chunk = sharded.chunk
-            assert isinstance(chunk, PlacedChunk), "there is a limit"
+            assert isinstance(chunk, ManagedChunk), "there is a limit"
             with guard(), chunk.making_copy() as (whole, part):
                 all_gather(whole, part, group, purpose=purpose(sharded))
             stack.callback(chunk.end_copy)
@@ -46,10 +46,10 @@ def step_copies(
 def whole_copy(sharded: ShardedChunk, group: Group, purpose: Purpose) -> Tensor:
     """A copy of a whole chunk; unless there is one every rank calls it, to send its part."""
     chunk = sharded.chunk
-    if isinstance(chunk, PlacedChunk) and chunk.has_copy:
+    if isinstance(chunk, ManagedChunk) and chunk.has_copy:
         return chunk.copied()
     with chunk.opened():
-        part = chunk.home.to(chunk.dtype, copy=True)
+        part = chunk.master_shard.to(chunk.dtype, copy=True)
     if chunk.layout.parts == 1:
         return part
     whole = torch.empty(chunk.layout.size, dtype=chunk.dtype, device=chunk.device)

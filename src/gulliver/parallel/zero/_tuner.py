@@ -214,7 +214,7 @@ class BucketTuner:
                 lambda count: link.seconds("gather", count),
                 link.latency_s,
                 self.shards.stage == 3,
-                self.shards.ahead,
+                self.shards.options.ahead,
                 in_backward=self.in_backward,
             )
         self._tried = candidates(self.result.predicted)
