@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -542,7 +541,7 @@ def test_what_is_shown_can_be_filled_wherever_it_lies(tmp_path: Path):
     manager.close()
 
 
-def test_decisions_can_be_read_and_drawn(tmp_path: Path, monkeypatch):
+def test_decisions_can_be_read(tmp_path: Path):
     manager = Manager(3 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
     objects = filled(manager, 5)
     for _ in range(3):
@@ -557,12 +556,6 @@ def test_decisions_can_be_read_and_drawn(tmp_path: Path, monkeypatch):
     assert "use o0" in manager.explain(-2)
     with pytest.raises(GulliverError, match="step -9 is not remembered"):
         manager.explain(-9)
-    pytest.importorskip("matplotlib")
-    manager.draw(tmp_path / "step.png")
-    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(GulliverError, match="pip install matplotlib"):
-        manager.draw(tmp_path / "other.png")
     manager.close()
 
 

@@ -30,7 +30,7 @@ from gulliver.memory._bytes import (
 from gulliver.memory._chunk import Chunk
 from gulliver.memory._fakes import FakeTensors, without_traces
 from gulliver.memory._footprint import CudaGauge, Footprint, Gauge, ProcessGauge, StepFootprint
-from gulliver.memory._host import Copier, Copy, HostStore
+from gulliver.memory._host import HostStore
 from gulliver.memory._host_disk import HostDiskStore
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
 from gulliver.memory._malloc import FreedMemory
@@ -69,7 +69,7 @@ from gulliver.memory._read_locks import (
     storage_of,
     writers,
 )
-from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
+from gulliver.memory._record import AccessRecord, UseRecorder
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
 from gulliver.memory._stores import (
     IN_MEMORY,
@@ -80,6 +80,7 @@ from gulliver.memory._stores import (
     file_system,
     whole_pages,
 )
+from gulliver.memory._streams import Copier, Copy, seconds_between
 from gulliver.memory._symbolic import (
     ActivationPeak,
     Kept,

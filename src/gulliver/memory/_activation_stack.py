@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.memory._host import Copier, HostStore
+from gulliver.memory._host import HostStore
 from gulliver.memory._pages import page_aligned
 from gulliver.memory._placed import ManagedTensor, Residency, typed
 from gulliver.memory._stores import whole_pages
+from gulliver.memory._streams import Copier
 from gulliver.options import size_text
 
 
@@ -24,8 +25,8 @@ from gulliver.options import size_text
 # saved is still there when backward begins. When the first of a block's activations is used, those
 # of the block before are sent for.
 #
-# Copies are queued on streams of their own; see [Note: order of copies] in `_host.py`. What a step
-# leaves behind lies in the host's memory until it is discarded.
+# Copies are queued on streams of their own; see [Note: order of copies] in `_streams.py`. What a
+# step leaves behind lies in the host's memory until it is discarded.
 class HostArena(HostStore):
     """Host memory in one piece, whose pages are locked when it is first used."""
 

@@ -217,7 +217,7 @@ class BudgetController:
         manager.set_budget(self.rule.begin(predicted, decides))
         self._freed = FreedMemory()
         if footprint is not None:
-            footprint.alarm, footprint.react = self.rule.alarm, self.check
+            footprint.watch(self.rule.alarm)
 
     def check(self, at: str = "") -> None:
         """Reacts to an alarm; where none was given it costs nothing.
@@ -235,7 +235,7 @@ class BudgetController:
         self._freed.trim()
         other, total = footprint.now()
         self._apply(self.rule.press(other, total, at))
-        footprint.alarmed = False
+        footprint.clear_alarm()
 
     def grow(self, needed: int) -> bool:
         """Raises the budget for what does not fit it, if it fits the limit; says whether it did.

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.io import BLOCK
-from gulliver.memory._host import Copier, Copy, CudaCopier
 from gulliver.memory._manager import Manager
 from gulliver.memory._pages import Pages
 from gulliver.memory._placed import ManagedTensor
 from gulliver.memory._stores import DiskStore, Middle, Transfer
+from gulliver.memory._streams import Copier, Copy, CudaCopier
 from gulliver.solve import Transit
 
 

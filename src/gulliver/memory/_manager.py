@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ACTIVATIONS, KINDS, ByteCounter
-from gulliver.memory._history import History
+from gulliver.memory._history import MoveHistory
 from gulliver.memory._pages import Pages
 from gulliver.memory._placed import ManagedTensor, Residency, typed
 from gulliver.memory._read_locks import before_write, before_write_at, storage_of
@@ -64,7 +64,7 @@ class Manager:
         self._core = Replacement(budget, backed=store is not None, ahead=ahead)
         self._traffic = Traffic(budget, self.device, store, self.counter, self._lock, pages)
         self._middle = Middle() if store is None else store.middle
-        self._history = History()
+        self._history = MoveHistory()
         self._placed: dict[int, ManagedTensor] = {}
         self._lent: dict[int, Tensor] = {}
         self._number = self._total = 0
@@ -299,7 +299,7 @@ class Manager:
         """Ends a step: its accesses are the schedule of the next, which may differ all the same."""
         with self._entered():
             self._core.end_step()
-            self._history.end_step(self._placed.values())
+            self._history.end_step()
             self._middle.end_step()
 
     # What was done
@@ -323,10 +323,6 @@ class Manager:
             f"{text}\nplan for the next: {cost / 2**20:.1f} MiB read and written; with loads this "
             f"far ahead ({cycle.margin / 2**20:.1f} MiB) none needs less than {bound / 2**20:.1f}"
         )
-
-    def draw(self, path: str | os.PathLike[str], step: int = -1) -> None:
-        """Draws what was in the fast tier during a step, as a PNG."""
-        self._history.draw(path, step)
 
     def close(self) -> None:
         """Waits for what is under way, and frees everything, the store too."""

@@ -6,7 +6,6 @@ the sequence of what a step does with chunks: uses, passes, gradients; it can be
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,27 +13,7 @@ import torch
 from torch import nn
 
 from gulliver._compat import compiled_call, is_compiled
-
-Stamp = float | torch.cuda.Event
-
-
-def stamp(device: torch.device) -> Stamp:
-    """Now, on the device's own clock: nothing waits for it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(begin: Stamp, end: Stamp) -> float:
-    """Seconds between two stamps of one device; waits for the second."""
-    if isinstance(begin, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-    assert not isinstance(end, torch.cuda.Event)
-    return end - begin
+from gulliver.memory._streams import Stamp, stamp
 
 
 class AccessRecord:

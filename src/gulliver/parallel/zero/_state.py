@@ -57,7 +57,7 @@ def stream_state(
                         counters.setdefault(piece.name, {})[key] = value
                     elif shards.has_whole and not _is_elementwise(value, owned):
                         # An optimizer of whole tensors keeps other shapes, and None.
-                        counters.setdefault(piece.name, {})[key] = _copied(value)
+                        counters.setdefault(piece.name, {})[key] = _on_cpu(value)
                     elif value is not None:
                         _check_elementwise(piece.name, key, value, owned)
                         present.add((piece.name, key))
@@ -68,7 +68,7 @@ def stream_state(
     return state, _entries(shards, chunks, everywhere)
 
 
-def _copied(value: Any) -> Any:
+def _on_cpu(value: Any) -> Any:
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from gulliver.comm import guard
 from gulliver.errors import GulliverError
-from gulliver.parallel.zero._optimizer import ZeroOptimizer
 from gulliver.parallel.zero._unfreezing import train_unfrozen
+
+if TYPE_CHECKING:
+    from gulliver.parallel.zero._optimizer import ZeroOptimizer
 
 UNFINISHED = (
     "a step whose ranks have unequal work is under way: call its own backward(loss) inside the "
