@@ -2,7 +2,7 @@
 
 Read `_chunk.py` first: the buffers of a chunk. `_prefetch.py` brings chunks ahead of use,
 `_record.py` notes what a step uses when, `_bytes.py` counts. `_manager.py` keeps objects within a
-limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_host.py` hold;
+limit of memory: `traffic.py` moves them to and from what `stores.py` and `host.py` hold;
 `_host_disk.py` is host memory that has a disk behind it. `_activation_stack.py` keeps what a
 forward saved in host memory until its backward.
 """

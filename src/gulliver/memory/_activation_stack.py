@@ -25,7 +25,7 @@ from gulliver.options import size_text
 # saved is still there when backward begins. When the first of a block's activations is used, those
 # of the block before are sent for.
 #
-# Copies are queued on streams of their own; see [Note: order of copies] in `_streams.py`. What a
+# Copies are queued on streams of their own; see [Note: order of copies] in `streams.py`. What a
 # step leaves behind lies in the host's memory until it is discarded.
 class HostArena(HostStore):
     """Host memory in one piece, whose pages are locked when it is first used."""
@@ -37,7 +37,7 @@ class HostArena(HostStore):
         super().__init__(whole_pages(capacity), device, copier)
 
     def close(self) -> None:
-        """Ends what is under way, and unlocks the pages."""
+        """Waits for transfers in flight, and unlocks the pages."""
         slabs = list(self._slabs)
         super().close()
         for slab in slabs:
@@ -71,7 +71,7 @@ class ActivationStack:
         self._coming = -1
 
     def begin(self) -> None:
-        """Is told that another block is about to save."""
+        """Another block is about to save."""
         own = sum(managed.nbytes for managed in self._blocks.get(self._block, ()))
         self._room = max(self._room, own)
         self._block += 1
@@ -181,7 +181,7 @@ class ActivationStack:
                 self._fetch(managed)
 
     def _settle(self, managed: ManagedTensor) -> None:
-        """Lets what is computed from now on wait for a copy that is under way."""
+        """Makes all later work of the device wait for a copy in flight."""
         if managed.transfer is not None:
             managed.transfer.wait()
             managed.transfer = None

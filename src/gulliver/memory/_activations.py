@@ -150,7 +150,7 @@ class ActivationOffload:
             wrap_call(module, self._around(module))
 
     def sweep(self) -> None:
-        """Discards what died, and lets go of what no node uses any more."""
+        """Discards what died, and unpins what no node uses any more."""
         for managed, users in list(self._used.values()):
             if managed.tensor is not None and storage_users(managed.tensor) <= users:
                 del self._used[managed.number]
@@ -230,7 +230,7 @@ class ActivationOffload:
             try:
                 memory = self.manager.use(managed)
             except NoRoom:
-                # Backward has to go on: a copy beside the budget, which measurements then lower.
+                # Backward has to go on: a copy on top of the budget, which measurements then lower.
                 return self.manager.view(managed).to(self.manager.device, copy=True)
             self._used[managed.number] = (managed, storage_users(memory))
         assert managed.tensor is not None
@@ -304,7 +304,7 @@ class ActivationOffload:
 
 @contextmanager
 def offload_activations(manager: Manager, least: int = LEAST_BYTES) -> Iterator[ActivationOffload]:
-    """Lets a manager hold what the forward inside saves for backward.
+    """Gives a manager what the forward inside saves for backward.
 
     Args:
         manager: manager that places the activations among its other objects.

@@ -49,7 +49,7 @@ def wrap_call(module: nn.Module, around: Around) -> None:
 
 
 def recompute_modules(model: nn.Module, paths: Iterable[str]) -> None:
-    """Lets backward compute modules again instead of keeping what they computed."""
+    """Makes backward compute modules again instead of keeping what they computed."""
     # Random numbers are drawn as they were in the forward.
     for path in paths:
         wrap_call(model.get_submodule(path), _again)

@@ -297,7 +297,7 @@ class BudgetController:
         )
 
     def explain(self) -> str:
-        """Tells every change of the budget, one a line."""
+        """Describes every change of the budget, one a line."""
         return "\n".join(map(str, self.rule.changes))
 
     def close(self) -> None:

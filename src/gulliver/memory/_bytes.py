@@ -1,6 +1,6 @@
 """Bytes of model state by kind: what is held now, and at most.
 
-The buffers of chunks are counted where they are made and given back, whoever asks for them. A
+The buffers of chunks are counted where they are made and given back. A
 prediction counts with the same class what it only imagines.
 """
 

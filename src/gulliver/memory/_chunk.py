@@ -120,7 +120,7 @@ class Chunk:
         self.gradients.follow_shard(dtype)
 
     def pack_parameters(self, wire: WireFormat, kept: bool) -> None:
-        """Lets parameters travel packed, or if the buffer is `kept` changes of them (`change`)."""
+        """Sends parameters packed, or if the buffer is `kept` changes of them (`change`)."""
         self.wire = wire
         if kept:
             self.shown_part = self.shard.clone()

@@ -21,7 +21,7 @@ INTERVAL_S = 0.002
 
 
 class Gauge(Protocol):
-    """Reads how many bytes of the fast tier the process uses, whoever uses them."""
+    """Reads how many bytes of the fast tier the process uses for any purpose."""
 
     def used(self) -> int:
         """Bytes that are used now."""

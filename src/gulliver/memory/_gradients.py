@@ -74,13 +74,13 @@ class ChunkGradients:
         return self.pool.take(self.layout.size, self.dtype, self._device, GRADIENTS)
 
     def rest(self) -> None:
-        """Lets what is being collected leave until more comes, where it can."""
+        """Unpins what is being collected until more comes, where a manager has it."""
 
     def wake(self) -> None:
         """Brings it back, for more to be added."""
 
     def park(self) -> None:
-        """Lets what was collected leave until it is reduced, where it can."""
+        """Unpins what was collected until it is reduced, where a manager has it."""
 
     def fetch(self) -> None:
         """Brings it back."""

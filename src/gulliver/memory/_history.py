@@ -17,7 +17,7 @@ LONGEST = 1 << 16
 
 @dataclass
 class MovesOfStep:
-    """Events and moves of a step, with names: objects may be gone when they are told."""
+    """Events and moves of a step, with names: objects may be gone when they are described."""
 
     events: list[tuple[str, str]] = field(default_factory=list)
     moves: list[tuple[int, Move, str, str, int, str]] = field(default_factory=list)

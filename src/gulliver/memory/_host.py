@@ -75,7 +75,7 @@ class HostStore:
         return self._bytes(offset, nbytes)
 
     def close(self) -> None:
-        """Ends what is under way, and frees everything."""
+        """Waits for transfers in flight, and frees everything."""
         self._copier.synchronize()
         self._slabs.clear()
 

@@ -36,7 +36,7 @@ from gulliver.solve import Transit
 # the disk alone. A write waits for host memory, which waits for the disk, and for copies to the
 # device that were begun before.
 class CopiedPages(Pages):
-    """Buffers of page-locked memory, and the copies to and from each that may be under way."""
+    """Buffers of page-locked memory, and the copies to and from each that may be in flight."""
 
     def __init__(self, copier: Copier) -> None:
         super().__init__(torch.device("cpu"))
@@ -61,7 +61,7 @@ class CopiedPages(Pages):
             self._copies.setdefault(memory.data_ptr(), []).append(copy)
 
     def copies(self, memory: Tensor) -> list[Copy]:
-        """Returns the copies to and from a buffer that are under way."""
+        """Returns the copies to and from a buffer that are in flight."""
         with self._lock:
             found = [c for c in self._copies.pop(memory.data_ptr(), ()) if not c.done]
             if found:
@@ -117,7 +117,7 @@ class CopiedDisk:
 
     def __init__(self, disk: DiskStore, pages: CopiedPages) -> None:
         self._disk, self._pages = disk, pages
-        # Whoever waits for one has it; held longer, its memory could not be freed.
+        # The waiting side holds it; held longer, its memory could not be freed.
         self._late = list[weakref.ref[LateWrite]]()
         self.capacity = disk.capacity
 
@@ -161,7 +161,7 @@ class CopiedDisk:
         return self._disk.mapped(offset, nbytes)
 
     def close(self) -> None:
-        """Ends what is under way, and frees the space."""
+        """Waits for transfers in flight, and frees the space."""
         self._disk.close()
 
 
@@ -292,7 +292,7 @@ class HostDiskStore(Middle):
         return self.host.view(self._objects[offset], write)[:nbytes]
 
     def close(self) -> None:
-        """Ends what is under way, and frees everything."""
+        """Waits for transfers in flight, and frees everything."""
         for read in [*self._reads.values()]:
             self.send(read)
         self._copier.synchronize()
@@ -306,7 +306,7 @@ class HostDiskStore(Middle):
         assert managed.memory is not None
         return managed.memory
 
-    # What the manager of the device's memory tells.
+    # Events of the manager of the device's memory.
 
     def expect(self, number: int) -> None:
         """An object will be read."""
@@ -317,7 +317,7 @@ class HostDiskStore(Middle):
         self.transit.landed(number)
 
     def remove(self, number: int) -> None:
-        """There is no such object any more."""
+        """Drops the object's bookkeeping."""
         if number in self._objects:
             self.transit.remove(number)
             self.host.remove(self._objects.pop(number))
@@ -342,7 +342,7 @@ class HostDiskStore(Middle):
     # What `Transit` asks for.
 
     def use(self, key: Hashable, fresh: bool) -> None:
-        """Pins an object in the host's memory, which it is on its way to from then on."""
+        """Pins an object in the host's memory, and starts to load it there."""
         self._stored[key] = self.host.want(self._objects[key], fresh=fresh)
 
     def done(self, key: Hashable) -> None:

@@ -4,7 +4,7 @@
 carries that out beside the compute. Between the two this file keeps the books: objects by number,
 buffers that are lent, the log that `explain` tells.
 
-It knows nothing of training. Whoever uses it calls::
+It knows nothing of training. Users call::
 
     managed = manager.add("block 3", PARAMETERS, numel, torch.float32, value)
     tensor = manager.use(managed, write=True)       # here from now on, at an address of its own
@@ -183,7 +183,7 @@ class Manager:
             self._run(actions)
 
     def revert(self, managed: ManagedTensor) -> None:
-        """Takes back changes that `use` was not told of: the store has the content, if anyone."""
+        """Takes back changes that `use` did not announce, if the store has the content."""
         with self._entered():
             self._run(self._core.revert(self._check(managed).number))
 
@@ -325,7 +325,7 @@ class Manager:
         )
 
     def close(self) -> None:
-        """Waits for what is under way, and frees everything, the store too."""
+        """Waits for transfers in flight, and frees everything, the store too."""
         with self._entered():
             self._closed = True
             self._traffic.close()

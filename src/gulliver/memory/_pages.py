@@ -22,7 +22,7 @@ ROOM = 4
 # so what leaves is seldom of the size of what comes, and to free one buffer and make another would
 # cost a fault for each page that moves. So a buffer has room to grow: addresses cost nothing. One
 # that takes the place of another keeps the pages that it has, and what it has too many goes back to
-# the system at once (MADV_DONTNEED), whoever still knows the address.
+# the system at once (MADV_DONTNEED), even if views of it are left.
 @dataclass(frozen=True)
 class _Room:
     """Addresses of a buffer."""
@@ -38,7 +38,7 @@ class _Room:
     def of(cls, nbytes: int) -> _Room:
         """Maps private memory, none of which is there yet."""
         # A process that is forked finds zeros in it: copies of what changes here while a loader's
-        # workers live would be memory that no budget knows of, and a read that is under way would
+        # workers live would be memory that no budget knows of, and a read in flight would
         # end in the child's copy.
         spare = HUGE if nbytes >= HUGE else 0
         memory = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -77,7 +77,7 @@ class Pages:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rooms: dict[int, _Room] = {}
-        # Whether buffers keep pages, and give them back whoever looks: those of a CPU.
+        # Whether buffers keep pages, and can give them back although views are left: on a CPU.
         self.keeps = device.type == "cpu" and hasattr(mmap, "MADV_NOHUGEPAGE")
 
     def fresh(self, size: int) -> Tensor:

@@ -12,7 +12,7 @@ from gulliver.memory._stores import Transfer, whole_pages
 
 
 class Residency(Enum):
-    """Where an object of the manager is on its way between the fast tier and the store."""
+    """Where an object of the manager is between the fast tier and the store."""
 
     AWAY = auto()
     """No memory is held: the content lies in the store, or there is none."""
@@ -55,13 +55,12 @@ class ManagedTensor:
     # Dtype of the elements.
     dtype: torch.dtype
     # Flat tensor of `dtype` while the object is in the fast tier, else None. Its memory moves
-    # between visits: views are made anew after each `Manager.use`.
+    # between visits: make new views after each `Manager.use`.
     tensor: Tensor | None = None
     # Number by which decisions name it.
     number: int = -1
     # Whether its content is discarded before long.
     brief: bool = False
-    # Where it is on its way.
     residency: Residency = Residency.AWAY
     # Whole pages of the fast tier that it holds.
     memory: Tensor | None = field(default=None, repr=False)
@@ -69,7 +68,6 @@ class ManagedTensor:
     offset: int | None = field(default=None, repr=False)
     # Addresses at which this place has been shown; a checkpoint may be copying from there.
     shown: set[int] = field(default_factory=set, repr=False)
-    # Transfer under way.
     transfer: Transfer | None = field(default=None, repr=False)
     # Whether there is something to read when it comes.
     reads: bool = field(default=False, repr=False)
@@ -95,7 +93,7 @@ class ManagedTensor:
 
     @property
     def done(self) -> bool:
-        """Whether no transfer is under way."""
+        """Whether no transfer is in flight."""
         return self.transfer is None or self.transfer.done
 
     def enter(self, residency: Residency) -> None:

@@ -35,8 +35,8 @@ from gulliver.memory._sums import column_sums
 # the optimizer needs and no more. The same holds for the gradient: it is collected in the object.
 #
 # [Note: writes to parameters] A user may write to a parameter while it is here, as in
-# ``weight.data.clamp_()``. Nothing tells (see `Chunk.take_writes`), and there is no second copy to
-# compare with. So the sum of every column of the buffer, seen as rows of 64-bit words, is taken
+# ``weight.data.clamp_()``. No counter moves (see `Chunk.take_writes`), and there is no second copy
+# to compare with. So the sum of every column of the buffer, seen as rows of 64-bit words, is taken
 # when it comes and when it goes. The number of columns is prime: rows that change places are
 # noticed too. What has changed already since it was last written behind is not summed: it will be
 # written anyway.
@@ -44,8 +44,6 @@ from gulliver.memory._sums import column_sums
 # [Note: copies] Where ranks do unequal work, none can wait for another to use a chunk. So for the
 # length of such a step a whole copy of the parameters is an object of the manager, too, and the
 # buffer is that object, pinned while it is in use.
-#
-# It does not know when any of that happens, nor what an optimizer is.
 class ManagedBufferPool(BufferPool):
     """Lends flat buffers of a manager, which makes room for them and counts them."""
 
@@ -118,7 +116,7 @@ class ManagedGradients(ChunkGradients):
         return self._manager.use(self._whole, fresh=True)
 
     def rest(self) -> None:
-        """Lets what is being collected leave until more comes; what is in flight stays."""
+        """Unpins what is being collected until more comes; what is in flight stays."""
         if not self.begun:
             return
         assert self.buffer is not None, "something is being collected"
@@ -149,7 +147,7 @@ class ManagedGradients(ChunkGradients):
                     parameter.grad = self._views[name]
 
     def park(self) -> None:
-        """Lets go of what was collected until it is reduced."""
+        """Unpins what was collected until it is reduced."""
         self.buffer, self.parked = _on_meta(self._whole), True
         self._manager.done(self._whole)
 
@@ -365,7 +363,7 @@ class ManagedChunk(Chunk):
             self._set(before, True)
 
     def _set(self, master: Tensor, moments: bool) -> None:
-        """Lets go of what was shown."""
+        """Ends a view of the shard and the state."""
         self.master_shard = master
         for moment in self.moments.values() if moments else ():
             moment.buffer = _on_meta(moment.managed)

@@ -15,15 +15,15 @@ from typing import Any, Protocol
 # pass. So ranks may differ in what they use, and none waits for one that has nothing to send.
 #
 # [Note: out of order] A resident that is used again after it was let go (a tied weight, a module
-# called twice) ends the pass and starts it anew, and is kept from then on. Outside of passes
+# called twice) ends the pass and starts it again, and is kept from then on. Outside of passes
 # whatever is used is brought at once.
 #
 # [Note: from forward to backward] A backward begins with what its forward has used last. So the
 # last of a forward stay, as many as there is room for anyway, which is one fewer than a pass has at
-# most; they are not brought again, and one more is on its way before backward uses the first.
+# most; they are not brought again, and one more is in flight before backward uses the first.
 #
 # It does not know what a resident is, nor how it is brought: a `Mover` does. With one that only
-# counts, it tells what a recorded step holds at which time.
+# counts, it predicts what a recorded step holds at which time.
 class Presence(Enum):
     """Where the bytes of a resident are."""
 
@@ -63,7 +63,7 @@ class Resident:
 
 
 class Pass(Enum):
-    """The kind of pass that is under way."""
+    """The kind of the current pass."""
 
     NONE = auto()
     FORWARD = auto()
@@ -77,14 +77,14 @@ class Mover(Protocol):
         """Starts the way of its bytes to here, of all that others changed too if it is here."""
 
     def finish(self, resident: Any, /) -> None:
-        """Waits for what is on its way."""
+        """Waits for what is in flight."""
 
     def release(self, resident: Any, /) -> None:
         """Gives its bytes back, if they are here."""
 
 
 class Prefetcher:
-    """Brings residents ahead of use and lets go of them."""
+    """Fetches residents ahead of use and releases them."""
 
     def __init__(
         self,
@@ -96,7 +96,6 @@ class Prefetcher:
     ) -> None:
         self.residents, self.mover, self.ahead = list(residents), mover, ahead
         self.every, self.tight = every, tight
-        # The pass under way.
         self.current = Pass.NONE
         # From forward to backward; see the note above.
         self._stay, self._left = ahead + 1 if every and not tight else 1, 0
@@ -146,12 +145,12 @@ class Prefetcher:
         self.current = Pass.NONE
 
     def end_backward(self) -> None:
-        """Ends a backward, with what is left of it, and lets go of everything."""
+        """Ends a backward, with what is left of it, and releases everything."""
         self.complete()
         self.release_all()
 
     def release_all(self, held: bool = True) -> None:
-        """Lets go of everything, with `held` also of what a graph may refer to."""
+        """Releases everything, with `held` also what a graph may refer to."""
         self.current, self._left = Pass.NONE, 0
         for resident in self.residents:
             if held or not resident.held:
@@ -161,7 +160,7 @@ class Prefetcher:
                 self.mover.finish(resident)
 
     def use(self, resident: Any) -> None:
-        """Waits for a resident, brings some ahead and lets go of what has been used."""
+        """Waits for a resident, fetches some ahead and releases what has been used."""
         if self.current is Pass.NONE:
             if resident.presence is Presence.ABSENT:
                 self.mover.bring(resident)
@@ -206,7 +205,7 @@ class Prefetcher:
         self._reached = len(self._order)
 
     def _release_passed(self, place: int) -> None:
-        """Lets go of what a pass has used before the resident that precedes a place."""
+        """Releases what a pass has used before the resident that precedes a place."""
         end = place - 1
         if self.current is Pass.FORWARD:
             end = min(end, len(self._order) - self._stay)
@@ -216,7 +215,7 @@ class Prefetcher:
                 self._release_used(passed)
 
     def _pass_by(self, place: int, end: int) -> None:
-        """Lets go of the resident at a place of the pass, if that lies before the end."""
+        """Releases the resident at a place of the pass, if that lies before the end."""
         if 0 <= place < end:
             self.mover.finish(self._order[place])
             self._release_used(self._order[place])
@@ -237,7 +236,7 @@ class Prefetcher:
             self.mover.release(passed)
 
     def _find(self, resident: Any) -> int | None:
-        """Index of a resident in the pass; starts the pass anew for one that it has behind it."""
+        """Index of a resident in the pass; starts the pass again for one that it has passed."""
         place = self._at.get(id(resident))
         if resident.presence is not Presence.ABSENT or not self.every:
             return place

@@ -40,7 +40,7 @@ IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 
 
 class Transfer(Protocol):
-    """Bytes on their way between the fast tier and a store."""
+    """Bytes in flight between the fast tier and a store."""
 
     @property
     def done(self) -> bool:
@@ -62,7 +62,7 @@ class Middle:
         """An object was read, or is no longer wanted."""
 
     def remove(self, number: int) -> None:
-        """There is no such object any more."""
+        """Drops the object's bookkeeping."""
 
     def end_step(self) -> None:
         """A step has ended."""
@@ -120,7 +120,7 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what is under way, and frees everything."""
+        """Waits for transfers in flight, and frees everything."""
         ...
 
 
@@ -225,7 +225,7 @@ class DiskStore:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Ends what is under way, and frees the space."""
+        """Waits for transfers in flight, and frees the space."""
         self._finish()
 
     def _probe(self) -> bool:
@@ -268,7 +268,7 @@ class _Opened:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Ends what is under way, and closes the file."""
+        """Waits for transfers in flight, and closes the file."""
         if os.getpid() != self._process:
             return  # a forked child: the engine has no threads here
         for transfer in list(self.under_way):

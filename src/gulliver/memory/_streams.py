@@ -68,7 +68,7 @@ class CudaTransfer:
         return self._event.query()
 
     def wait(self) -> None:
-        """Lets what the current stream is given from now on wait for it."""
+        """Makes all later work of the current stream wait for it."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:

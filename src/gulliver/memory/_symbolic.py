@@ -265,12 +265,12 @@ class StorageCounter(DispatchMode):
         return output
 
     def begins(self, func: Any) -> None:
-        """Is told that an operation begins; counters that note more than bytes override it."""
+        """Called when an operation begins; for counters that note more than bytes."""
 
     def ran(
         self, func: Any, call: tuple[Any, Any, Any], taken: list[Tensor], given: list[Tensor]
     ) -> None:
-        """Is told what ran."""
+        """Called when an operation has run."""
 
     def add(self, tensors: Sequence[Tensor]) -> int:
         """Counts storages from now on; returns the bytes that were new."""
@@ -298,7 +298,7 @@ class StorageCounter(DispatchMode):
         self.drop(_key(tensor))
 
     def mark(self) -> int:
-        """Most bytes since the last mark; begins anew."""
+        """Most bytes since the last mark; starts again."""
         most, self.recent = self.recent, self.live
         return most
 

@@ -1,4 +1,4 @@
-"""Carries decisions out: memory is taken and given back, transfers run beside the compute."""
+"""Carries decisions out: memory is taken and given back, transfers overlap with compute."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ COUNTS = ("loads", "cancelled", "writes", "bytes_in", "bytes_cancelled", "bytes_
 _living: WeakSet[Traffic] = WeakSet()
 
 
-# [Note: bytes under way] For the one who decides, an object that leaves has gone, and one that is
+# [Note: bytes in flight] For the one who decides, an object that leaves has gone, and one that is
 # loaded is here. In truth a write holds its memory until it has ended, and a read has to wait for
 # memory. So what comes stands in a queue, in the order of the decisions; its head takes memory as
 # soon as enough writes have ended. A thread sees to that, which lives only while the queue waits.
-# Whoever needs an object, or memory, waits for the writes that are in its way, the oldest first.
+# A caller that needs an object, or memory, waits for the writes in the way, the oldest first.
 # What was decided always fits in the end, so nobody waits for ever; and what is held, memory that
 # is kept for the next one included, never exceeds the budget.
 #
 # [Note: failures] A failed write is begun again before its error is raised, and the content stays
-# where it is until one succeeds. A failed read leaves its object in the store. So an error is told
-# at the next use, and nothing is lost.
+# where it is until one succeeds. A failed read leaves its object in the store. So an error is
+# raised at the next use, and nothing is lost.
 @atexit.register
 def end_workers() -> None:
     """Ends the threads of all that lives: at exit I/O engines close next, and refuse new reads."""
@@ -49,11 +49,11 @@ def end_workers() -> None:
 
 
 class BufferStillReferenced(NoRoom):
-    """Memory that was given back is looked at on, and there is no room beside it."""
+    """Views still refer to memory that was given back, and there is no other room."""
 
 
 class Traffic:
-    """Memory of the fast tier, and what is on its way to and from the store."""
+    """Memory of the fast tier, and what is in flight to and from the store."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Traffic:
     # Objects
 
     def bring(self, managed: ManagedTensor, reads: bool, zero: bool = False) -> None:
-        """Lets an object come: its memory is made, and read into if there is something to read."""
+        """Starts to load an object, reading into its memory if there is something to read."""
         managed.reads, managed.zero = reads, zero
         if managed.residency is not Residency.LEAVING:
             managed.enter(Residency.QUEUED)
@@ -158,7 +158,7 @@ class Traffic:
         return [managed for managed, _ in self._failed if managed not in self._queue]
 
     def keep(self, managed: ManagedTensor) -> None:
-        """Lets an object stay that could not be written."""
+        """Keeps an object in the fast tier that could not be written."""
         self._failed = [(other, e) for other, e in self._failed if other is not managed]
         managed.enter(Residency.HERE)
 
@@ -203,7 +203,7 @@ class Traffic:
         self._advance()
 
     def close(self) -> None:
-        """Waits for what is under way, and frees all memory of objects."""
+        """Waits for transfers in flight, and frees all memory of objects."""
         for managed in (*self._queue,):
             self.cancel(managed)
         while self._leaving:
@@ -231,6 +231,8 @@ class Traffic:
 
     def _free_of_users(self, memory: Tensor) -> None:
         """Waits for snapshots and copies that may still be reading memory."""
+        # The manager's lock is held meanwhile. That is safe: the threads that copy a snapshot read
+        # memory that was shown to them before, and never take this lock.
         before_write([memory])
         self._pages.settle(memory)
 
@@ -302,7 +304,9 @@ class Traffic:
             self._finish(self._leaving[0])
 
     def _is_let_go(self) -> bool:
-        """Whether others stop looking at memory soon: a thread that sends it may be about to."""
+        """Whether others stop referring to memory soon: a thread that sends it may be about to."""
+        # Such a thread drops its tensor a moment after the message is there, and says so to nobody.
+        # Hence the polling, for as long as a slow message may take.
         due = time.monotonic() + PATIENCE_S
         while time.monotonic() < due:
             if any(storage_users(m) == 1 for many in self._free.values() for m, _ in many):
@@ -321,7 +325,7 @@ class Traffic:
     # Transfers
 
     def _advance(self, until: ManagedTensor | None = None) -> None:
-        """Lets the queue come as far as there is memory, or up to an object that is waited for."""
+        """Starts queued loads while memory is free, or up to an object that is waited for."""
         while self._queue:
             managed = self._queue[0]
             memory = None
@@ -405,7 +409,7 @@ class Traffic:
             raise
         finally:
             self.moved["seconds_waited"] += time.perf_counter() - begun
-        managed.transfer = None  # an interrupted one is under way still
+        managed.transfer = None  # an interrupted one is still in flight
 
     def _release(self, managed: ManagedTensor) -> None:
         memory, managed.memory = managed.memory, None
@@ -418,12 +422,14 @@ class Traffic:
     # The thread that waits where nobody else does
 
     def end_worker(self) -> None:
-        """Lets the thread begin nothing any more; a forked child has none."""
+        """Makes the thread start nothing more; a forked child has none."""
         if self._process == os.getpid():
             with self._lock:
                 self._ends = True
 
     def _start_worker(self) -> None:
+        # One thread for each backlog, which ends with it: an idle manager has none, so there is
+        # nothing to stop before a fork, at exit, or when the manager is dropped.
         if self._worker is None and self._leaving and not self._failed and not self._ends:
             self._worker = threading.Thread(target=self._work, name="gulliver-memory", daemon=True)
             self._worker.start()

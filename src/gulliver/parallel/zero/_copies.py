@@ -76,7 +76,7 @@ class Copies:
         """What an operation is given for a parameter, besides copies that it has got already."""
         sharded = self._chunk_of[id(parameter)]
         if sharded.presence is not Presence.ABSENT and sharded.chunk.wire is not IDENTITY:
-            self._release()  # what is here was packed on its way, and a copy is exact
+            self._release()  # what is here was packed when it was sent, and a copy is exact
         if sharded.presence is not Presence.ABSENT:
             self._finish(sharded)
             return parameter.detach(), None
@@ -90,7 +90,7 @@ class Copies:
         return found.views[id(parameter)], found
 
     def flush(self, step: int) -> None:
-        """Brings what was written to the shards, and forgets copies that nobody has."""
+        """Writes dirty copies back, and drops those that nobody has a view of."""
         self._check_left()
         self._bring(step)
         for copy in self.lent:
@@ -116,7 +116,7 @@ class Copies:
                 "written: stage 3 gives a copy there, so take parameter.data anew for each write"
             )
         for parameter in copy.parameters:
-            # Chunks may have been cut anew since.
+            # Chunks may have been cut again since.
             sharded, view = self._chunk_of[id(parameter)], copy.views[id(parameter)]
             if sharded.presence is Presence.ABSENT:
                 write_back(sharded, parameter, view)
@@ -134,7 +134,7 @@ class Copies:
             self.left[sharded] = _versions(sharded)
 
     def remember(self) -> None:
-        """Notes versions anew: a step has moved them."""
+        """Notes versions again: a step has moved them."""
         for sharded in self.left:
             self.left[sharded] = _versions(sharded)
 
@@ -154,7 +154,7 @@ class Copies:
 
 
 class _ChunkCopy:
-    """A copy of a chunk's parameters, and what tells whether it was written."""
+    """A copy of a chunk's parameters, and how to see whether it was written."""
 
     def __init__(self, sharded: ShardedChunk, whole: Tensor, step: int) -> None:
         chunk = sharded.chunk

@@ -53,7 +53,7 @@ _WHY = {
 
 
 # [Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules.
-# Outside of passes and autograd, as for a state dict, a copy is read and written (`_copies.py`).
+# Outside of passes and autograd, as for a state dict, a copy is read and written (`copies.py`).
 #
 # [Note: writes through .data] A write through ``parameter.data`` does not move the version counter
 # of the parameter, and no hook sees it. Below stage 3, without float32 copies, it needs no notice:
@@ -131,7 +131,7 @@ class Gatherer:
     # A chunk's way: absent or updated, arriving, whole, absent.
 
     def start(self, sharded: ShardedChunk, exact: bool = False) -> None:
-        """Starts the way of a chunk's parameters to this rank; the master shard is sent."""
+        """Starts the all-gather of a chunk's parameters from the master shards."""
         if self.copies.lent or self.copies.left:  # a call less for every chunk
             self.flush_writes()
         chunk = sharded.chunk
@@ -174,7 +174,7 @@ class Gatherer:
         sharded.chunk.note_gathered()
 
     def bring(self, sharded: ShardedChunk) -> None:
-        """Starts the way of a chunk in its turn of a pass."""
+        """Gathers a chunk in its turn of a pass."""
         if sharded.presence is not Presence.ABSENT:
             # It is here, but the others wait for this rank's part all the same.
             self.finish(sharded)
@@ -195,7 +195,7 @@ class Gatherer:
             mark_ready(sharded.chunk.members)
 
     def release(self, sharded: ShardedChunk) -> None:
-        """Gives a chunk's parameters back to their owners."""
+        """Frees the whole parameters of a chunk; its shards stay."""
         self.finish(sharded)
         if sharded.presence is not Presence.WHOLE:
             return
@@ -222,7 +222,7 @@ class Gatherer:
             del self._begins[number], self._at[number]
 
     def finish_all(self) -> None:
-        """Waits for everything under way."""
+        """Waits for all gathers in flight."""
         self.flush_writes()
         for sharded in self.chunks:
             self.finish(sharded)
@@ -295,7 +295,7 @@ class Gatherer:
 
     @contextmanager
     def _copied(self) -> Iterator[None]:
-        """Lets chunks come from copies on this rank; see `_step_copies.py`."""
+        """Gathers chunks from copies on this rank; see `copies.py`."""
         self.release_all()
         before = self._engine
         with ExitStack() as stack:
@@ -430,7 +430,7 @@ class Gatherer:
 
     @contextmanager
     def _using(self, chunks: Iterable[ShardedChunk]) -> Iterator[None]:
-        """Lets none of some chunks be given back while the others are brought."""
+        """Keeps chunks from being released while others of them are gathered."""
         before, self._now = self._now, [*self._now, *chunks]
         try:
             yield
@@ -442,7 +442,7 @@ class Gatherer:
         return whole_copy(sharded, self.group, self._purpose(sharded))
 
     def flush_writes(self) -> None:
-        """Brings what was written between passes to the shards; see `_copies.py`."""
+        """Writes dirty copies back to the shards; see `copies.py`."""
         if self.copies.lent or self.copies.left:
             self.copies.flush(self.step)
 
@@ -450,7 +450,7 @@ class Gatherer:
 
     def pack(self, tensor: Tensor) -> Any:
         """Saves a reference instead of a parameter, so that its buffer can be given back."""
-        # It is called for every activation too: what lies in no chunk is told by its address.
+        # It is called for every activation too: an address tells what lies in no chunk.
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             return tensor
         address = tensor.data_ptr()
@@ -485,7 +485,7 @@ class Gatherer:
 
 
 def refer(tensor: Tensor) -> Recomputed | None:
-    """Refers to a parameter that a block is computed again with: its chunk may leave meanwhile."""
+    """Saves a reference to a parameter, so that its chunk can be freed before recomputation."""
     for gatherer in _alone:
         saved = gatherer.pack(tensor)
         if saved is not tensor:

@@ -13,7 +13,7 @@ from gulliver.parallel.zero._shards import ShardedState
 def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableHandle]) -> None:
     """Replaces a model's parameters by whole copies; every rank calls it."""
     # They are new tensors, not the old ones with other memory: nothing that the run has hooked to
-    # those can go on, and whoever boosts the model again finds it as if it had never been boosted.
+    # those can go on, and a second boost finds the model as if it had never been boosted.
     shards.gatherer.release_all()
     shards.publish_exact()
     members = {p for sharded in shards.all_chunks for p in sharded.chunk.members}

@@ -2,7 +2,7 @@
 
 Steps use the pieces that belong to the members at boost, so moving one elsewhere means nothing.
 Options have to be the same on all ranks, since each steps its shards with its own. Both are checked
-in the vote that comes before every step anyway, see `_reducer.py`: a few bytes more.
+in the vote that comes before every step anyway, see `reduce.py`: a few bytes more.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class OptimizerGroups:
             raise GulliverError(MOVED)
 
     def votes(self) -> list[int]:
-        """This rank's part of a vote that takes the largest of each number: bytes."""
+        """Input of this rank to a max all-reduce: bytes."""
         moved = self.is_moved()
         # Of a byte and its complement both largest are this rank's only if all ranks have it.
         digest = hashlib.sha256(repr([] if moved else self.options()).encode()).digest()[:DIGEST]

@@ -29,11 +29,11 @@ from gulliver.solve import UPDATE_LAG, gathers_in_backward
 # [Note: which chunk when] Gathers are collectives, so all ranks must step chunks at the same place
 # among them: a chunk is stepped when `UPDATE_LAG` later ones have been sent, whatever has arrived,
 # and the last ones when backward ends. With stages 1 and 2 it is gathered right then, or in the
-# step, in the order of use: which of both is told by `gathers_in_backward`, and why. Until then its
-# parameters are neither old nor new, and whoever reads them is refused.
+# step, in the order of use: `gathers_in_backward` decides which, and says why. Until then its
+# parameters are neither old nor new, and reading them raises.
 #
 # [Note: used anywhere] Whether a parameter has a gradient on any rank is voted on before a step,
-# see `_reducer.py`. Here every chunk has a vote of its own, which travels beside its gradients;
+# see `reduce.py`. Here every chunk has a vote of its own, which is sent next to its gradients;
 # with the first go the options of the groups.
 #
 # [Note: exact or refused] What a loop does between backward and step comes too late for chunks that
@@ -81,7 +81,7 @@ class InBackward:
             self._updates.end()
 
     def reduced(self, sharded: ShardedChunk) -> None:
-        """A chunk's gradients are on their way; steps those of which all is there."""
+        """Called when a chunk's gradients were sent; steps the chunks that are complete."""
         used = self._shards.reducer.used_in(sharded)
         first = not self._sent and len(self._numbers) == len(self._shards.chunks)
         votes = torch.tensor([*used, *self._shards.groups.votes()] if first else used)
@@ -109,7 +109,7 @@ class InBackward:
         self._updates.step([number], used, gather=not later)
         if later:
             self._stepped[number] = sharded
-        sharded.is_ahead = True  # whoever reads it now is refused, at every stage
+        sharded.is_ahead = True  # reading it now raises, at every stage
         mark_pending(sharded.chunk.members, self._shards.gatherer.touched)
         self._shards.reducer.use_up(sharded)
         # Its buffer was written behind autograd's back: what still refers to it must not be used.

@@ -250,13 +250,13 @@ class StepReplay(ABC):
             self.wait_reduction(self.flying[0])
 
     def wait_reduction(self, chunk: ImaginedChunk) -> None:
-        """Lets the gradients of a chunk arrive, if they travel."""
+        """Ends the reduction of a chunk, if there is one in flight."""
         if chunk in self.flying:
             self.flying.remove(chunk)
             self.lands(chunk)
 
     def wait_all_reductions(self) -> None:
-        """Lets all gradients arrive."""
+        """Ends all reductions in flight."""
         while self.flying:
             self.wait_reduction(self.flying[0])
 
@@ -264,7 +264,7 @@ class StepReplay(ABC):
 
     @abstractmethod
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
-        """The way of its parameters to all ranks begins, `fresh` into a new buffer."""
+        """Starts the chunk's all-gather, `fresh` into a new buffer."""
 
     @abstractmethod
     def gives_back(self, chunk: ImaginedChunk) -> None:

@@ -1,9 +1,8 @@
 """The sharded optimizer: it steps this rank's part of every chunk, and gathers the others' parts.
 
-Read `ZeroOptimizer._step` first: a step is all there. What a rank has is kept by `ShardedState`
-(`_shards.py`). Gradients come to the shards in `_reducer.py`, parameters come back in
-`_gatherer.py`, state is gathered in `_state.py` and saved in `_saved.py`, chunks are cut anew in
-`_relayout.py`, and stepped in `_updates.py` and, during backward, in `_in_backward.py`.
+Read `ZeroOptimizer._step` first: a step is all there. `ShardedState` (`state.py`) keeps what a rank
+has. Gradients are reduced to the shards in `reduce.py`, chunks are stepped in `step.py`, and
+parameters are gathered in `gather.py`; `checkpoint.py` saves all of it, and cuts the chunks again.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ class ZeroOptimizer(BoostedOptimizer):
         return self.shards.reducer
 
     def watch(self, model: nn.Module) -> None:
-        """Notices calls of the model; see `_hooks.py`."""
+        """Notices calls of the model; see `state.py`."""
         super().watch(model)
         self._watches = watch_calls(model, self.shards)
 
@@ -175,7 +174,7 @@ class ZeroOptimizer(BoostedOptimizer):
         give_back(self.shards, model, self._watches)
 
     def tune(self, tuner: BucketTuner) -> None:
-        """Lets a tuner watch the next steps, and cut the chunks anew between them."""
+        """Gives the next steps to a tuner, which cuts the chunks again between them."""
         self.tuner = tuner
         self._reducer.listen(tuner.gradient)
 
@@ -185,7 +184,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @contextmanager
     def backward_pass(self) -> Iterator[float]:
-        """Wraps a backward; the gradients are on their way to the shards when it ends."""
+        """Wraps a backward; when it ends, the gradients are being reduced to the shards."""
         # ``loss.backward()`` without it is right too, but then all communication waits for the
         # step.
         scale = 1.0 if self.scaler is None else self.scaler.scale
@@ -220,7 +219,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Lets autograd keep references to sharded parameters, where a backward runs a forward."""
+        """Makes autograd save references to sharded parameters, where a backward runs a forward."""
         if self.stage < 3:
             yield
             return
@@ -242,7 +241,7 @@ class ZeroOptimizer(BoostedOptimizer):
             self.tuner.mark(name)
 
     def relayout(self, order: Sequence[str], chunk_bytes: int) -> bool:
-        """Cuts the chunks anew; see `gulliver.parallel.zero._relayout.relayout`, for errors too."""
+        """Cuts the chunks in another order and size; returns whether anything changed."""
         return relayout(self.shards, order, chunk_bytes)
 
     def _step(self) -> None:

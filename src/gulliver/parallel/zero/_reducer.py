@@ -1,6 +1,6 @@
 """Reduces gradients: from the chunk in which backward adds them up to the shards of the ranks.
 
-Read `Phase` in `_sharded.py` first, then `GradientReducer.backward`, `_ready_hook`, `_reduce`
+Read `Phase` in `chunks.py` first, then `GradientReducer.backward`, `_ready_hook`, `_reduce`
 and `wait_reduction`. A reduction is in flight while backward, and whatever follows it, goes on;
 whoever needs its result waits for it.
 """
@@ -184,7 +184,7 @@ class GradientReducer:
         return ready
 
     def release_idle(self) -> None:
-        """Waits for what is in flight, and lets gradients that are being collected leave."""
+        """Waits for what is in flight, and unpins gradients that are being collected."""
         # These come again with their next terms. To wait is safe: what is in flight was issued in
         # one order on all ranks, so none of them waits for what another has yet to issue.
         self.wait_all_reductions()

@@ -1,4 +1,4 @@
-"""Cuts the chunks of a running optimizer anew: another order, another size, the same numbers.
+"""Cuts the chunks of a running optimizer again: another order, another size, the same numbers.
 
 Between two steps, when there are no gradients. Parameters move chunk by chunk, state tensor by
 tensor, so that never more than one chunk is whole on top of what is held anyway, apart from the
@@ -23,7 +23,7 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
     """Lays the parameters out in another order, in chunks of another size; every rank calls it."""
     if any(c.gradient_shard is not None or c.chunk.gradients.begun for c in shards.chunks):
         raise GulliverError("chunks are cut between steps: call zero_grad first")
-    shards.groups.check_members()  # the groups are filled anew
+    shards.groups.check_members()  # the groups are filled again
     old = shards.all_chunks
     new = shards.ordered(order, chunk_bytes)
     if [found[0] for found in new] == [c.chunk.layout for c in old]:
@@ -38,7 +38,7 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
     for sharded in shards.chunks:
         with shards.states.opened(sharded):
             shards.states.place(sharded)
-    # While chunks were cut anew there were two of some: no step holds as much.
+    # While chunks were cut there were two of some: no step holds as much.
     shards.pool.counter.restart()
     return True
 
@@ -88,7 +88,7 @@ def _move_state(
     for owned, state in moved.items():
         if state:
             shards.inner.state[owned] = {
-                # Counters stay where they are, factors go beside their parameter.
+                # Counters stay where they are, factors go to their parameter's device.
                 key: value.to(owned.device if value.ndim else value.device, copy=True)
                 if isinstance(value, torch.Tensor)
                 else value

@@ -1,4 +1,4 @@
-"""Sends gradients on their way, in a wire format where one is chosen, and watches what that costs.
+"""Sends gradients, in a wire format where one is chosen, and watches what that costs.
 
 `GradientSender.send` begins the reduction of a chunk. In a wire format it may keep what packing has
 lost and add it to the next gradient (error feedback). That is kept by parameter, where chunks are
@@ -40,7 +40,7 @@ COSINE, COSINE_WITH_FEEDBACK = 0.995, 0.9
 NORM = 0.1
 """Most that a norm may differ, relative."""
 FINER = min(BLOCKS)
-"""Elements of a block that is tried beside larger ones."""
+"""Elements of a block that is tried next to larger ones."""
 MATTERS = 1e-3
 """Share of the whole error from which on that of a parameter is looked at."""
 
@@ -48,12 +48,12 @@ MATTERS = 1e-3
 # [Note: the gate] A format that harms does so silently: the loss goes down, more slowly. So in the
 # first steps, and in every hundredth after them, gradients are also reduced as they are, and
 # compared for every parameter: the cosine between the two, and the ratio of their norms. A
-# parameter that is off ends the run on all ranks, with its name. What is too small to matter beside
+# parameter that is off ends the run on all ranks, with its name. What is too small to matter in
 # the error of all is passed over: the bias of an attention's keys has no gradient but rounding
 # errors.
 #
-# Where smaller blocks might do, the same steps reduce gradients in those as well, so that a run
-# that is stopped can be told whether they would have passed.
+# Where smaller blocks might do, the same steps reduce gradients in those as well, so that the
+# error that stops a run can say whether they would have passed.
 @dataclass(frozen=True)
 class ZeroWires:
     """Formats in which chunks travel."""
@@ -195,7 +195,7 @@ class GradientGate:
 
     @property
     def finer(self) -> WireFormat | None:
-        """The format in smaller blocks that is tried beside it, if any."""
+        """The format in smaller blocks that is tried next to it, if any."""
         wire = self.wire
         more = wire.scaled and wire.block > FINER and not self.feedback
         return replace(wire, block=FINER) if more else None

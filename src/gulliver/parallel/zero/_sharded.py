@@ -1,7 +1,7 @@
 """A chunk of ZeRO: where its parameters and gradients are, and the shard that this rank owns.
 
 Two small state machines together: `Phase` here, and `Presence` of `gulliver.memory`. Who moves
-them: the gradients `_reducer.py`, the parameters `_gatherer.py`.
+them: the gradients `reduce.py`, the parameters `gather.py`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ShardedChunk(Resident):
     factor: Tensor | None = None
     # What it adds to the squared norm of all gradients, in float64, where it is known.
     squared: Tensor | None = None
-    # Buffer that a reduction under way writes.
+    # Buffer that a reduction in flight writes.
     incoming: Tensor | None = None
     reduction: Handle | None = None
     gathering: Handle | None = None
@@ -194,7 +194,7 @@ class ShardedChunk(Resident):
         return self.chunk.layout.parts == 1 and not self.chunk.has_master
 
     def hide_gradients(self) -> None:
-        """Lets the gradients of pieces read as reduced; they stay until zero_grad."""
+        """Puts stand-ins in place of the pieces' gradients, which stay until zero_grad."""
         for owned, stand_in in zip(self.owned, self.stand_ins, strict=True):
             owned.grad = stand_in
 
@@ -224,7 +224,7 @@ def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
 NORM_BLOCK = 1 << 16
 """Elements of a gradient that are widened at once: they stay in the processor's cache."""
 Squared = Callable[[ShardedChunk, Tensor], Tensor]
-"""Tells what the gradient shard of a chunk adds to the squared norm of all, in float64."""
+"""Returns what the gradient shard of a chunk adds to the squared norm of all, in float64."""
 
 
 def squared_norm(_: ShardedChunk, gradient: Tensor) -> Tensor:

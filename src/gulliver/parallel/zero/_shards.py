@@ -2,7 +2,7 @@
 
 It says how parameters are cut into chunks, puts this rank's pieces where the user's optimizer has
 had whole parameters, and keeps the two engines that move what chunks hold: `GradientReducer` and
-`Gatherer`. Chunks may be exchanged for others, see `_relayout.py`.
+`Gatherer`. Chunks may be exchanged for others, see `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ZeroOptions:
         ahead: chunks that stage 3 gathers ahead of the one in use.
         overlap: False waits for every collective at once, for comparison.
         step_in_backward: whether chunks are stepped during backward, as their gradients come. With
-            `max_norm`, and with fp16, all gradients are waited for; see `_in_backward.py`.
+            `max_norm`, and with fp16, all gradients are waited for; see `step.py`.
         order: names of the parameters in the order of use, in which chunks are cut and gathered.
         uses: names in the order in which a forward is expected to read them, for predictions.
         unequal: whether memory was planned for steps of unequal work on the ranks.

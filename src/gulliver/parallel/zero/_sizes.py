@@ -32,7 +32,7 @@ class TensorSize:
     whole: bool = False
     # Whether it is frozen, and the optimizer steps it once it is unfrozen.
     frozen_trainable: bool = False
-    # Whether the optimizer has its first state beside what is placed.
+    # Whether the optimizer makes its first state in addition to what is placed.
     beside: bool = False
     # Places among all names of parameters of the model; a tied one has several.
     places: tuple[int, ...] = ()

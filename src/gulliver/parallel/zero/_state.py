@@ -111,7 +111,7 @@ def _scattered(
         elif not isinstance(value, Tensor):
             found[key] = value
         elif is_counter(key, value, whole):
-            # torch wants counters beside the parameter only where kernels read them.
+            # torch wants counters on the parameter's device only where kernels read them.
             found[key] = value.to(owned.device if captured else value.device).clone()
         elif value.shape != whole.shape and owned.shape == whole.shape:
             found[key] = value.to(owned.device).clone()  # of an optimizer of whole tensors

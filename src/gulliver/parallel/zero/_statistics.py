@@ -34,7 +34,7 @@ class BufferSync:
         self._own: Sequence[int] = [1] * len(self._places)
 
     def votes(self) -> list[int]:
-        """This rank's part of a vote: 1 for a buffer that is its own."""
+        """Input of this rank to a max all-reduce: 1 for a buffer that is its own."""
         # These are buffers that it has resized, such as caches, and expanded ones, whose elements
         # share memory and cannot be written.
         now = [(module._buffers.get(key), shape) for module, key, shape in self._places]

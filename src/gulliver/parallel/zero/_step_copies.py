@@ -32,7 +32,7 @@ def comes_alone(chunk: Chunk) -> bool:
 def step_copies(
     chunks: Sequence[ShardedChunk], group: Group, purpose: Callable[[ShardedChunk], Purpose]
 ) -> Iterator[None]:
-    """Lets chunks under a limit come from copies on this rank; every rank enters and leaves it."""
+    """Gathers chunks under a limit from copies on this rank; every rank enters and leaves it."""
     with ExitStack() as stack:
         for sharded in chunks:
             chunk = sharded.chunk

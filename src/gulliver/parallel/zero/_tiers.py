@@ -29,13 +29,13 @@ _CONSTANTS = torch.zeros_like, torch.ones_like, torch.full_like
 
 # [Note: new state] In its first step an optimizer makes its state itself: one constant tensor for
 # each parameter and kind, ``state["exp_avg"] = torch.zeros_like(p)``. All of a chunk would be as
-# much as its moments, beside the budget. So such a constant takes no memory (one element,
+# much as its moments, on top of the budget. So such a constant takes no memory (one element,
 # stretched), and what is put into a parameter's state is filled in at its place in the chunk at
 # once. The optimizer goes on with that: it reads what it has put there. The bits are the same.
 #
 # It does not know what is done in a block, nor when.
 class _Stretched(TorchFunctionMode):
-    """Lets constants of a tensor's shape take the memory of one element."""
+    """Makes constants of a tensor's shape take the memory of one element."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -67,8 +67,7 @@ class Tuning:
     predicted: dict[int, float] = field(default_factory=dict)
     # Seconds of a step by the clock, for the sizes that were tried.
     measured: dict[int, float] = field(default_factory=dict)
-    # Seconds that a reduce-scatter and an all-gather occupy the link beside their bytes, and
-    # seconds per byte.
+    # Latency in seconds, and seconds per byte, of a reduce-scatter and an all-gather.
     link: dict[str, tuple[float, float]] = field(default_factory=dict)
     # Seconds until a transfer that has the link to itself is there.
     latency_s: float = 0.0
@@ -146,7 +145,7 @@ class BucketTuner:
 
     @property
     def tuning(self) -> bool:
-        """Whether it goes on: it sends messages of its own then, and cuts chunks anew."""
+        """Whether it goes on: it sends messages of its own then, and cuts the chunks again."""
         return self.stage is not Stage.DONE
 
     def updated(self, seconds: float) -> None:
@@ -226,7 +225,7 @@ class BucketTuner:
         return sorted([numbers[slot.name] for slot in layout.slots] for layout, _ in layouts)
 
     def _step_times(self, gather_cpu_s: float) -> StepTimes:
-        """The parts of the step just recorded; its forward had no gathers beside it."""
+        """The parts of the step just recorded; no gathers ran during its forward."""
         recorder, shards = self._recorder, self.shards
         assert recorder is not None
         assert self.result is not None

@@ -46,10 +46,10 @@ OUTSIDE = (
 # given back when it ends; so inside it takes the memory of stage 1, and between steps that of its
 # own stage.
 #
-# Under a memory limit they are gathered into copies that may leave (`_step_copies.py`), and what is
+# Under a memory limit they are gathered into copies that may leave (`copies.py`), and what is
 # sent waits until these have gone.
 #
-# The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but lets all
+# The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but makes all
 # ranks wait for the longest at every micro-batch; steps are balanced as wholes.
 class UnevenStep:
     """One step's backwards on this rank."""

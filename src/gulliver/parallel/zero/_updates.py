@@ -16,7 +16,7 @@ from gulliver.parallel.zero._shards import ShardedState
 # [Note: the pipeline of a step] With stages 1 and 2 chunks are updated one by one, in the order of
 # use. Each is waited for, stepped where it lies, and its gather started; then the next. So the link
 # carries the first chunks' parameters while the others are updated, and the next forward begins
-# while most of them are still on their way. Only clipping needs all gradients first: one number is
+# while most of them are still in flight. Only clipping needs all gradients first: one number is
 # exchanged for it. With stages 0 and 3 nothing follows an update, and the chunk that is used first
 # is the last to be reduced: one call of the optimizer for all is as early, and cheaper. Where
 # chunks lie in tiers of memory they are stepped one by one, too: there is no room for all.
@@ -25,7 +25,7 @@ from gulliver.parallel.zero._shards import ShardedState
 # update could begin earlier. But the gathers would be issued in it too, and the parameters that the
 # next forward waits for first would be sent last. In the order of use the forward's first chunk is
 # sent first; the price is that the first update waits for the reduction that was issued last. Who
-# wants updates during backward asks for them, see `_in_backward.py`.
+# wants updates during backward asks for them, see `step.py`.
 class Updates:
     """Steps chunks of a sharded state."""
 
