@@ -13,7 +13,6 @@ from gulliver.memory._around import recompute_modules, wrap_call
 from gulliver.memory._budget import (
     BudgetController,
     BudgetRule,
-    Change,
     room_without_unseen,
     smallest_limit,
     with_unseen,
@@ -29,13 +28,13 @@ from gulliver.memory._bytes import (
 )
 from gulliver.memory._chunk import Chunk
 from gulliver.memory._fakes import FakeTensors, without_traces
-from gulliver.memory._footprint import CudaGauge, Footprint, Gauge, ProcessGauge, StepFootprint
+from gulliver.memory._footprint import Footprint, ProcessGauge
 from gulliver.memory._host import HostStore
 from gulliver.memory._host_disk import HostDiskStore
-from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
+from gulliver.memory._layout import ChunkLayout, Piece, plan_chunks
 from gulliver.memory._malloc import FreedMemory
 from gulliver.memory._manager import Manager
-from gulliver.memory._moments import Moment, moment_size
+from gulliver.memory._moments import moment_size
 from gulliver.memory._pages import page_aligned
 from gulliver.memory._parts import (
     Part,
@@ -55,10 +54,9 @@ from gulliver.memory._pending import (
 )
 from gulliver.memory._placed import RESIDENT, ManagedTensor, Residency
 from gulliver.memory._placed_chunk import ManagedBufferPool, ManagedChunk
-from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
+from gulliver.memory._prefetch import LEGAL_PRESENCE, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._read_locks import (
     ASKS,
-    ReadLock,
     add_read_lock,
     add_writer,
     any_read_lock,
@@ -70,20 +68,18 @@ from gulliver.memory._read_locks import (
     writers,
 )
 from gulliver.memory._record import AccessRecord, UseRecorder
-from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
+from gulliver.memory._reduced import ReducedGradient, reduced_gradient
 from gulliver.memory._stores import (
     IN_MEMORY,
     DiskStore,
     Store,
-    Transfer,
     check_disk_folder,
     file_system,
     whole_pages,
 )
-from gulliver.memory._streams import Copier, Copy, seconds_between
+from gulliver.memory._streams import Copier, seconds_between
 from gulliver.memory._symbolic import (
     ActivationPeak,
-    Kept,
     MemoryPoint,
     StorageCounter,
     activation_peak,
@@ -95,7 +91,6 @@ from gulliver.memory._traffic import BufferStillReferenced
 
 __all__ = [
     "ACTIVATIONS",
-    "ADVICE",
     "ASKS",
     "GRADIENTS",
     "IN_MEMORY",
@@ -113,28 +108,21 @@ __all__ = [
     "BufferPool",
     "BufferStillReferenced",
     "ByteCounter",
-    "Change",
     "Chunk",
     "ChunkLayout",
     "Copier",
-    "Copy",
-    "CudaGauge",
     "DiskStore",
     "FakeTensors",
     "Footprint",
     "FreedMemory",
-    "Gauge",
     "HostArena",
     "HostDiskStore",
     "HostStore",
-    "Kept",
     "ManagedBufferPool",
     "ManagedChunk",
     "ManagedTensor",
     "Manager",
     "MemoryPoint",
-    "Moment",
-    "Mover",
     "Part",
     "Pass",
     "PendingParameter",
@@ -142,16 +130,12 @@ __all__ = [
     "Prefetcher",
     "Presence",
     "ProcessGauge",
-    "ReadLock",
     "ReducedGradient",
     "Region",
     "Residency",
     "Resident",
-    "Slot",
-    "StepFootprint",
     "StorageCounter",
     "Store",
-    "Transfer",
     "UseRecorder",
     "activation_peak",
     "add_read_lock",

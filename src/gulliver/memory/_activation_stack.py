@@ -159,7 +159,6 @@ class ActivationStack:
         managed.enter(residency)
         self._here[managed.number] = managed
         self.held += managed.nbytes
-        # Most of these so far.
         self.most = max(self.most, self.held)
         return managed.memory
 

@@ -45,15 +45,10 @@ FEW_WAITS, MANY_WAITS = 0.1, 0.25
 class Change:
     """A change of a budget."""
 
-    # Number of the step, from 0.
     step: int
-    # Position in the step; empty between steps.
     at: str
-    # Bytes of the budget before.
     before: int
-    # Bytes of the budget after.
     after: int
-    # Reason, with figures.
     why: str
 
     def __str__(self) -> str:
@@ -73,10 +68,8 @@ class BudgetRule:
         self.keeps_why = ""
         self.margin = limit // MARGIN_SHARE + MARGIN_BYTES
         self.step = 0
-        # Changes so far.
         self.changes: list[Change] = []
         self._peaks: deque[int] = deque(maxlen=WINDOW)
-        # Bytes that the manager may hold now.
         self.budget = 0
 
     @property

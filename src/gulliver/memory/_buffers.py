@@ -18,7 +18,6 @@ class BufferPool:
 
     def __init__(self, kept: int = 4) -> None:
         self.kept = kept
-        # Bytes that are lent, by kind.
         self.counter = ByteCounter()
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 

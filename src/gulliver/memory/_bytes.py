@@ -16,7 +16,6 @@ class ByteCounter:
     """Counts bytes by kind."""
 
     def __init__(self) -> None:
-        # Bytes held now, by kind.
         self.live = dict.fromkeys(KINDS, 0)
         self._total = 0
         self.restart()

@@ -65,9 +65,7 @@ class Chunk:
         # This rank's part as all ranks have it, where it follows from what was sent.
         self.shown_part: Tensor | None = None
         self._sums: Tensor | None = None
-        # Buffers of optimizer state, by key.
         self.moments: dict[str, Moment] = {}
-        # Shapes of the parameters, by name.
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self._cuts = _Cuts(layout, self.shapes)
         for start, end in layout.gaps():

@@ -82,7 +82,6 @@ class StepFootprint:
 
     # Most bytes that no manager holds.
     other: int
-    # Most bytes in all, above the base.
     total: int
 
 

@@ -209,9 +209,7 @@ class HostDiskStore(Middle):
         self._copier: Copier = copier or CudaCopier(torch.device(device))
         self._pages = CopiedPages(self._copier)
         self._disk = CopiedDisk(disk, self._pages)
-        # Manager of the host's memory, before the disk.
         self.host = Manager(host, "cpu", self._disk, pages=self._pages)
-        # Says what the host's memory is used for.
         self.transit = Transit(self, disk.capacity)
         self.capacity = host + disk.capacity
         self._objects: dict[Hashable, ManagedTensor] = {}

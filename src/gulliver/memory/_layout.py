@@ -63,9 +63,7 @@ class ChunkLayout:
 
     # Runs of the tensors, in the order of use, which need not be that in the buffer.
     slots: tuple[Slot, ...]
-    # Number of elements.
     size: int
-    # Number of shards.
     parts: int
     # Whether every tensor lies on one part.
     whole: bool = False

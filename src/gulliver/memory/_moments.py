@@ -31,7 +31,6 @@ class Moment:
 
     # Flat tensor; on meta while its bytes are elsewhere.
     buffer: Tensor
-    # First elements, by parameter.
     starts: Mapping[str, int]
 
     def filled(self, name: str, value: Tensor) -> Tensor:

@@ -27,11 +27,9 @@ ROOM = 4
 class _Room:
     """Addresses of a buffer."""
 
-    # Mapping that has them.
     memory: mmap.mmap
     # Offset of the first, on a page, or a huge page if there is one.
     begin: int
-    # Number of bytes.
     nbytes: int
 
     @classmethod

@@ -46,18 +46,13 @@ RESIDENT = (Residency.ARRIVING, Residency.HERE, Residency.LEAVING)
 class ManagedTensor:
     """Bytes that a `Manager` keeps in the fast tier or behind it."""
 
-    # Name in messages and pictures.
     name: str
-    # Kind of state, as the byte counter knows it.
     kind: str
-    # Number of elements.
     numel: int
-    # Dtype of the elements.
     dtype: torch.dtype
     # Flat tensor of `dtype` while the object is in the fast tier, else None. Its memory moves
     # between visits: make new views after each `Manager.use`.
     tensor: Tensor | None = None
-    # Number by which decisions name it.
     number: int = -1
     # Whether its content is discarded before long.
     brief: bool = False

@@ -47,7 +47,6 @@ LEGAL_PRESENCE = (
 class Resident:
     """Something whose bytes come and go."""
 
-    # Where its bytes are.
     presence: Presence = Presence.WHOLE
     # Whether it is needed again in the same pass: it stays once it is there.
     kept: bool = False

@@ -46,9 +46,7 @@ class MemoryPoint:
     phase: str
     # Path of the module that runs; in backward, of the one whose gradient has come.
     path: str
-    # Bytes that are there as it begins.
     live: int
-    # Most bytes until the next point.
     peak: int
 
 
@@ -58,7 +56,6 @@ class Kept:
 
     # Bytes that are there after the call and were not before, its output aside.
     saved: int
-    # Bytes of its output.
     output: int
 
 
@@ -68,9 +65,7 @@ class ActivationPeak:
 
     # Most bytes at once, the batch included; None where the step cannot be followed.
     bytes: int | None
-    # Bytes of the batch.
     inputs: int = 0
-    # Memory over the calls of modules.
     curve: tuple[MemoryPoint, ...] = ()
     # What the last call of each module in forward left for backward, by path.
     kept: Mapping[str, Kept] = field(default_factory=dict)

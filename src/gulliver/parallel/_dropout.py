@@ -34,7 +34,6 @@ class Along:
 
     # Indices of the part in the whole, int64.
     positions: Tensor
-    # Size of the whole.
     length: int
 
     @classmethod

@@ -18,7 +18,6 @@ class StepsTaken:
     """Record of the last steps."""
 
     def __init__(self) -> None:
-        # Number of all steps so far.
         self.steps = 0
         # Moments at which they ended.
         self.stepped_at: deque[float] = deque(maxlen=TIMED_STEPS)

@@ -38,13 +38,10 @@ Event = tuple[str, int]
 class ChunkBytes:
     """A chunk in numbers."""
 
-    # Names of its parameters, in order.
     names: Sequence[str]
-    # Bytes of all of it.
     whole: int
     # Bytes of the part that a rank steps.
     shard: int
-    # Whether it is stepped.
     trained: bool = True
     # Whether the shard is a copy in a wider dtype.
     copied: bool = False
@@ -162,9 +159,7 @@ def in_unequal_step(
 class ImaginedChunk(Resident):
     """A chunk as numbers of bytes."""
 
-    # Index in the order of use.
     number: int
-    # Sizes in bytes.
     size: ChunkBytes
 
 
@@ -186,7 +181,6 @@ class StepReplay(ABC):
             for number, size in enumerate(chunks)
         ]
         self.engine = Prefetcher(self.chunks, self, ahead, tight=tight)
-        # Chunks whose gradients travel.
         self.flying: deque[ImaginedChunk] = deque()
 
     def run(self, events: Iterable[Event]) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 class LossScaler:
     """The factor that keeps small gradients from vanishing in float16."""
 
-    # Factor of the next loss.
     scale: float = 2.0**16
     # Factor of the scale after `interval` steps without overflow.
     growth: float = 2.0
@@ -17,9 +16,7 @@ class LossScaler:
     backoff: float = 0.5
     # Number of steps without overflow after which the scale grows.
     interval: int = 1000
-    # Least value of the scale.
     smallest: float = 1.0
-    # Greatest value of the scale.
     largest: float = 2.0**32
     # Number of steps since the last overflow or growth.
     good_steps: int = 0

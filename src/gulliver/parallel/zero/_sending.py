@@ -58,9 +58,7 @@ MATTERS = 1e-3
 class ZeroWires:
     """Formats in which chunks travel."""
 
-    # Format of gradients.
     reduce: WireFormat = IDENTITY
-    # Format of parameters.
     gather: WireFormat = IDENTITY
     # Whether what packing loses of a gradient is added to the next one.
     feedback: bool = False

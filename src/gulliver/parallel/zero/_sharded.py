@@ -71,7 +71,6 @@ class ShardedChunk(Resident):
     incoming: Tensor | None = None
     reduction: Handle | None = None
     gathering: Handle | None = None
-    # Index in the order of use.
     index: int = -1
     # The same, counted from a start that differs between optimizers: collectives are known by it.
     number: int = 0

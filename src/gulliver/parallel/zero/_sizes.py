@@ -16,15 +16,10 @@ HALVES = (torch.bfloat16, torch.float16)
 class TensorSize:
     """A parameter as one rank holds it before it is sharded."""
 
-    # Name in the whole model.
     name: str
-    # Number of elements.
     numel: int
-    # Dtype of the parameter.
     dtype: torch.dtype
-    # Device that it is on.
     device: torch.device
-    # Whether the optimizer steps it.
     trained: bool = True
     # Elements of each tensor that the optimizer keeps for it, before it is sharded.
     states: tuple[int, ...] = ()

@@ -61,7 +61,6 @@ class Stage(Enum):
 class Tuning:
     """The result of tuning."""
 
-    # Bytes of a chunk.
     chosen: int
     # Seconds of a step by size, from the model of its timeline.
     predicted: dict[int, float] = field(default_factory=dict)
@@ -71,7 +70,6 @@ class Tuning:
     link: dict[str, tuple[float, float]] = field(default_factory=dict)
     # Seconds until a transfer that has the link to itself is there.
     latency_s: float = 0.0
-    # Names of the parameters in the order of use.
     order: list[str] = field(default_factory=list)
     # Whether it was taken from an earlier job.
     reused: bool = False
