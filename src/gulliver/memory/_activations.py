@@ -225,7 +225,7 @@ class ActivationOffload:
         return flat.as_strided(saved.size, saved.stride, saved.offset)
 
     def _brought(self, managed: ManagedTensor) -> Tensor:
-        """Memory of an object, which stays until no node looks at it any more."""
+        """Memory of an object, which stays until no node refers to it any more."""
         if managed.number not in self._used:
             try:
                 memory = self.manager.use(managed)

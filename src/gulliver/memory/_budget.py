@@ -144,7 +144,7 @@ class BudgetRule:
         if needed > room:
             return self.budget
         self.minimum = max(self.minimum, needed)
-        # With some to spare: what is given back may be looked at a little longer.
+        # With some to spare: views of what was given back may live a little longer.
         wanted = needed + (room - needed) // RISE_SHARE
         return self._set(max(self.budget, wanted), "", "more is in use at once")
 

@@ -14,7 +14,7 @@ from gulliver.memory._bytes import ByteCounter
 
 
 class BufferPool:
-    """Lends flat buffers; what is given back is lent again once nobody else looks at it."""
+    """Lends flat buffers; what is given back is lent again once no view of it is left."""
 
     def __init__(self, kept: int = 4) -> None:
         self.kept = kept

@@ -250,7 +250,7 @@ class Manager:
             return tensor
 
     def give(self, tensor: Tensor, kind: str) -> None:
-        """Takes back what was lent; its memory is used again once nobody looks at it."""
+        """Takes back what was lent; its memory is used again once no view of it is left."""
         with self._entered():
             memory = self._lent.pop(tensor.data_ptr(), None)
             if memory is None:

@@ -263,7 +263,7 @@ class Traffic:
         for kept in sorted(self._free, reverse=True):
             many = self._free[kept]
             while (short := self.held + size - self.budget) > 0:
-                # Memory that somebody still looks at would not be freed.
+                # Memory with views left would not be freed.
                 place = next((n for n, found in enumerate(many) if self._goes(*found)), None)
                 if place is None:
                     break

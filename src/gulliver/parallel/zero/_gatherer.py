@@ -355,7 +355,7 @@ class Gatherer:
             self.finish(sharded)
 
     def release_idle(self) -> None:
-        """Gives back what nobody looks at now; on one rank it may come again at any time."""
+        """Releases chunks that nothing refers to; on one rank they may come again at any time."""
         for sharded in self.chunks:
             whole, wanted = sharded.presence is Presence.WHOLE, sharded.held or sharded in self._now
             if whole and not wanted and storage_users(sharded.chunk.data) <= sharded.users:

@@ -8,7 +8,7 @@ parameters are gathered in `gather.py`; `checkpoint.py` saves all of it, and cut
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -34,7 +34,6 @@ from gulliver.parallel.zero._hooks import watch_calls
 from gulliver.parallel.zero._in_backward import InBackward
 from gulliver.parallel.zero._memory import predicted
 from gulliver.parallel.zero._reducer import GradientReducer
-from gulliver.parallel.zero._relayout import relayout
 from gulliver.parallel.zero._saved import ZeroCheckpoint
 from gulliver.parallel.zero._scaler import LossScaler
 from gulliver.parallel.zero._sharded import ShardedChunk, Squared, squared_norm
@@ -99,7 +98,6 @@ class ZeroOptimizer(BoostedOptimizer):
         self.shards = ShardedState(inner, self.names, sharded, stage, group, chosen, manager, whole)
         self.names = self.shards.names  # which grow when parameters are unfrozen
         self._frozen = [p for p in self._frozen if p not in self.shards.frozen_trainable]
-        self.checkpoint = ZeroCheckpoint(self)
         self.grad_norm: Tensor | None = None
         self.skipped = 0
         self._squared: Squared = squared_norm
@@ -110,6 +108,8 @@ class ZeroOptimizer(BoostedOptimizer):
         self._used: set[str] | None = None
         self._updates = Updates(self.shards)
         self._begun = InBackward(self.shards, self._updates)
+        self.checkpoint = ZeroCheckpoint(self, on_load=self._begun.mend)
+        self.gives_back = stage == 3
         fp16 = any(p.dtype is torch.float16 for p in self.names)
         self.scaler = LossScaler() if fp16 else None
         scatter_state(self.shards, state)
@@ -139,11 +139,6 @@ class ZeroOptimizer(BoostedOptimizer):
     def size(self) -> int:
         """Number of ranks that it is sharded over."""
         return self.shards.size
-
-    @property
-    def gives_back(self) -> bool:  # type: ignore[override]
-        """Whether parameters are given back after use: with stage 3, which keeps shards only."""
-        return self.stage == 3
 
     @property
     def all_chunks(self) -> list[ShardedChunk]:
@@ -240,10 +235,6 @@ class ZeroOptimizer(BoostedOptimizer):
         if self.tuner is not None:
             self.tuner.mark(name)
 
-    def relayout(self, order: Sequence[str], chunk_bytes: int) -> bool:
-        """Cuts the chunks in another order and size; returns whether anything changed."""
-        return relayout(self.shards, order, chunk_bytes)
-
     def _step(self) -> None:
         self._begun.check_whole()
         if self._begun.begun:
@@ -334,10 +325,6 @@ class ZeroOptimizer(BoostedOptimizer):
         finally:
             self._begun.suspend("")
 
-    def replaced(self) -> None:
-        """All values of the model are about to be replaced: a torn step does not matter then."""
-        self._begun.mend()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients; with ``set_to_none=False`` those that there are become zeros."""
         self._begun.refuse("zero_grad was called")
@@ -392,7 +379,7 @@ class ZeroOptimizer(BoostedOptimizer):
         for sharded in self._landed():
             for shard in sharded.gradients(write=True):
                 shard.clamp_(-limit, limit)
-                del shard  # who looks at memory in tiers keeps it from going
+                del shard  # a view of memory in tiers keeps it from leaving
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole averaged gradients by name, where there is one; every rank calls it."""
@@ -409,14 +396,6 @@ class ZeroOptimizer(BoostedOptimizer):
                 views = sharded.chunk.named_views(whole)
                 found |= {name: view for name, view in views.items() if name in used}
         return {name: found[name] for name in self.names.values() if name in found}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Refused: state lies in chunks, of which one rank may hold a part."""
-        _refuse_state()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused: state lies in chunks, of which one rank may hold a part."""
-        _refuse_state()
 
     def export_state(self, keep: bool = True) -> State:
         """The whole state by parameter name; every rank calls it, those that `keep` get it."""

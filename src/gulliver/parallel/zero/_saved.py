@@ -7,7 +7,7 @@ region; see the note at `OptimizerCheckpoint` for models that no rank has all of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +40,11 @@ SMALL, ALIKE = 2**16, 2**20
 class ZeroCheckpoint(OptimizerCheckpoint):
     """Saves and loads a ZeRO optimizer and its model, shard by shard."""
 
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, on_load: Callable[[], None]) -> None:
         super().__init__(optimizer)
         self._shards = optimizer.shards
-        self._replaced = optimizer.replaced
+        # Called before all values of the model are replaced.
+        self._on_load = on_load
 
     @property
     def copy_limit(self) -> int | None:
@@ -148,7 +149,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         """Waits for all that is in flight, before the model is filled."""
         self._shards.gatherer.release_all()
         before_write(sharded.chunk.master_shard for sharded in self._shards.all_chunks)
-        self._replaced()
+        self._on_load()
 
     def after_model_load(self) -> None:
         """Sends what was filled to all ranks; every rank calls it."""

@@ -42,7 +42,7 @@ NORM = 0.1
 FINER = min(BLOCKS)
 """Elements of a block that is tried next to larger ones."""
 MATTERS = 1e-3
-"""Share of the whole error from which on that of a parameter is looked at."""
+"""Share of the whole error from which on that of a parameter matters."""
 
 
 # [Note: the gate] A format that harms does so silently: the loss goes down, more slowly. So in the

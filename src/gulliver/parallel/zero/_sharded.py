@@ -84,7 +84,7 @@ class ShardedChunk(Resident):
     is_ahead: bool = False
     # Whether operations on its parameters are seen although it is here.
     asked: bool = False
-    # Number of tensors that look at the parameters' buffer where nobody computes with it.
+    # Tensors that share the parameters' buffer where no computation uses it.
     users: int = 0
 
     def __post_init__(self) -> None:
