@@ -1,7 +1,7 @@
 """One state out of a boosted model, its optimizer and what belongs to them, and back.
 
 What is saved knows neither the number of ranks nor how the model was sharded; see
-`BoostedOptimizer.model_leaves` for what a rank gives of it.
+`OptimizerCheckpoint.model_leaves` for what a rank gives of it.
 """
 
 from __future__ import annotations

@@ -267,7 +267,6 @@ class ZeroOptimizer(BoostedOptimizer):
         if timed:
             self._reducer.wait_all_reductions()
             self._mark("step")
-        self._updates.seconds = 0.0
         for turn in self.shards.step_groups():
             self._updates.step(turn, used)
         if timed:

@@ -409,7 +409,8 @@ class GradientReducer:
         sharded.chunk.check_parameters()
         sharded.chunk.gradients.begin()
         sharded.move(Phase.COLLECTING)
-        self._record.note("collecting", sharded.index)
+        if not self._record.complete:  # a call less for every chunk
+            self._record.note("collecting", sharded.index)
 
     def _reduce(self, sharded: ShardedChunk) -> None:
         """Sends a chunk's gradients to the shards."""
@@ -421,7 +422,8 @@ class GradientReducer:
             gradients.fetch()
         else:
             self._gather_up(sharded)
-        self._record.note("reduced", sharded.index)
+        if not self._record.complete:
+            self._record.note("reduced", sharded.index)
         sharded.incoming, sharded.reduction = self.sender.send(sharded)
         sharded.move(Phase.REDUCING)
         self._flying.append(sharded)

@@ -33,7 +33,7 @@ class Updates:
         self._shards = shards
         # Whether the optimizer may be stepped now: users may not do so themselves.
         self._allowed = False
-        # Time that the optimizer took in this step.
+        # Seconds that the optimizer took since `begin`.
         self.seconds = 0.0
         setattr(shards.inner, ASKS, shards.changed)
         shards.inner.register_step_pre_hook(self._refuse)
@@ -45,7 +45,7 @@ class Updates:
 
     def begin(self) -> None:
         """Allows steps of the optimizer until `end`."""
-        self._allowed = True
+        self._allowed, self.seconds = True, 0.0
 
     def step(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
         """Steps the chunks of some numbers together, once their gradients are there.
