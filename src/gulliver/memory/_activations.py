@@ -78,7 +78,7 @@ class Keeper(Protocol):
         ...
 
 
-class _Copy:
+class _ActivationCopy:
     """Memory of saved tensors, copied into an object of the manager."""
 
     __slots__ = ("__weakref__", "managed", "source", "version")
@@ -91,7 +91,7 @@ class _Copy:
 class _Saved:
     """A saved tensor that was copied: how it lay in its memory."""
 
-    copy: _Copy
+    copy: _ActivationCopy
     tensor: weakref.ref[Tensor]
     dtype: torch.dtype
     size: torch.Size
@@ -101,7 +101,7 @@ class _Saved:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptTensor:
     """A saved tensor that stayed where it is."""
 
     tensor: Tensor
@@ -125,7 +125,7 @@ class ActivationOffload:
         self.moved = self.kept = 0
         # Whether an operation is saving: it reads its parameters yet, which have to stay.
         self.saves = False
-        self._copies: dict[int, weakref.ref[_Copy]] = {}
+        self._copies: dict[int, weakref.ref[_ActivationCopy]] = {}
         self._free: dict[int, list[tuple[int, ManagedTensor]]] = {}
         self._dead: deque[ManagedTensor] = deque()
         self._used: dict[int, tuple[ManagedTensor, int]] = {}
@@ -178,13 +178,13 @@ class ActivationOffload:
 
         return run
 
-    def _pack(self, tensor: Tensor, outside: set[int]) -> _Saved | _Kept | _Outer:
+    def _pack(self, tensor: Tensor, outside: set[int]) -> _Saved | _KeptTensor | _Outer:
         self.sweep()
         if self._outer is not None and (saved := self._outer[0](tensor)) is not tensor:
             return _Outer(saved)
         if _is_own(tensor):
             # The leaf itself: its data may be exchanged, and other data be there in backward.
-            return _Kept(tensor, tensor._version)
+            return _KeptTensor(tensor, tensor._version)
         self.saves = True
         try:
             copy = self._copy(tensor) if self._wanted(tensor, outside) else None
@@ -194,7 +194,7 @@ class ActivationOffload:
             self.kept += tensor.nbytes
             # A view of its own, with the same version: the tensor would hold the graph that holds
             # it, if a node saves its output.
-            return _Kept(tensor.detach(), tensor._version)
+            return _KeptTensor(tensor.detach(), tensor._version)
         return _Saved(
             copy,
             weakref.ref(tensor),
@@ -205,15 +205,15 @@ class ActivationOffload:
             tensor._version,
         )
 
-    def _unpack(self, saved: _Saved | _Kept | _Outer) -> Tensor:
+    def _unpack(self, saved: _Saved | _KeptTensor | _Outer) -> Tensor:
         self.sweep()
         if isinstance(saved, _Outer):
             assert self._outer is not None
             return self._outer[1](saved.saved)
-        tensor = saved.tensor if isinstance(saved, _Kept) else saved.tensor()
+        tensor = saved.tensor if isinstance(saved, _KeptTensor) else saved.tensor()
         if tensor is not None and tensor._version != saved.version:
             raise RuntimeError(_modified(tensor, saved.version))
-        if isinstance(saved, _Kept):
+        if isinstance(saved, _KeptTensor):
             return saved.tensor
         number = backward_number()
         if number not in (-1, self._backward):
@@ -254,7 +254,7 @@ class ActivationOffload:
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         memory.copy_(source.set_(tensor.untyped_storage()))
 
-    def _copy(self, tensor: Tensor) -> _Copy | None:
+    def _copy(self, tensor: Tensor) -> _ActivationCopy | None:
         """The copy of a tensor's memory; None where it does not fit the budget."""
         storage = tensor.untyped_storage()
         known = self._copies.get(storage._cdata)
@@ -276,13 +276,13 @@ class ActivationOffload:
         finally:
             self.manager.done(managed)
         self.moved += managed.nbytes
-        copy = _Copy(managed, weakref.ref(storage), tensor._version)
+        copy = _ActivationCopy(managed, weakref.ref(storage), tensor._version)
         self._copies[storage._cdata] = weakref.ref(copy, self._forget(storage._cdata))
         weakref.finalize(copy, self._dead.append, managed).atexit = False
         return copy
 
-    def _forget(self, key: int) -> Callable[[weakref.ref[_Copy]], None]:
-        def forget(gone: weakref.ref[_Copy]) -> None:
+    def _forget(self, key: int) -> Callable[[weakref.ref[_ActivationCopy]], None]:
+        def forget(gone: weakref.ref[_ActivationCopy]) -> None:
             if self._copies.get(key) is gone:
                 del self._copies[key]
 

@@ -21,7 +21,7 @@ from gulliver.parallel.zero._reducer import IN_FLIGHT
 from gulliver.parallel.zero._sending import GradientGate, ZeroWires
 from gulliver.parallel.zero._sharded import ShardedChunk, squared_norm
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
-from gulliver.parallel.zero._tuner import Stage
+from gulliver.parallel.zero._tuner import TuningStage
 from gulliver.parallel.zero._uneven import LEFT, UnevenStep, check_uneven, uneven_step
 
 __all__ = [
@@ -33,9 +33,9 @@ __all__ = [
     "GradientGate",
     "ImaginedChunk",
     "ShardedChunk",
-    "Stage",
     "StepReplay",
     "TensorSize",
+    "TuningStage",
     "UnevenStep",
     "ZeroOptimizer",
     "ZeroWires",

@@ -108,7 +108,7 @@ class ZeroOptimizer(BoostedOptimizer):
         self._used: set[str] | None = None
         self._updates = Updates(self.shards)
         self._begun = InBackward(self.shards, self._updates)
-        self.checkpoint = ZeroCheckpoint(self, on_load=self._begun.mend)
+        self.checkpoint = ZeroCheckpoint(self, on_load=self._begun.mend)  # type: ignore[override]
         self.gives_back = stage == 3
         fp16 = any(p.dtype is torch.float16 for p in self.names)
         self.scaler = LossScaler() if fp16 else None
