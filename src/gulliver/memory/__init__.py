@@ -31,7 +31,7 @@ from gulliver.memory._fakes import FakeTensors, without_traces
 from gulliver.memory._footprint import Footprint, ProcessGauge
 from gulliver.memory._host import HostStore
 from gulliver.memory._host_disk import HostDiskStore
-from gulliver.memory._layout import ChunkLayout, Piece, plan_chunks
+from gulliver.memory._layout import ChunkLayout, ShardPiece, plan_chunks
 from gulliver.memory._malloc import FreedMemory
 from gulliver.memory._manager import Manager
 from gulliver.memory._moments import moment_size
@@ -126,7 +126,6 @@ __all__ = [
     "Part",
     "Pass",
     "PendingParameter",
-    "Piece",
     "Prefetcher",
     "Presence",
     "ProcessGauge",
@@ -134,6 +133,7 @@ __all__ = [
     "Region",
     "Residency",
     "Resident",
+    "ShardPiece",
     "StorageCounter",
     "Store",
     "UseRecorder",

@@ -40,7 +40,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """The part of a tensor that one rank owns: `numel` elements from `start` of the rank's shard.
 
     `offset` is where the piece begins in the flattened tensor.
@@ -96,14 +96,14 @@ class ChunkLayout:
         """Sizes that cut the buffer into runs: a gap before each tensor, then one at the end."""
         return [end - start for start, end in pairwise(self._edges())]
 
-    def pieces(self, part: int) -> list[Piece]:
+    def pieces(self, part: int) -> list[ShardPiece]:
         """Pieces of tensors that lie on part number `part`, in order."""
         low, high = part * self.part_size, (part + 1) * self.part_size
         found = []
         for slot in self.slots:
             start, end = max(slot.start, low), min(slot.end, high)
             if start < end:
-                found.append(Piece(slot.name, start - low, start - slot.start, end - start))
+                found.append(ShardPiece(slot.name, start - low, start - slot.start, end - start))
         return found
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gulliver.comm import Group, gather_objects
 from gulliver.errors import GulliverError, first_difference
-from gulliver.memory import Piece
+from gulliver.memory import ShardPiece
 from gulliver.parallel.zero._sharded import ShardedChunk
 
 DIGEST = 8
@@ -56,7 +56,7 @@ class OptimizerGroups:
         """The group that a trained parameter is in."""
         return self._inner.param_groups[self._number_of[name]]
 
-    def alike(self, names: Collection[str], pieces: Iterable[Piece]) -> list[Piece]:
+    def alike(self, names: Collection[str], pieces: Iterable[ShardPiece]) -> list[ShardPiece]:
         """The pieces whose parameters are in the groups of these names."""
         numbers = {self._number_of[name] for name in names}
         return [piece for piece in pieces if self._number_of[piece.name] in numbers]

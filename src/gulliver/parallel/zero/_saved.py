@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, Piece, Presence, before_write, part_of, region_of, whole_shape
+from gulliver.memory import (
+    Part,
+    Presence,
+    ShardPiece,
+    before_write,
+    part_of,
+    region_of,
+    whole_shape,
+)
 from gulliver.parallel._saving import (
     Counter,
     Leaf,
@@ -196,7 +204,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return found
 
     def _entries(
-        self, piece: Piece, owned: Tensor, parameter: Tensor, state: Mapping[str, Any]
+        self, piece: ShardPiece, owned: Tensor, parameter: Tensor, state: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The state of a piece: counters, and leaves as far as this rank saves them."""
         entries: dict[str, Any] = {}

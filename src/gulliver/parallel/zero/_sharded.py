@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gulliver.comm import Handle, Purpose
 from gulliver.errors import GulliverError
-from gulliver.memory import Chunk, Piece, Resident, reduced_gradient
+from gulliver.memory import Chunk, Resident, ShardPiece, reduced_gradient
 
 
 class Phase(Enum):
@@ -55,7 +55,7 @@ class ShardedChunk(Resident):
     chunk: Chunk
     # This rank's pieces: which part of which parameter, and the flat tensor that the optimizer
     # steps.
-    pieces: list[tuple[Piece, nn.Parameter]]
+    pieces: list[tuple[ShardPiece, nn.Parameter]]
     trained: bool = True
     phase: Phase = Phase.EMPTY
     # Parameters that the present backward has not reached yet.
@@ -91,7 +91,7 @@ class ShardedChunk(Resident):
         self._purposes: dict[tuple[str, str], Purpose] = {}
         self.own(self.pieces)
 
-    def own(self, pieces: Iterable[tuple[Piece, nn.Parameter]]) -> None:
+    def own(self, pieces: Iterable[tuple[ShardPiece, nn.Parameter]]) -> None:
         """Takes the pieces that this rank steps."""
         self.pieces = list(pieces)
         self.owned = [owned for _, owned in self.pieces]

@@ -26,7 +26,7 @@ from gulliver.memory import (
     ManagedBufferPool,
     ManagedChunk,
     Manager,
-    Piece,
+    ShardPiece,
     any_read_lock,
 )
 from gulliver.parallel.zero._gatherer import Gatherer
@@ -238,7 +238,7 @@ class ShardedState:
             self.states.hide(sharded)
             self._parameter_of.update((q, chunk.parameters[p.name]) for p, q in sharded.pieces)
 
-    def _cut(self, chunk: Chunk, piece: Piece) -> Tensor:
+    def _cut(self, chunk: Chunk, piece: ShardPiece) -> Tensor:
         run = chunk.master_shard[piece.start : piece.end]
         # What is not cut has its own shape: some optimizers look at it.
         return run.view(chunk.shapes[piece.name]) if self.has_whole else run

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gulliver.comm import Group, all_gather, gather_objects
 from gulliver.errors import GulliverError
-from gulliver.memory import Piece
+from gulliver.memory import ShardPiece
 from gulliver.parallel._saving import State, is_counter
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
@@ -101,7 +101,11 @@ def scatter_state(shards: ShardedState, state: State) -> None:
 
 
 def _scattered(
-    state: Mapping[str, Any], sharded: ShardedChunk, piece: Piece, owned: Tensor, captured: bool
+    state: Mapping[str, Any],
+    sharded: ShardedChunk,
+    piece: ShardPiece,
+    owned: Tensor,
+    captured: bool,
 ) -> dict[str, Any]:
     """This rank's piece of the state of a parameter; its float32 values are written at once."""
     whole, found = sharded.chunk.parameters[piece.name], dict[str, Any]()
@@ -120,7 +124,7 @@ def _scattered(
     return found
 
 
-def run_of(whole: Tensor, piece: Piece, owned: Tensor) -> Tensor:
+def run_of(whole: Tensor, piece: ShardPiece, owned: Tensor) -> Tensor:
     """The elements of a whole tensor that a piece has, in the shape of what is stepped."""
     return whole.reshape(-1)[piece.offset : piece.offset + piece.numel].view(owned.shape)
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gulliver.memory import OPTIMIZER_STATE, Manager, Piece, moment_size
+from gulliver.memory import OPTIMIZER_STATE, Manager, ShardPiece, moment_size
 from gulliver.parallel._saving import is_counter
 from gulliver.parallel.zero._elementwise import makes_beside, state_sizes, steps_by_chunk
 from gulliver.parallel.zero._groups import OptimizerGroups
 from gulliver.parallel.zero._sharded import ShardedChunk
 
-Place = Callable[[Piece, str, Tensor], Tensor | None]
+Place = Callable[[ShardPiece, str, Tensor], Tensor | None]
 _ALWAYS = nullcontext()
 _CONSTANTS = torch.zeros_like, torch.ones_like, torch.full_like
 
@@ -49,7 +49,7 @@ class _Stretched(TorchFunctionMode):
 class _NewState(dict[str, Any]):
     """State of a piece while it is made: tensors go to their places at once."""
 
-    def __init__(self, piece: Piece, owned: nn.Parameter, place: Place) -> None:
+    def __init__(self, piece: ShardPiece, owned: nn.Parameter, place: Place) -> None:
         super().__init__()
         self._piece, self._owned, self._place = piece, owned, place
 
@@ -198,7 +198,9 @@ class TieredStates(PieceStates):
         return self._manager.reserved(nbytes, OPTIMIZER_STATE) if nbytes else _ALWAYS
 
     @contextmanager
-    def _making(self, sharded: ShardedChunk, new: Mapping[nn.Parameter, Piece]) -> Iterator[None]:
+    def _making(
+        self, sharded: ShardedChunk, new: Mapping[nn.Parameter, ShardPiece]
+    ) -> Iterator[None]:
         """Places state of new pieces as the optimizer makes it; see [Note: new state]."""
         states, place = self._inner.state, partial(self._place_first, sharded)
         states.update({owned: _NewState(piece, owned, place) for owned, piece in new.items()})
@@ -212,7 +214,7 @@ class TieredStates(PieceStates):
                     states[owned] = made
 
     def _place_first(
-        self, sharded: ShardedChunk, piece: Piece, key: str, value: Tensor
+        self, sharded: ShardedChunk, piece: ShardPiece, key: str, value: Tensor
     ) -> Tensor | None:
         """Copies new state of a piece to a buffer of its chunk; None where it has no room."""
         chunk = sharded.chunk
