@@ -164,8 +164,13 @@ def boosted(name: str, task: Task, plugin: Plugin, work: Work | None = None) -> 
         if not sharded:
             yield from _all(model, optimizer)
             return
-        for c in wrapped.everything:
-            yield from (c.chunk.buffer, c.chunk.home, c.chunk.gradient, c.gradient_shard)
+        for c in wrapped.all_chunks:
+            yield from (
+                c.chunk.buffer,
+                c.chunk.master_shard,
+                c.chunk.gradients.buffer,
+                c.gradient_shard,
+            )
             yield c.incoming
         yield from _states(optimizer)
 

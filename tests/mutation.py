@@ -103,8 +103,8 @@ MUTANTS = (
     Mutant(
         "memory: what is used for writing counts as unchanged",
         "memory/_manager.py",
-        "self._decided(lambda: self._core.use(placed.number, write, fresh))",
-        "self._decided(lambda: self._core.use(placed.number, False, fresh))",
+        "self._decided(lambda: self._core.use(managed.number, write, fresh))",
+        "self._decided(lambda: self._core.use(managed.number, False, fresh))",
         ("memory_manager", "zero_tiers"),
     ),
     Mutant(

@@ -25,8 +25,8 @@ from gulliver.memory import (
     PARAMETERS,
     ActivationOffload,
     DiskStore,
+    ManagedTensor,
     Manager,
-    Placed,
     activation_peak,
     block_activations,
     offload_activations,
@@ -51,13 +51,13 @@ class Recording(Manager):
         super().__init__(*args)
         self.added, self.used = 0, list[int]()
 
-    def add(self, *args: Any, **kwargs: Any) -> Placed:
+    def add(self, *args: Any, **kwargs: Any) -> ManagedTensor:
         self.added += 1
         return super().add(*args, **kwargs)
 
-    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
-        self.used.append(placed.number)
-        return super().use(placed, write, fresh)
+    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
+        self.used.append(managed.number)
+        return super().use(managed, write, fresh)
 
 
 @pytest.fixture

@@ -353,31 +353,17 @@ class Tape:
         pass
 
 
-def test_a_footprint_is_what_nobody_holds_by_position_and_step() -> None:
+def test_a_footprint_is_what_nobody_holds_by_step() -> None:
     tape, held = Tape(1000), [300]
     footprint = Footprint(lambda: held[0], interval=3600, gauge=tape)
     assert footprint.base == 700
-    tape.value = 1500
-    footprint.at("forward a")
-    tape.value, held[0] = 2500, 900
-    footprint.at("forward b")
-    tape.value, held[0] = 1200, 100
+    for value, now in ((1500, 300), (2500, 900), (1200, 100)):
+        tape.value, held[0] = value, now
+        footprint.now()
     step = footprint.end_step()
-    assert step.curve == (("", 500), ("forward a", 900), ("forward b", 400))
     assert (step.other, step.total) == (900, 1800)
-    assert footprint.end_step() == type(step)(400, 500, (("", 400),))
+    assert footprint.end_step() == type(step)(400, 500)
     footprint.close()
-
-
-def test_positions_are_the_forwards_and_backwards_of_blocks() -> None:
-    model, footprint = Gpt(), Footprint(lambda: 0, interval=3600, gauge=Tape())
-    footprint.follow(model, ["blocks.0", "blocks.1"])
-    model(_tokens()).sum().backward()
-    wanted = ["forward blocks.0", "forward blocks.1", "backward blocks.1", "backward blocks.0"]
-    assert [at for at, _ in footprint.end_step().curve] == ["", *wanted]
-    footprint.close()
-    model(_tokens()).sum().backward()
-    assert len(footprint._curve) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -504,10 +490,12 @@ def test_a_controller_lowers_the_budget_at_the_next_position_and_says_why() -> N
     controller = BudgetController(1000 * MIB, ledger, footprint, _peak(160 * MIB))
     first = ledger.budgets[-1]
     assert first == 1000 * MIB - controller.rule.margin - 196 * MIB
-    footprint.at("forward a")
+    footprint.now()
+    controller.check("forward a")
     assert ledger.budgets == [first]
     tape.value = 995 * MIB
-    footprint.at("forward b")
+    footprint.now()
+    controller.check("forward b")
     assert ledger.budgets[-1] < first
     assert not footprint.alarmed
     tape.value = 0
@@ -528,7 +516,8 @@ def test_a_budget_below_what_is_pinned_waits_for_the_next_step() -> None:
     controller = BudgetController(100 * MIB, ledger, footprint, _peak(8 * MIB))
     ledger.pinned = ledger.minimum = 60 * MIB
     tape.value = 99 * MIB
-    footprint.at("backward a")
+    footprint.now()
+    controller.check("backward a")
     assert ledger.budgets[1:] == [60 * MIB]
     ledger.pinned = 0
     controller.end_step()
@@ -594,7 +583,8 @@ def test_freed_memory_is_kept_only_where_it_may_be_and_that_is_told(
     assert controller.rule.keeps is (True if allowed else None)
     assert bool(caplog.messages) is allowed
     tape.value = 995 * MIB
-    footprint.at("backward a")
+    footprint.now()
+    controller.check("backward a")
     if allowed:
         assert controller.rule.keeps is False
         assert "freed memory goes back: the limit is near" in caplog.messages[-1]
@@ -666,11 +656,9 @@ def test_memory_of_a_device_is_what_its_allocator_says() -> None:
     footprint = Footprint(lambda: 0, "cuda")
     big = torch.ones(32 * MIB, device="cuda")
     del big
-    footprint.at("a")
+    assert footprint.end_step().other == 128 * MIB
     small = torch.ones(MIB, device="cuda")
-    step = footprint.end_step()
-    assert step.curve == (("", 128 * MIB), ("a", 4 * MIB))
-    assert step.other == 128 * MIB
+    assert footprint.end_step().other == 4 * MIB
     del small
     footprint.close()
 

@@ -19,6 +19,7 @@ from gulliver.booster._blocks import blocks_of, recomputable_blocks
 from gulliver.comm import World
 from gulliver.hardware import described
 from gulliver.memory import ACTIVATIONS, ActivationOffload, StorageCounter
+from gulliver.parallel.zero._relayout import relayout
 from gulliver.plan import BlockWork, Work, check_plan
 from tests.pool import Pool
 
@@ -183,7 +184,7 @@ def _recut(world: World, folder: str) -> tuple[bool, list[str]]:
 
     def recut(*arguments: Any) -> Any:
         model, optimizer, *rest = boost(*arguments)
-        assert optimizer.relayout([name for name, _ in model.named_parameters()], 1 << 17)
+        assert relayout(optimizer.shards, [name for name, _ in model.named_parameters()], 1 << 17)
         return model, optimizer, *rest
 
     with patch.object(booster, "boost", recut):
@@ -191,10 +192,10 @@ def _recut(world: World, folder: str) -> tuple[bool, list[str]]:
     shards = got[3].shards
     with (
         patch.object(ActivationOffload, "sweep", lambda self: asked.append("activations")),
-        patch.object(shards.gatherer, "relieve", lambda: asked.append("parameters")),
-        patch.object(shards.reducer, "relieve", lambda: asked.append("gradients")),
+        patch.object(shards.gatherer, "release_idle", lambda: asked.append("parameters")),
+        patch.object(shards.reducer, "release_idle", lambda: asked.append("gradients")),
     ):
-        shards.manager.relieve()
+        shards.manager.release_idle()
     return same(got, plain(stack)), asked
 
 

@@ -140,7 +140,7 @@ def _under_limit(program: Program, model: Net, folder: Path) -> list[dict[str, T
     budget = manager.budget
 
     def evict() -> None:
-        manager.relieve()
+        manager.release_idle()
         for size in range(2**16, budget, 2**16):
             try:
                 manager.set_budget(size)

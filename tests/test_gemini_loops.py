@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -92,7 +93,7 @@ class Loop:
         # What else a process of tests holds, and gives back, is no business of this model.
         with patch.object(_limited, "Footprint", side_effect=OSError):
             model, optimizer, *_ = self.booster.boost(model, optimizer)
-        optimizer.step_in_backward = self.early
+        optimizer.options = replace(optimizer.options, step_in_backward=self.early)
         return model, optimizer
 
     def backward(self, loss: Tensor, optimizer: Any, **options: Any) -> None:

@@ -92,29 +92,29 @@ def test_parameters_become_views_with_the_same_values() -> None:
 
 def test_backward_adds_in_place_to_the_gradient_buffer() -> None:
     model, chunk = _chunk()
-    chunk.begin_gradient()
-    assert chunk.gradient is not None
+    chunk.gradients.begin()
+    assert chunk.gradients.buffer is not None
     for _ in range(2):
         model(torch.ones(1, 5)).sum().backward()
         for name in chunk.parameters:
-            chunk.place_gradient(name)
-    views = chunk.named_views(chunk.gradient)
+            chunk.gradients.place(name)
+    views = chunk.named_views(chunk.gradients.buffer)
     assert bool((views["weight"] == 2).all())
     assert bool((views["bias"] == 2).all())
-    assert float(chunk.gradient.sum()) == 2 * (15 + 3)  # the padding stays zero
-    chunk.complete_gradient()
+    assert float(chunk.gradients.buffer.sum()) == 2 * (15 + 3)  # the padding stays zero
+    chunk.gradients.complete()
 
 
 def test_a_detached_gradient_leaves_a_stand_in_and_a_cleared_one_is_noticed() -> None:
     model, chunk = _chunk()
-    chunk.begin_gradient()
-    chunk.mark_reduced()
-    chunk.free_gradient()
-    assert chunk.gradient is None
+    chunk.gradients.begin()
+    chunk.gradients.mark_reduced()
+    chunk.gradients.free()
+    assert chunk.gradients.buffer is None
     assert isinstance(model.weight.grad, ReducedGradient)
-    assert chunk.cleared_names() == []
+    assert chunk.gradients.cleared_names() == []
     model.bias.grad = None
-    assert chunk.cleared_names() == ["bias"]
+    assert chunk.gradients.cleared_names() == ["bias"]
 
 
 def test_a_deep_copy_does_not_share_the_chunk() -> None:
@@ -133,7 +133,7 @@ def test_a_parameter_that_left_its_chunk_is_refused(spoil) -> None:
     model, chunk = _chunk()
     spoil(model)
     with pytest.raises(GulliverError, match=r"weight.*after boost"):
-        chunk.begin_gradient()
+        chunk.check_parameters()
 
 
 @pytest.mark.parametrize(

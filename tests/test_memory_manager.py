@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -24,16 +23,16 @@ from gulliver.errors import GulliverError
 from gulliver.io import IoError, default_engine
 from gulliver.memory import (
     GRADIENTS,
-    HELD,
     KINDS,
     OPTIMIZER_STATE,
     PARAMETERS,
+    RESIDENT,
     DiskStore,
     HostStore,
+    ManagedTensor,
     Manager,
-    Placed,
     ProcessGauge,
-    Where,
+    Residency,
     add_read_lock,
     drop_read_lock,
     storage_of,
@@ -86,9 +85,9 @@ class Twin:
         self.pins.append(0)
 
     def do(self, what: str, index: int, value: int) -> None:
-        manager, placed = self.manager, self.objects[index]
+        manager, managed = self.manager, self.objects[index]
         if what in ("read", "write", "fresh", "hold"):
-            tensor = manager.use(placed, write=what in ("write", "hold"), fresh=what == "fresh")
+            tensor = manager.use(managed, write=what in ("write", "hold"), fresh=what == "fresh")
             if what != "fresh":
                 assert torch.equal(tensor, self.contents[index])
             if what != "read":
@@ -97,12 +96,12 @@ class Twin:
             if what == "hold":
                 self.pins[index] += 1
             else:
-                manager.done(placed)
+                manager.done(managed)
         elif what == "drop" and self.pins[index]:
             self.pins[index] -= 1
-            manager.done(placed)
+            manager.done(managed)
         elif what == "discard" and not self.pins[index]:
-            manager.discard(placed)
+            manager.discard(managed)
             self.contents[index].zero_()
         elif what == "lend":
             buffer = manager.lend(SIZES[index], torch.float32, GRADIENTS)
@@ -115,16 +114,16 @@ class Twin:
         elif what == "budget":
             manager.set_budget(PAGE * (4 + value % 16))
         elif what == "view":
-            assert torch.equal(manager.view(placed), self.contents[index])
+            assert torch.equal(manager.view(managed), self.contents[index])
         elif what == "step":
             manager.end_step()
 
     def check(self) -> None:
         """The counter is the sum of the tensors that exist; nothing is beyond the budget."""
         held = dict.fromkeys(KINDS, 0)
-        for placed in self.objects:
-            if placed.where in HELD:
-                held[placed.kind] += placed.nbytes
+        for managed in self.objects:
+            if managed.residency in RESIDENT:
+                held[managed.kind] += managed.nbytes
         for buffer, content, kind in self.lent:
             assert torch.equal(buffer, content)
             held[kind] += buffer.nbytes
@@ -137,8 +136,8 @@ class Twin:
         self.lent.clear()
 
     def finish(self) -> None:
-        for index, placed in enumerate(self.objects):
-            with self.manager.using(placed) as tensor:
+        for index, managed in enumerate(self.objects):
+            with self.manager.using(managed) as tensor:
                 assert torch.equal(tensor, self.contents[index])
 
 
@@ -175,17 +174,17 @@ def test_more_than_the_budget_is_trained_through_it(tmp_path: Path):
         for n in range(20)
     ]
     for _ in range(3):
-        for placed in objects:
-            with manager.using(placed, write=True) as tensor:
+        for managed in objects:
+            with manager.using(managed, write=True) as tensor:
                 tensor += 1
         manager.end_step()
-    for n, placed in enumerate(objects):
-        assert torch.equal(manager.view(placed), torch.full((1024,), n + 3.0))
+    for n, managed in enumerate(objects):
+        assert torch.equal(manager.view(managed), torch.full((1024,), n + 3.0))
     manager.close()
     assert os.listdir(tmp_path) == []
 
 
-def filled(manager: Manager, count: int) -> list[Placed]:
+def filled(manager: Manager, count: int) -> list[ManagedTensor]:
     """Objects of a page each, with their number as content."""
     contents = [torch.full((1024,), float(n)) for n in range(count)]
     return [
@@ -226,7 +225,7 @@ def test_what_moves_is_what_the_simulation_says(tmp_path: Path):
             manager.end_step()
             for n, more in enumerate((moved.loads, moved.writes, moved.bytes_in, moved.bytes_out)):
                 expected[n] += more
-        while any(placed.where is Where.QUEUED for placed in objects):
+        while any(managed.residency is Residency.QUEUED for managed in objects):
             time.sleep(0.001)
         found = manager.stats()
         assert [found[k] for k in ("loads", "writes", "bytes_in", "bytes_out")] == expected
@@ -240,19 +239,19 @@ def test_reads_run_ahead_and_writes_behind(tmp_path: Path, request):
     manager = Manager(8 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
     objects, under_way = filled(manager, 16), 0
     for step in range(4):
-        for placed in objects:
-            while step > 2 and any(o.where is Where.QUEUED or not o.done for o in objects):
+        for managed in objects:
+            while step > 2 and any(o.residency is Residency.QUEUED or not o.done for o in objects):
                 time.sleep(0.001)
             engine.hold(step > 2)
-            manager.use(placed, write=True).add_(1)
-            manager.done(placed)
+            manager.use(managed, write=True).add_(1)
+            manager.done(managed)
             under_way += bool(step > 2 and engine.counters.pending)
             assert manager.held <= manager.budget
             engine.hold(False)
         manager.end_step()
     assert under_way >= 8
-    for n, placed in enumerate(objects):
-        assert torch.equal(manager.view(placed), torch.full((1024,), n + 4.0))
+    for n, managed in enumerate(objects):
+        assert torch.equal(manager.view(managed), torch.full((1024,), n + 4.0))
     manager.close()
     engine.close()
 
@@ -287,8 +286,8 @@ def test_pages_go_from_what_leaves_to_what_comes(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(Pages, "fresh", lambda self, size: made.append(size) or fresh(self, size))
     for turn in range(6):
         made *= turn > 1
-        for n, placed in enumerate(objects):
-            with manager.using(placed, write=True) as tensor:
+        for n, managed in enumerate(objects):
+            with manager.using(managed, write=True) as tensor:
                 assert torch.equal(tensor, torch.full_like(tensor, n + turn))
                 tensor.add_(1)
             assert manager.held <= manager.budget
@@ -322,20 +321,20 @@ def test_an_error_of_the_disk_is_told_at_the_next_use_and_nothing_is_lost(tmp_pa
         engine = default_engine(page_bytes=PAGE, pages=1)
         manager = Manager(3 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
         objects = filled(manager, 7)
-        for placed in objects:
-            manager.view(placed)
+        for managed in objects:
+            manager.view(managed)
         engine.inject(call, errno=errno.EIO, times=times)
         told = 0
         for _ in range(2):
-            for n, placed in enumerate(objects):
+            for n, managed in enumerate(objects):
                 for _ in range(8):
                     try:
-                        tensor = manager.use(placed, write=True)
+                        tensor = manager.use(managed, write=True)
                         break
                     except IoError:
                         told += 1
                 assert torch.equal(tensor, torch.full((1024,), float(n)))
-                manager.done(placed)
+                manager.done(managed)
             manager.end_step()
         assert 1 <= told <= times
         assert manager.held <= manager.budget
@@ -343,13 +342,13 @@ def test_an_error_of_the_disk_is_told_at_the_next_use_and_nothing_is_lost(tmp_pa
         engine.close()
 
 
-def told(manager: Manager, objects: list[Placed]) -> weakref.ref[torch.Tensor]:
+def told(manager: Manager, objects: list[ManagedTensor]) -> weakref.ref[torch.Tensor]:
     """A tensor of whoever was told of an error, and caught it."""
     mine = torch.ones(8)
     for _ in range(4):
-        for placed in objects:
+        for managed in objects:
             try:
-                with manager.using(placed, write=True):
+                with manager.using(managed, write=True):
                     pass
             except IoError:
                 return weakref.ref(mine)
@@ -382,13 +381,13 @@ def test_a_full_disk_says_what_is_needed(tmp_path: Path):
         with pytest.raises(GulliverError, match=rf"disk store .* is full: {PAGE} bytes"):
             manager.use(objects[0], write=True)
     manager.set_budget(3 * PAGE)
-    for n, placed in enumerate(objects):
-        assert torch.equal(manager.view(placed), torch.full((1024,), float(n)))
+    for n, managed in enumerate(objects):
+        assert torch.equal(manager.view(managed), torch.full((1024,), float(n)))
     manager.close()
 
 
-def fail(manager: Manager, placed: Placed) -> None:
-    with manager.using(placed, write=True) as tensor:
+def fail(manager: Manager, managed: ManagedTensor) -> None:
+    with manager.using(managed, write=True) as tensor:
         tensor.add_(1)
         tensor.add_(1 / (tensor.numel() - 1024))
 
@@ -399,8 +398,8 @@ def test_an_exception_inside_a_use_leaves_the_object_free_to_leave(tmp_path: Pat
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             fail(manager, one)
-    for placed in (two, three, two):
-        with manager.using(placed):
+    for managed in (two, three, two):
+        with manager.using(managed):
             pass
     assert one.tensor is None
     assert torch.equal(manager.view(one), torch.full((1024,), 3.0))
@@ -413,16 +412,16 @@ def test_closing_waits_for_writes_and_two_managers_share_a_folder(tmp_path: Path
     other = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
     mine, theirs = filled(slow, 6), filled(other, 6)
     for manager, objects, more in ((slow, mine, 1), (other, theirs, 2)):
-        for placed in objects:
-            with manager.using(placed, write=True) as tensor:
+        for managed in objects:
+            with manager.using(managed, write=True) as tensor:
                 tensor.add_(more)
     slow.close()
     slow_again = pytest.raises(GulliverError, match="closed")
     with slow_again:
         slow.use(mine[0])
     assert engine.counters.pending == 0
-    for n, placed in enumerate(theirs):
-        assert torch.equal(other.view(placed), torch.full((1024,), n + 2.0))
+    for n, managed in enumerate(theirs):
+        assert torch.equal(other.view(managed), torch.full((1024,), n + 2.0))
     other.close()
     engine.close()
     assert os.listdir(tmp_path) == []
@@ -447,17 +446,17 @@ def test_at_exit_nothing_is_read_any_more_by_an_engine_that_closes(tmp_path: Pat
     monkeypatch.setattr(threading, "excepthook", raised.append)
     manager = Manager(4 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
     objects, workers = filled(manager, 12), list[threading.Thread]()
-    for placed in objects * 5:
-        while any(o.where is Where.QUEUED or not o.done for o in objects):
+    for managed in objects * 5:
+        while any(o.residency is Residency.QUEUED or not o.done for o in objects):
             time.sleep(0.001)
         engine.hold(manager.stats()["steps"] > 2)
-        with manager.using(placed, write=True) as tensor:
+        with manager.using(managed, write=True) as tensor:
             tensor.add_(1)
         workers = [t for t in threading.enumerate() if t.name == "gulliver-memory"]
         if engine.counters.pending and workers:
             break
         engine.hold(False)
-        if placed is objects[-1]:
+        if managed is objects[-1]:
             manager.end_step()
     assert workers, "a read waits for the memory of a write that has not ended"
     end_workers()  # in the order of the interpreter's exit
@@ -479,8 +478,8 @@ def test_a_forked_child_is_refused(tmp_path: Path):
             os._exit(0 if "make another after forking" in str(error) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    for n, placed in enumerate(objects):
-        with manager.using(placed) as tensor:
+    for n, managed in enumerate(objects):
+        with manager.using(managed) as tensor:
             assert torch.equal(tensor, torch.full((1024,), float(n)))
     manager.close()
 
@@ -495,13 +494,13 @@ def test_a_snapshot_is_asked_before_its_memory_is_used_again(tmp_path: Path):
 
     manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
     objects = filled(manager, 4)
-    shown = {n: manager.view(placed) for n, placed in enumerate(objects)}
+    shown = {n: manager.view(managed) for n, managed in enumerate(objects)}
     places = {n: storage_of(tensor) for n, tensor in shown.items()}
     snapshot = Snapshot()
     add_read_lock(snapshot)
     try:
-        for placed in objects:
-            with manager.using(placed, write=True) as tensor:
+        for managed in objects:
+            with manager.using(managed, write=True) as tensor:
                 tensor.add_(1)
     finally:
         drop_read_lock(snapshot)
@@ -513,19 +512,19 @@ def test_what_is_shown_stays_while_what_was_decided_before_comes(tmp_path: Path)
     manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
     objects = filled(manager, 4)
     for turn in range(50):
-        for placed in objects[:2]:
-            with manager.using(placed, write=True) as tensor:
-                tensor.copy_(torch.full((1024,), 10.0 * turn + placed.number))
+        for managed in objects[:2]:
+            with manager.using(managed, write=True) as tensor:
+                tensor.copy_(torch.full((1024,), 10.0 * turn + managed.number))
         # Both leave now, and a thread lets others take their memory as soon as they are written.
-        wanted = [(placed, manager.want(placed)) for placed in objects[2:]]
-        shown = [manager.view(placed) for placed in objects[:2]]
-        for placed, stored in wanted:
-            manager.arrive(placed, stored, write=False)
+        wanted = [(managed, manager.want(managed)) for managed in objects[2:]]
+        shown = [manager.view(managed) for managed in objects[:2]]
+        for managed, stored in wanted:
+            manager.arrive(managed, stored, write=False)
         found = [tensor.clone() for tensor in shown]
-        for placed in objects[2:]:
-            manager.done(placed)
-        for placed, tensor in zip(objects[:2], found, strict=True):
-            assert torch.equal(tensor, torch.full((1024,), 10.0 * turn + placed.number)), turn
+        for managed in objects[2:]:
+            manager.done(managed)
+        for managed, tensor in zip(objects[:2], found, strict=True):
+            assert torch.equal(tensor, torch.full((1024,), 10.0 * turn + managed.number)), turn
     manager.close()
 
 
@@ -533,22 +532,22 @@ def test_what_is_shown_can_be_filled_wherever_it_lies(tmp_path: Path):
     manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
     objects = [*filled(manager, 4), manager.add("empty", OPTIMIZER_STATE, 1024, torch.float32)]
     held = manager.held
-    for n, placed in enumerate(objects):
-        manager.view(placed, write=True).fill_(10.0 + n)
+    for n, managed in enumerate(objects):
+        manager.view(managed, write=True).fill_(10.0 + n)
     assert manager.held == held
-    for n, placed in enumerate(objects):
-        with manager.using(placed) as tensor:
+    for n, managed in enumerate(objects):
+        with manager.using(managed) as tensor:
             assert torch.equal(tensor, torch.full((1024,), 10.0 + n))
     manager.close()
 
 
-def test_decisions_can_be_read_and_drawn(tmp_path: Path, monkeypatch):
+def test_decisions_can_be_read(tmp_path: Path):
     manager = Manager(3 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
     objects = filled(manager, 5)
     for _ in range(3):
-        for placed in objects:
-            manager.use(placed, write=True)
-            manager.done(placed)
+        for managed in objects:
+            manager.use(managed, write=True)
+            manager.done(managed)
         manager.end_step()
     text = manager.explain()
     lines = [line for line in text.splitlines() if " load " in line or " write " in line]
@@ -557,12 +556,6 @@ def test_decisions_can_be_read_and_drawn(tmp_path: Path, monkeypatch):
     assert "use o0" in manager.explain(-2)
     with pytest.raises(GulliverError, match="step -9 is not remembered"):
         manager.explain(-9)
-    pytest.importorskip("matplotlib")
-    manager.draw(tmp_path / "step.png")
-    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(GulliverError, match="pip install matplotlib"):
-        manager.draw(tmp_path / "other.png")
     manager.close()
 
 
@@ -585,10 +578,10 @@ def test_bad_calls_are_refused(tmp_path: Path):
         manager.add("a", "weights", 1, torch.float32)
     with pytest.raises(GulliverError, match="not lent by this manager"):
         manager.give(torch.zeros(1), GRADIENTS)
-    placed = manager.add("a", PARAMETERS, 1, torch.float32)
-    manager.remove(placed)
+    managed = manager.add("a", PARAMETERS, 1, torch.float32)
+    manager.remove(managed)
     with pytest.raises(GulliverError, match="a is not an object of this memory manager"):
-        manager.use(placed)
+        manager.use(managed)
     manager.close()
 
 

@@ -19,13 +19,13 @@ from gulliver.errors import GulliverError
 from gulliver.io import IoError, default_engine
 from gulliver.memory import (
     GRADIENTS,
-    HELD,
     KINDS,
     PARAMETERS,
+    RESIDENT,
     DiskStore,
     HostDiskStore,
     Manager,
-    Where,
+    Residency,
 )
 from gulliver.solve import (
     Action,
@@ -51,10 +51,10 @@ def three_tiers(
 def check_host(store: HostDiskStore, disk: DiskStore) -> None:
     """The host's memory is counted to the byte, and so is the disk."""
     objects = [*store.host._placed.values()]
-    held = sum(placed.size for placed in objects if placed.where in HELD)
+    held = sum(managed.size for managed in objects if managed.residency in RESIDENT)
     assert sum(store.host.counter.live.values()) == held
     assert held <= store.host.held <= store.host.budget
-    assert disk.used == sum(placed.size for placed in objects if placed.offset is not None)
+    assert disk.used == sum(managed.size for managed in objects if managed.offset is not None)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -175,7 +175,7 @@ def test_what_moves_between_three_tiers_is_what_the_simulation_says(
                 ):
                     counts[n] += more
         waiting = [*objects, *store.host._placed.values()]
-        while any(placed.where is Where.QUEUED for placed in waiting):
+        while any(managed.residency is Residency.QUEUED for managed in waiting):
             store.tell()
             time.sleep(0.001)
         stats = manager.stats()
@@ -203,23 +203,23 @@ def test_the_disk_is_read_into_the_host_ahead_of_use(tmp_path: Path, request) ->
     manager = Manager(4 * PAGE, "cpu", store)
     objects, before = filled(manager, 20), 0
     for step in range(5):
-        for placed in objects:
+        for managed in objects:
             while step > 3 and any(
-                o.where is Where.QUEUED or not o.done for o in store.host._placed.values()
+                o.residency is Residency.QUEUED or not o.done for o in store.host._placed.values()
             ):
                 store.tell()
                 for late in [*store._copier.waiting]:  # type: ignore[attr-defined]
                     late.wait()
                 time.sleep(0.001)
             engine.hold(step > 3)
-            with manager.using(placed, write=True) as tensor:
+            with manager.using(managed, write=True) as tensor:
                 tensor.add_(1)
             engine.hold(False)
         before = before or (step == 3) * store.host.stats()["bytes_in"]
         manager.end_step()
     assert store.host.stats()["bytes_in"] > before > 0
-    for n, placed in enumerate(objects):
-        assert torch.equal(manager.view(placed), torch.full((1024,), n + 5.0))
+    for n, managed in enumerate(objects):
+        assert torch.equal(manager.view(managed), torch.full((1024,), n + 5.0))
     manager.close()
     engine.close()
 
@@ -234,15 +234,15 @@ def test_an_error_of_the_disk_is_told_and_nothing_is_lost(tmp_path: Path, call) 
         engine.inject(call, errno=errno.EIO, times=times)
         told = 0
         for _ in range(3):
-            for n, placed in enumerate(objects):
+            for n, managed in enumerate(objects):
                 for _ in range(8):
                     try:
-                        tensor = manager.use(placed, write=True)
+                        tensor = manager.use(managed, write=True)
                         break
                     except IoError:
                         told += 1
                 assert torch.equal(tensor, torch.full((1024,), float(n)))
-                manager.done(placed)
+                manager.done(managed)
             manager.end_step()
         assert 1 <= told <= times
         manager.close()
@@ -253,14 +253,14 @@ def test_what_is_shown_can_be_filled_in_the_host_and_on_the_disk(tmp_path: Path)
     for disk in (64, 6):
         manager, store, behind = three_tiers(tmp_path, 2, 6, disk)
         objects = [*filled(manager, 8), manager.add("empty", KINDS[0], 1024, torch.float32)]
-        for n, placed in enumerate(objects):
-            manager.view(placed, write=True).fill_(10.0 + n)
+        for n, managed in enumerate(objects):
+            manager.view(managed, write=True).fill_(10.0 + n)
             check_host(store, behind)
-        for n, placed in enumerate(objects):
-            with manager.using(placed) as tensor:
+        for n, managed in enumerate(objects):
+            with manager.using(managed) as tensor:
                 assert torch.equal(tensor, torch.full((1024,), 10.0 + n))
-        for placed in objects:
-            manager.remove(placed)
+        for managed in objects:
+            manager.remove(managed)
         assert (store.used, behind.used, store.host._placed) == (0, 0, {})
         manager.close()
 
@@ -278,13 +278,13 @@ def test_copies_of_a_gpu_wait_for_the_disk_and_for_compute(tmp_path: Path) -> No
     ]
     slow = torch.randn(2048, 2048, device="cuda")
     for _ in range(5):
-        for placed in objects:
-            with manager.using(placed, write=True) as tensor:
+        for managed in objects:
+            with manager.using(managed, write=True) as tensor:
                 slow = torch.tanh(slow @ slow)  # copies are far ahead of compute, if they may be
                 tensor.add_(1 + 0 * slow.flatten()[0])
         manager.end_step()
-    for n, placed in enumerate(objects):
-        with manager.using(placed) as tensor:
+    for n, managed in enumerate(objects):
+        with manager.using(managed) as tensor:
             assert torch.equal(tensor, torch.full_like(tensor, n + 5.0))
     assert store.host.stats()["bytes_in"] > 0
     manager.close()

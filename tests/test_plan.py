@@ -346,7 +346,7 @@ def _planned(world: World, plugin: dict[str, Any]) -> tuple[Plan, int, list[Any]
     from gulliver.comm import broadcast_object
 
     memory = broadcast_object(sum(optimizer.memory().values()))
-    chunks = [tuple(c.chunk.parameters) for c in optimizer.everything]
+    chunks = [tuple(c.chunk.parameters) for c in optimizer.all_chunks]
     return booster.plan, memory, broadcast_object(chunks)
 
 
@@ -418,12 +418,12 @@ def _seen(booster: Booster, model: Any, optimizer: Any, counted: list[int]) -> d
         "cut": sorted(n.split(".", 1)[1] for n, r in regions.items() if r is not None),
         "blocks": [any(True for _ in layer.parameters()) for layer in model.model.layers],
         "forwards": counted,
-        "chunks": len(optimizer.everything),
+        "chunks": len(optimizer.all_chunks),
         "planned": len(booster.plan.chunks),
         "stage": optimizer.stage,
         "schedule": None if schedule is None else (schedule.style, schedule.micro_batches),
         "sequence": optimizer.mesh.sequence.plan,
-        "norm": float(optimizer.max_norm),
+        "norm": float(optimizer.options.max_norm),
     }
 
 
@@ -557,7 +557,7 @@ def _tuned(world: World) -> tuple[str, list[Any], list[Any], int]:
         boosted.step()
         boosted.zero_grad()
     plan = booster.plan
-    held = [tuple(s.name for s in c.chunk.layout.slots) for c in boosted.everything]
+    held = [tuple(s.name for s in c.chunk.layout.slots) for c in boosted.all_chunks]
     again = Booster(plan=plan, verbose=False)
     twin = nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)])
     _, other, *_ = again.boost(twin, torch.optim.SGD(twin.parameters(), lr=0.1))

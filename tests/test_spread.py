@@ -170,9 +170,11 @@ class Job:
         )
         assert self.optimizer.rank == replica
         if cut.ranks > 1:
-            self.optimizer.responsible = lambda name: self.slice == 0
-            self.optimizer.written_elsewhere = {"embed.weight"} if self.stage else ()
-            self.optimizer.whole_groups = whole_groups
+            self.optimizer.checkpoint.describe_model(
+                responsible=lambda name: self.slice == 0,
+                written_elsewhere={"embed.weight"} if self.stage else (),
+                whole_groups=whole_groups,
+            )
         self.optimizer.watch(self.model)
         self.booster = Booster(LowLevelZeroPlugin(verbose=False))
         self.booster._optimizers[self.model] = self.optimizer
@@ -207,7 +209,7 @@ class Job:
             for name in wanted
             if name.startswith(("embed", "norm", "blocks")) and "frozen" not in name
         }
-        for (name, key), part in self.optimizer.make_state(entries).items():
+        for (name, key), part in self.optimizer.checkpoint.make_state(entries).items():
             assert isinstance(part, Part)
             whole = wanted[name] * entries[name][key]
             value = whole if part.region is None else sliced(whole, part.region)
@@ -235,11 +237,12 @@ class Job:
         self._check_state()
 
     def _check_state(self) -> None:
-        wanted, chosen = filled().state_dict(), vars(self.optimizer).pop("responsible", None)
+        wanted, chosen = filled().state_dict(), self.optimizer.checkpoint._responsible
+        self.optimizer.checkpoint._responsible = None
         # As if this rank wrote all that it has.
-        leaves = self.optimizer.state_leaves()
+        leaves = self.optimizer.checkpoint.state_leaves()
         if chosen is not None:
-            self.optimizer.responsible = chosen
+            self.optimizer.checkpoint.describe_model(responsible=chosen)
         held = {piece.name for c in self.optimizer.chunks for piece, _ in c.pieces}
         assert leaves.keys() == held
         for name, entries in leaves.items():
@@ -516,7 +519,7 @@ def wrong(world: World, cut: Cut, folder: Path) -> list[str]:
         with pytest.raises(GulliverError) as info:
             call()
         said.append(str(info.value))
-    job.optimizer.responsible = lambda name: True
+    job.optimizer.checkpoint.describe_model(responsible=lambda name: True)
     with pytest.raises(GulliverError) as info:
         job.save(folder / "twice")
     said.append(str(info.value))

@@ -274,7 +274,7 @@ def _boosted_so(world: World) -> list[Any]:
             steps(model, optimizer, end=2, rank=world.rank)
             optimizer.gatherer.finish_all()
             results.append(result(model, optimizer))
-            assert optimizer.step_in_backward is booster.plan.zero.step_in_backward is early
+            assert optimizer.options.step_in_backward is booster.plan.zero.step_in_backward is early
             assert Plan.from_yaml(booster.plan.to_yaml()).zero.step_in_backward is early
         found.append(differing(*results))
     return found

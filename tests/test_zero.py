@@ -81,7 +81,10 @@ def _sharded_sizes(world: World, stage: int) -> tuple[int, int, int]:
     booster.backward(model(torch.ones(2, 5).double()).sum(), boosted)
     boosted.step()
     state = sum(v.numel() for s in optimizer.state.values() for k, v in s.items() if k == "exp_avg")
-    kept = sum(0 if c.chunk.gradient is None else c.chunk.gradient.numel() for c in boosted.chunks)
+    kept = sum(
+        0 if c.chunk.gradients.buffer is None else c.chunk.gradients.buffer.numel()
+        for c in boosted.chunks
+    )
     return state, kept, booster.plan.memory.optimizer_state
 
 
@@ -116,7 +119,10 @@ def test_gradients_are_added_in_place_into_the_chunk() -> None:
     with boosted.no_sync():
         boosted.backward(model(torch.ones(2, 5).double()).sum())
     chunk = boosted.chunks[0].chunk
-    start, end = chunk.gradient.data_ptr(), chunk.gradient.data_ptr() + chunk.gradient.nbytes
+    start, end = (
+        chunk.gradients.buffer.data_ptr(),
+        chunk.gradients.buffer.data_ptr() + chunk.gradients.buffer.nbytes,
+    )
     for parameter in model.parameters():
         assert start <= parameter.grad.data_ptr() < end
         assert parameter.grad.abs().sum() > 0

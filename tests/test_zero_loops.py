@@ -25,6 +25,7 @@ from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
 from gulliver.parallel import ZeroOptimizer
 from gulliver.parallel.zero._reducer import IN_FLIGHT
+from gulliver.parallel.zero._relayout import relayout
 from gulliver.parallel.zero._sharded import LEGAL, Phase, ShardedChunk
 from tests.pool import Pool
 
@@ -139,7 +140,7 @@ def run(program: list[str], world: World, stage: int, make: Any) -> tuple[nn.Mod
             twin_optimizer.zero_grad()
             draw = random.Random(number)
             order = draw.sample(list(optimizer.names.values()), len(optimizer.names))
-            optimizer.relayout(order, draw.choice([64, 200, 1000]))
+            relayout(optimizer.shards, order, draw.choice([64, 200, 1000]))
         elif operation == "model.zero_grad":
             model.zero_grad()
             twin.zero_grad()
@@ -290,14 +291,14 @@ def test_stage_2_keeps_few_whole_gradient_buffers_alive() -> None:
     alive: list[int] = []
 
     def count(_: Tensor) -> None:
-        alive.append(sum(c.chunk.gradient is not None for c in optimizer.chunks))
+        alive.append(sum(c.chunk.gradients.buffer is not None for c in optimizer.chunks))
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(count)
     booster.backward(model(torch.ones(2, 8)).sum(), optimizer)
     assert len(optimizer.chunks) == 12
     assert 1 <= max(alive) <= IN_FLIGHT + 1
-    assert all(c.chunk.gradient is None for c in optimizer.chunks)
+    assert all(c.chunk.gradients.buffer is None for c in optimizer.chunks)
 
 
 def _memory(world: World, stage: int) -> tuple[Any, int, int, int]:
@@ -316,7 +317,7 @@ def _memory(world: World, stage: int) -> tuple[Any, int, int, int]:
     optimizer.step()
     parameters = sum(c.chunk.data.nbytes for c in optimizer.chunks)
     parameters += sum(p.nbytes for p in model[2].parameters())
-    held = [t for c in optimizer.chunks for t in (c.chunk.gradient, c.gradient_shard)]
+    held = [t for c in optimizer.chunks for t in (c.chunk.gradients.buffer, c.gradient_shard)]
     gradients = sum(t.nbytes for t in held if t is not None)
     state = [v for s in inner.state.values() for v in s.values() if v.ndim]
     optimizer.gatherer.finish_all()  # a world must not be left while messages are under way
@@ -646,7 +647,7 @@ def _whole_tensors(world: World) -> None:
         twin, twin_optimizer = plain(make)
         for number in range(5):
             if number == 2:
-                optimizer.relayout(list(optimizer.names.values())[::-1], 1000)
+                relayout(optimizer.shards, list(optimizer.names.values())[::-1], 1000)
             branch = "ab"[number % 2]
             optimizer.backward(model(data(number, world.rank), branch))
             ranks = range(world.size)

@@ -54,10 +54,16 @@ def _peaks(world: World, model: str) -> list[tuple[int, int, int]]:
 
 def _alive(optimizer: ZeroOptimizer) -> int:
     held = {}
-    for c in optimizer.everything:
+    for c in optimizer.all_chunks:
         states = [v for owned in c.owned for v in optimizer.inner.state.get(owned, {}).values()]
         for tensor in (
-            *(c.chunk.buffer, c.chunk.home, c.chunk.gradient, c.gradient_shard, c.incoming),
+            *(
+                c.chunk.buffer,
+                c.chunk.master_shard,
+                c.chunk.gradients.buffer,
+                c.gradient_shard,
+                c.incoming,
+            ),
             *(v for v in states if v.ndim),
         ):
             if tensor is not None:
@@ -166,7 +172,7 @@ def _placed(world: World) -> None:
             for owned in sharded.owned:
                 for key, value in optimizer.inner.state[owned].items():
                     if value.ndim:
-                        buffer = sharded.chunk.buffers[key]
+                        buffer = sharded.chunk.moments[key].buffer
                         assert value.untyped_storage().data_ptr() == buffer.data_ptr(), key
 
 

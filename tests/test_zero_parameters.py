@@ -15,6 +15,7 @@ from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World, sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.memory import LEGAL_PRESENCE, Presence
+from gulliver.parallel.zero._relayout import relayout
 from tests import parity
 from tests.pool import Pool
 
@@ -209,7 +210,7 @@ def _gathered(world: World) -> tuple[int, int, int, int]:
 
     def count(*_: object) -> None:
         nonlocal most
-        most = max(most, sum(c.presence is not Presence.ABSENT for c in optimizer.everything))
+        most = max(most, sum(c.presence is not Presence.ABSENT for c in optimizer.all_chunks))
 
     for layer in model:
         layer.register_forward_hook(count)
@@ -219,8 +220,8 @@ def _gathered(world: World) -> tuple[int, int, int, int]:
         booster.backward(model(torch.ones(2, 16)).sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    held = sum(c.chunk.home.nbytes for c in optimizer.everything)
-    return len(optimizer.everything), most, held, len(started)
+    held = sum(c.chunk.master_shard.nbytes for c in optimizer.all_chunks)
+    return len(optimizer.all_chunks), most, held, len(started)
 
 
 def test_stage_3_holds_its_shard_and_a_bounded_number_of_chunks(pool: Pool) -> None:
@@ -255,7 +256,7 @@ def _run_of(world: World, stage: int, chunk_mb: float) -> dict[str, Tensor]:
         optimizer.zero_grad()
         if number == 2:
             names = [optimizer.names[p] for p in trained(model)]
-            optimizer.relayout(names[::-1], int(chunk_mb * 2**20) * 3)
+            relayout(optimizer.shards, names[::-1], int(chunk_mb * 2**20) * 3)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -283,7 +284,7 @@ def _tuned(world: World, folder: str, again: bool) -> tuple[str, dict[int, float
         equal(mine, theirs)
     assert optimizer.tuner.stage.name == "DONE"
     result = optimizer.tuner.result
-    assert optimizer.chunk_bytes == result.chosen
+    assert optimizer.shards.chunk_bytes == result.chosen
     return ",".join(result.order), result.measured, result.reused
 
 

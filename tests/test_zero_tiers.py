@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -283,7 +284,7 @@ def _checkpoints(world: World, folder: str) -> list[list[str]]:
             booster = Booster(LowLevelZeroPlugin(3, chunk_mb=CHUNK / 2**20, verbose=False))
             _, optimizer, *_ = booster.boost(model, adamw(groups_of(model)))
             assert (optimizer.shards.manager is not None) == (share is not None)
-            optimizer.step_in_backward = True
+            optimizer.options = replace(optimizer.options, step_in_backward=True)
             if load:
                 booster.load(f"{folder}/{load}", model, optimizer)
             if save >= 0:

@@ -364,7 +364,7 @@ def _logged_state(world: World) -> None:
                 either.zero_grad()
         storages = guarded_storages()  # a save asks on each rank for itself: nothing is gathered
         for sharded in optimizer.chunks:
-            assert storage_of(sharded.chunk.home) in storages
+            assert storage_of(sharded.chunk.master_shard) in storages
         pairs = zip(optimizer.param_groups[0]["params"], twin.parameters(), strict=True)
         found = [(optimizer.state[p].get("exp_avg"), theirs.state[q]["exp_avg"]) for p, q in pairs]
         mine = sum(e.square().sum() for e, _ in found if e is not None)

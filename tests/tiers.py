@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gulliver.memory import DiskStore, Manager
 from gulliver.parallel import ZeroOptimizer, named_trainables
+from gulliver.parallel.zero._relayout import relayout
 
 Make = Callable[[Any], torch.optim.Optimizer]
 WIDTH, DEPTH, WORDS = 31, 16, 33
@@ -111,7 +112,7 @@ def boosted(
     optimizer = ZeroOptimizer(inner, names, manager=manager, **options)
     optimizer.watch(model)
     if ordered:
-        optimizer.relayout(ORDER, options["chunk_bytes"])
+        relayout(optimizer.shards, ORDER, options["chunk_bytes"])
     return optimizer
 
 

@@ -237,12 +237,12 @@ def take_activations(
         return
     shards = optimizer.shards
     hooks = (lambda t: shards.gatherer.pack(t)), (lambda saved: shards.gatherer.unpack(saved))
-    offload, others = ActivationOffload(manager, outer=hooks), manager.relieve
+    offload, others = ActivationOffload(manager, outer=hooks), manager.release_idle
 
-    def relieve() -> None:
+    def release_idle() -> None:
         offload.sweep()  # a chunk is stepped in backward, and the node before it has just ended
         if others is not None and not offload.saves:
             others()
 
-    manager.relieve = relieve
+    manager.release_with(release_idle)
     offload.wrap(model, paths)

@@ -138,9 +138,7 @@ def apply_plan(
         fill(model, Path(plan.weights), whole.aliases, world.device)
     names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
 
-    boosted = share_zero(plan, model, inner, names, whole, mesh, stage, managers[0])
-    boosted.shards.uses = uses
-    boosted.shards.unequal = plan.zero is not None and plan.zero.unequal
+    boosted = share_zero(plan, model, inner, names, whole, mesh, stage, managers[0], uses)
     take_activations(plan, model, boosted, managers[0])
     if streamed:
         fill_boosted(boosted, model, empty, plan.weights)

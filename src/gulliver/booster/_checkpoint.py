@@ -1,7 +1,7 @@
 """One state out of a boosted model, its optimizer and what belongs to them, and back.
 
 What is saved knows neither the number of ranks nor how the model was sharded; see
-`BoostedOptimizer.model_leaves` for what a rank gives of it.
+`OptimizerCheckpoint.model_leaves` for what a rank gives of it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from gulliver.comm import gather_objects, group_rank, init_world
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, whole_shape
 from gulliver.parallel import BoostedOptimizer, Counter, ZeroOptimizer
-from gulliver.parallel.zero import import_leaves
 from gulliver.precision.fp8 import fp8_histories, restore_histories
 
 MODEL, OPTIMIZER, SCHEDULER, RANDOM = "model", "optimizer", "lr_scheduler", "random"
@@ -77,12 +76,12 @@ def boosted_state(
     found: dict[str, Any] = {}
     plain = unwrapped(model)
     if holder is not None:
-        found[MODEL] = _trained(plain, holder.model_leaves(plain), frozen)
+        found[MODEL] = _trained(plain, holder.checkpoint.model_leaves(plain), frozen)
     else:
         refuse_boosted(plain, "save")
         found[MODEL] = plain
     if optimizer is not None:
-        found[OPTIMIZER] = optimizer_entry(optimizer, optimizer.state_leaves())
+        found[OPTIMIZER] = optimizer_entry(optimizer, optimizer.checkpoint.state_leaves())
         found |= wire_entry(optimizer)
     if lr_scheduler is not None:
         kind = type(lr_scheduler).__name__
@@ -125,7 +124,7 @@ def optimizer_entry(
             for name, entries in leaves.items()
         },
     }
-    others = optimizer.other_state()
+    others = optimizer.checkpoint.other_state()
     return {**found, "others": others} if others else found
 
 
@@ -191,7 +190,7 @@ def load_boosted(
             wanted.update((n, leaf) for n, leaf in leaves.items() if n not in odd.missing)
             # What is trained in 16 bits is filled by its float32 copies, and rounded from them.
             reader.check_fits(MODEL, wanted, prefix, narrow_dtypes(unwrapped(model)))
-            reader.check_tied(MODEL, holder.canonical_names(unwrapped(model)), prefix)
+            reader.check_tied(MODEL, holder.checkpoint.canonical_names(unwrapped(model)), prefix)
         rest.update(plan_all(reader, state or {}, strict, "", loaded))
 
     agreed(check_entries)
@@ -200,10 +199,10 @@ def load_boosted(
         take_up(reader, optimizer, entries, groups)
     agreed(check)
     if model is not None and holder is not None:
-        holder.before_model_load()
+        holder.checkpoint.before_model_load()
         agreed(lambda: reader.read_into(MODEL, wanted, prefix))
         wanted.clear()  # under a memory limit nothing can leave that is still looked at
-        holder.after_model_load()
+        holder.checkpoint.after_model_load()
         # Those of other weights say nothing of these.
         restore_histories(unwrapped(model), reader.value(FP8) if FP8 in reader.entries else {})
     if optimizer is not None:
@@ -224,7 +223,7 @@ def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> se
     if model is None:
         return set()
     names = [name for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)]
-    if holder is None or holder.has_whole_model:
+    if holder is None or holder.checkpoint.has_whole_model:
         return set(names)
     names += [name for name, _ in unwrapped(model).named_buffers(remove_duplicate=False)]
     return {name for found in gather_objects(names) for name in found}
@@ -234,8 +233,8 @@ def _tied(
     reader: StepReader, model: nn.Module, holder: BoostedOptimizer, prefix: str
 ) -> dict[str, Tensor | Part]:
     """What is to be filled, by names in the checkpoint, which may have one only of tied ones."""
-    leaves, saved = holder.load_leaves(model), reader.tensors(MODEL)
-    for name, known in holder.canonical_names(model).items():
+    leaves, saved = holder.checkpoint.load_leaves(model), reader.tensors(MODEL)
+    for name, known in holder.checkpoint.canonical_names(model).items():
         if name in leaves and prefix + name not in saved and prefix + known in saved:
             leaf = leaves.pop(name)
             leaves.setdefault(known, leaf)
@@ -271,7 +270,7 @@ class Groups:
     @classmethod
     def of(cls, optimizer: BoostedOptimizer) -> Self:
         """Asks an optimizer; every rank calls it."""
-        return cls(optimizer.all_group_names(), optimizer.frozen_groups())
+        return cls(optimizer.checkpoint.all_group_names(), optimizer.checkpoint.frozen_groups())
 
 
 def take_up(
@@ -287,7 +286,7 @@ def take_up(
     """
     frozen = {name for names in groups.frozen for name in names}
     saved = [name for name, entries in content["state"].items() if entries and name in frozen]
-    lost = optimizer.take_up(saved)
+    lost = optimizer.checkpoint.take_up(saved)
     if lost and init_world().is_main:
         logging.getLogger("gulliver").warning(
             "%s: the optimizer state of %s is left out: only stage 3 unfreezes after boost",
@@ -326,8 +325,8 @@ def _check_shapes(reader: Source, optimizer: BoostedOptimizer, content: Mapping[
     Where every rank has all of it, it may have any shape itself: then the step tells the
     parameters'.
     """
-    shapes = {name: whole_shape(p) for p, name in optimizer.trainable.items()}
-    known = _stepped(reader, content) if optimizer.has_whole_state else {}
+    shapes = {name: whole_shape(p) for p, name in optimizer.checkpoint.trainable.items()}
+    known = _stepped(reader, content) if optimizer.checkpoint.has_whole_state else {}
     for name, entries in content["state"].items():
         ours = shapes.get(name)
         if ours is not None and name in known and known[name][0] != ours:
@@ -370,7 +369,7 @@ def _fill_shards(
         }
         for name, found in state.items()
     }
-    targets = import_leaves(optimizer, entries)
+    targets = optimizer.checkpoint.import_leaves(entries)
     wanted = {state[name][key].name: leaf for (name, key), leaf in targets.items()}
     reader.read_into(OPTIMIZER, wanted)
 
@@ -388,7 +387,7 @@ def _give_state(reader: Source, optimizer: BoostedOptimizer, content: Mapping[st
     # Else numbers are turned to the parameter's dtype: ZeRO keeps those of 16 bits in 32.
     known = _stepped(reader, content)
     exact = [n for p, n in optimizer.names.items() if n in known and known[n][1] == p.dtype]
-    optimizer.take_state(state, found["others"], exact)
+    optimizer.checkpoint.take_state(state, found["others"], exact)
 
 
 def _read(reader: Source, value: Any) -> Any:

@@ -48,7 +48,7 @@ from gulliver.checkpoint import (
 from gulliver.comm import broadcast_object, init_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import BoostedOptimizer
-from gulliver.parallel.zero import ZeroOptimizer, exact_parameters
+from gulliver.parallel.zero import ZeroOptimizer
 
 
 class FileKeeper:
@@ -114,7 +114,7 @@ class FileKeeper:
         if model not in self._optimizers:
             check_whole(model)
         content = boosted_state(model, optimizer, holder, lr_scheduler, state, frozen)
-        limit = None if holder is None else holder.copy_limit
+        limit = None if holder is None else holder.checkpoint.copy_limit
         checkpointer = self._checkpointer(Path(folder), options, limit)
         if self._last is not None:
             checkpointer.about["plan"] = self._running().plan.to_values()
@@ -275,7 +275,7 @@ class FileKeeper:
             check_whole(plain)
         state = whole_model(plain)
         if isinstance(holder, ZeroOptimizer):
-            state |= exact_parameters(holder, plain)
+            state |= holder.checkpoint.exact_parameters(plain)
         if not use_async:
             on_main(lambda: write_tensors(place, state))
             return
@@ -405,7 +405,7 @@ class FileKeeper:
 
 def _is_spread(holder: BoostedOptimizer) -> bool:
     """Whether files of a model go tensor by tensor: no rank has all of it, or room for that."""
-    return not holder.has_whole_model or holder.copy_limit is not None
+    return not holder.checkpoint.has_whole_model or holder.checkpoint.copy_limit is not None
 
 
 def boosted_only(optimizer: Any) -> BoostedOptimizer:

@@ -21,14 +21,14 @@ from gulliver.memory import (
     ACTIVATIONS,
     ActivationPeak,
     BudgetController,
+    BufferStillReferenced,
     DiskStore,
     Footprint,
     FreedMemory,
     HostDiskStore,
     HostStore,
+    ManagedTensor,
     Manager,
-    Placed,
-    StillSeen,
     Store,
 )
 from gulliver.parallel import ZeroOptimizer
@@ -61,7 +61,7 @@ class LimitedManager(Manager):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._kept = set[Placed]()
+        self._kept = set[ManagedTensor]()
         # What parameters leave must go back at once: it and the chunks would be more than either.
         self._freed, self._added = FreedMemory(), 0
         weakref.finalize(self, self._freed.close)
@@ -70,7 +70,7 @@ class LimitedManager(Manager):
         self._before: dict[str, tuple[int, int]] = {}
         self._clock = (0.0, 0.0)
 
-    def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
+    def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> ManagedTensor:
         """Takes an object, and pins it where the shares say that it stays.
 
         Raises:
@@ -93,7 +93,7 @@ class LimitedManager(Manager):
             self._kept.add(placed)
         return placed
 
-    def remove(self, placed: Placed) -> None:
+    def remove(self, placed: ManagedTensor) -> None:
         """Forgets an object."""
         if placed in self._kept:
             self._kept.remove(placed)
@@ -101,13 +101,13 @@ class LimitedManager(Manager):
         self.spare += placed.size if placed.kind == ACTIVATIONS else 0
         super().remove(placed)
 
-    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
+    def use(self, placed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
         """Brings an object; the budget falls before, where memory becomes scarce."""
         if self.controller is not None:
             self.controller.check(placed.name)
         try:
             return super().use(placed, write, fresh)
-        except StillSeen as error:  # views of recomputed blocks, in their graph
+        except BufferStillReferenced as error:  # views of recomputed blocks, in their graph
             if self.controller is None:
                 raise
             self._grow(self.controller, str(error), error.budget)

@@ -35,7 +35,6 @@ from gulliver.errors import GulliverError
 from gulliver.io import PARTIAL, finish_folder, hold, remove_all, remove_leftovers
 from gulliver.memory import whole_shape
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
-from gulliver.parallel.zero import export_leaves
 from gulliver.plan import Plan
 
 PLAN = "plan.yaml"
@@ -61,7 +60,7 @@ def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None
     run = folder.with_name(f".{folder.name}.{number}{PARTIAL}")
     with ExitStack() as stack:
         on_main(lambda: _begin(run, stack))
-        limit = optimizer.copy_limit
+        limit = optimizer.checkpoint.copy_limit
         with AsyncCheckpointer(run, keep=0, mode="ring", memory_limit=limit) as checkpointer:
             checkpointer.save(0, {OPTIMIZER: content})
         on_main(lambda: _name(CheckpointFolder(run).path(0), folder, plan))
@@ -93,15 +92,15 @@ def _name(step: Path, folder: Path, plan: Plan | None) -> None:
 
 def _state_of(optimizer: BoostedOptimizer) -> Any:
     if isinstance(optimizer, ZeroOptimizer):
-        return export_leaves(optimizer)
-    return optimizer.state_leaves()
+        return optimizer.checkpoint.export_leaves()
+    return optimizer.checkpoint.state_leaves()
 
 
 def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
     """Shapes of the parameters by name, whole, and the dtypes of their state."""
     return {
-        name: [list(whole_shape(p)), optimizer.state_dtype(p)]
-        for p, name in optimizer.trainable.items()
+        name: [list(whole_shape(p)), optimizer.checkpoint.state_dtype(p)]
+        for p, name in optimizer.checkpoint.trainable.items()
     }
 
 

@@ -329,7 +329,7 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
         return replace(found, unequal=True, passes=((FORWARD, uses), (BACKWARD, uses)) * 2)
 
     now = counted({t.name for t in sizes if t.trained})
-    unfrozen = counted({t.name for t in sizes if t.trained or t.sleeping})
+    unfrozen = counted({t.name for t in sizes if t.trained or t.frozen_trainable})
     return replace(now, later=unfrozen.reserved - now.reserved)
 
 
@@ -367,7 +367,7 @@ def _shown_bytes(wires: ZeroWires, layout: ChunkLayout, dtype: torch.dtype) -> i
 
 def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
     """Names in the order of use: the model's, unless chunks lie in another, which a person gave."""
-    kinds = {tensor.name: (tensor.trained, tensor.sleeping) for tensor in sizes}
+    kinds = {tensor.name: (tensor.trained, tensor.frozen_trainable) for tensor in sizes}
     inside = set(laid_out)
     for kind in set(kinds.values()):
         given = [name for name in laid_out if kinds[name] == kind]

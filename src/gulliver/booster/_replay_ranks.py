@@ -116,7 +116,7 @@ class SeveralRanks(StepReplay):
 
     def _update(self, chunk: ImaginedChunk) -> None:
         self._unstepped.remove(chunk)
-        self.land(chunk)
+        self.wait_reduction(chunk)
         self._replay.update(chunk.number)
         if self._early:
             self._replay.discard(chunk.number)

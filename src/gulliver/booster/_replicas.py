@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def share_ddp(
         model.watch_gradients(allreduce_hook if hook is None else hook.reduce)
     boosted = _DDPOptimizer(optimizer, names, model)
     boosted.feedback = hook
-    boosted.given_groups = given
+    boosted.checkpoint.describe_model(given_groups=given)
     return model, boosted
 
 
@@ -71,6 +71,7 @@ def share_zero(
     mesh: HybridMesh | None,
     stage: Stage | None,
     manager: LimitedManager | None = None,
+    uses: Sequence[str] = (),
 ) -> ZeroOptimizer:
     """Moves parameters into chunks; the model stays the object that it was."""
     zero = plan.zero
@@ -88,6 +89,8 @@ def share_zero(
         "manager": manager,
         "step_in_backward": zero.steps_in_backward,
         "order": list(dict.fromkeys([*order, *whole.order])),
+        "uses": uses,
+        "unequal": zero.unequal,
         "wires": zero_wires(plan),
     }
     if mesh is not None:
@@ -99,7 +102,7 @@ def share_zero(
         torus, order = plan.mesh.torus, plan.mesh.rank_order or None
         group = Torus(torus, order, plan.mesh.device) if torus else None
         boosted = ZeroOptimizer(inner, names, zero.stage, group=group, **options)
-    boosted.given_groups = whole.given
+    boosted.checkpoint.describe_model(given_groups=whole.given)
     gate = boosted.shards.reducer.sender.gate
     boosted.taken.more.append(lambda: gate.checking)
     keep_to_limit(plan, boosted, manager)
@@ -111,7 +114,7 @@ def tune(plan: Plan, model: nn.Module, boosted: ZeroOptimizer, verbose: bool) ->
     zero = plan.zero
     assert zero is not None, "the plan is of ZeRO"
     if zero.broadcast_buffers and boosted.size > 1:
-        boosted.buffers = BufferSync(model, boosted.group)
+        boosted.sync_buffers(BufferSync(model, boosted.group))
     if zero.tuning != "off" and boosted.size > 1 and boosted.names:
         folder = None if zero.report is None else Path(zero.report)
         report = say() if verbose else None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gulliver.booster._limited import LimitedManager
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
-from gulliver.parallel.zero import Stage
+from gulliver.parallel.zero import TuningStage
 from gulliver.plan import ChunkPlan, Comparison, MemoryPlan, Plan, Row
 
 EXTRA = "the steps so far tuned chunks, or compared packed gradients: take more steps"
@@ -45,14 +45,14 @@ class Running:
                 padding_bytes=c.chunk.layout.padding * c.chunk.dtype.itemsize,
                 dtype=str(c.chunk.dtype).removeprefix("torch."),
             )
-            for c in optimizer.everything
+            for c in optimizer.all_chunks
         )
         tuner = optimizer.tuner
-        found = tuner.result if tuner is not None and tuner.stage is Stage.DONE else None
+        found = tuner.result if tuner is not None and tuner.stage is TuningStage.DONE else None
         # Sizes are those of the first rank: where tensors are cut, others' differ a little.
         if found is None and [c.tensors for c in chunks] == [c.tensors for c in zero.chunks]:
             return plan
-        tuned = replace(zero, chunks=chunks, chunk_bytes=optimizer.chunk_bytes)
+        tuned = replace(zero, chunks=chunks, chunk_bytes=optimizer.shards.chunk_bytes)
         reasons = dict(plan.reasons)
         if found is not None:
             # What was found is a choice from here on: the plan runs as it is, untuned.

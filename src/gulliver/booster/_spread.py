@@ -40,19 +40,19 @@ def write_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
     def write(weights: GatheredWeights) -> None:
         write_single(weights, {name: name for name in weights.infos}, path)
 
-    on_gathered(holder.model_leaves(model), write, dtypes_of(model))
+    on_gathered(holder.checkpoint.model_leaves(model), write, dtypes_of(model))
 
 
 def begin_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
     """Begins to write what `write_model` writes, while training goes on."""
-    leaves, dtypes = holder.model_leaves(model), _of_all(dtypes_of(model))
-    return begin_single(leaves, path, dtypes, holder.copy_limit)
+    leaves, dtypes = holder.checkpoint.model_leaves(model), _of_all(dtypes_of(model))
+    return begin_single(leaves, path, dtypes, holder.checkpoint.copy_limit)
 
 
 def write_folder(holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any) -> None:
     """Writes a model as a Hugging Face folder; tied weights are there once."""
-    aliases = _of_all(holder.canonical_names(model))
-    leaves = holder.model_leaves(model)
+    aliases = _of_all(holder.checkpoint.canonical_names(model))
+    leaves = holder.checkpoint.model_leaves(model)
     gather_huggingface(leaves, folder, dtypes=dtypes_of(model), aliases=aliases, **options)
 
 
@@ -67,7 +67,7 @@ def write_adapter_folder(
     agreed(lambda: refuse_existing(folder))
     names = _of_all({0: adapter_names(model)})[0]
     wanted = {source for sources in names.values() for source in sources.values()}
-    leaves = {n: leaf for n, leaf in holder.model_leaves(model).items() if n in wanted}
+    leaves = {n: leaf for n, leaf in holder.checkpoint.model_leaves(model).items() if n in wanted}
     dtypes = _of_all(dtypes_of(model))
 
     def write(weights: Weights) -> None:
@@ -76,7 +76,7 @@ def write_adapter_folder(
     if not use_async:
         on_gathered(leaves, write, dtypes_of(model))
         return None
-    saver = PartsSaver(folder, write, holder.copy_limit)
+    saver = PartsSaver(folder, write, holder.checkpoint.copy_limit)
     saver.begin(leaves)
     return saver
 
@@ -86,8 +86,8 @@ def begin_folder(
 ) -> PartsSaver:
     """Begins to write what `write_folder` writes, while training goes on."""
     agreed(lambda: refuse_existing(folder))
-    aliases, dtypes = _of_all(holder.canonical_names(model)), _of_all(dtypes_of(model))
-    leaves, limit = holder.model_leaves(model), holder.copy_limit
+    aliases, dtypes = _of_all(holder.checkpoint.canonical_names(model)), _of_all(dtypes_of(model))
+    leaves, limit = holder.checkpoint.model_leaves(model), holder.checkpoint.copy_limit
     return begin_huggingface(leaves, folder, dtypes, aliases, memory_limit=limit, **options)
 
 
@@ -111,8 +111,8 @@ def read_model(
     Returns:
         Names that were missing or left over.
     """
-    leaves, elsewhere = holder.load_leaves(model), names_of_all(model, holder)
-    aliases = holder.canonical_names(model)
+    leaves, elsewhere = holder.checkpoint.load_leaves(model), names_of_all(model, holder)
+    aliases = holder.checkpoint.canonical_names(model)
     found, narrow = Mismatch(), {} if checked else narrow_dtypes(model)
 
     def check() -> None:
@@ -120,10 +120,10 @@ def read_model(
         found.missing, found.unexpected = odd.missing, odd.unexpected
 
     agreed(check)
-    holder.before_model_load()
+    holder.checkpoint.before_model_load()
     given = leaves, path, False, "", elsewhere, aliases, True, model
     agreed(lambda: _ignored(load_huggingface(*given)))
-    holder.after_model_load()
+    holder.checkpoint.after_model_load()
     every = gather_objects(found.missing + found.unexpected)
     return list(dict.fromkeys(name for names in every for name in names))
 

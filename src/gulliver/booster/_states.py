@@ -80,7 +80,8 @@ def read_model(model: nn.Module, path: Path, strict: bool) -> list[str]:
 
 def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
     """The groups by the names of their parameters, trained and frozen, with their options."""
-    named = zip(optimizer.all_group_names(), optimizer.frozen_groups(), strict=True)
+    saved = optimizer.checkpoint
+    named = zip(saved.all_group_names(), saved.frozen_groups(), strict=True)
     found = list[dict[str, Any]]()
     for (names, frozen), group in zip(named, optimizer.param_groups, strict=True):
         options = {key: value for key, value in group.items() if key != "params"}

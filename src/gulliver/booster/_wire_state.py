@@ -15,7 +15,6 @@ from torch import Tensor
 from gulliver.checkpoint import PerRank, StepReader
 from gulliver.comm import gather_objects, init_world
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
-from gulliver.parallel.zero import shown_parts, take_shown_parts
 
 WIRE = "wire"
 
@@ -35,7 +34,7 @@ def wire_entry(optimizer: BoostedOptimizer) -> dict[str, PerRank]:
     """
     feedback = _feedback(optimizer)
     lost = feedback.lost() if feedback is not None and feedback.feeds else None
-    shown = shown_parts(optimizer) if isinstance(optimizer, ZeroOptimizer) else {}
+    shown = optimizer.checkpoint.shown_parts() if isinstance(optimizer, ZeroOptimizer) else {}
     if lost is None and not shown:
         return {}
     # The next backward writes them, and asks nobody.
@@ -73,7 +72,7 @@ def restore_wire(reader: StepReader, optimizer: BoostedOptimizer) -> None:
     if feedback is not None:
         feedback.take_lost(found["lost"])
     if isinstance(optimizer, ZeroOptimizer):
-        take_shown_parts(optimizer, found["shown"])
+        optimizer.checkpoint.take_shown_parts(found["shown"])
 
 
 def _fits(optimizer: BoostedOptimizer, found: dict[str, Any]) -> bool:
@@ -82,5 +81,5 @@ def _fits(optimizer: BoostedOptimizer, found: dict[str, Any]) -> bool:
         return False
     if not isinstance(optimizer, ZeroOptimizer):
         return True
-    ours = {name: tensor.shape for name, tensor in shown_parts(optimizer).items()}
+    ours = {name: tensor.shape for name, tensor in optimizer.checkpoint.shown_parts().items()}
     return ours == {name: tensor.shape for name, tensor in found["shown"].items()}

@@ -2,7 +2,7 @@
 
 Read `_chunk.py` first: the buffers of a chunk. `_prefetch.py` brings chunks ahead of use,
 `_record.py` notes what a step uses when, `_bytes.py` counts. `_manager.py` keeps objects within a
-limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_host.py` hold;
+limit of memory: `traffic.py` moves them to and from what `stores.py` and `host.py` hold;
 `_host_disk.py` is host memory that has a disk behind it. `_activation_stack.py` keeps what a
 forward saved in host memory until its backward.
 """
@@ -13,7 +13,6 @@ from gulliver.memory._around import recompute_modules, wrap_call
 from gulliver.memory._budget import (
     BudgetController,
     BudgetRule,
-    Change,
     room_without_unseen,
     smallest_limit,
     with_unseen,
@@ -29,13 +28,13 @@ from gulliver.memory._bytes import (
 )
 from gulliver.memory._chunk import Chunk
 from gulliver.memory._fakes import FakeTensors, without_traces
-from gulliver.memory._footprint import CudaGauge, Footprint, Gauge, ProcessGauge, StepFootprint
-from gulliver.memory._host import Copier, Copy, HostStore
+from gulliver.memory._footprint import Footprint, ProcessGauge
+from gulliver.memory._host import HostStore
 from gulliver.memory._host_disk import HostDiskStore
-from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
+from gulliver.memory._layout import ChunkLayout, ShardPiece, plan_chunks
 from gulliver.memory._malloc import FreedMemory
 from gulliver.memory._manager import Manager
-from gulliver.memory._moments import Moment, moment_size
+from gulliver.memory._moments import moment_size
 from gulliver.memory._pages import page_aligned
 from gulliver.memory._parts import (
     Part,
@@ -53,12 +52,11 @@ from gulliver.memory._pending import (
     mark_pending,
     mark_ready,
 )
-from gulliver.memory._placed import HELD, Placed, Where
-from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
-from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
+from gulliver.memory._placed import RESIDENT, ManagedTensor, Residency
+from gulliver.memory._placed_chunk import ManagedBufferPool, ManagedChunk
+from gulliver.memory._prefetch import LEGAL_PRESENCE, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._read_locks import (
     ASKS,
-    ReadLock,
     add_read_lock,
     add_writer,
     any_read_lock,
@@ -69,20 +67,19 @@ from gulliver.memory._read_locks import (
     storage_of,
     writers,
 )
-from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
-from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
+from gulliver.memory._record import AccessRecord, UseRecorder
+from gulliver.memory._reduced import ReducedGradient, reduced_gradient
 from gulliver.memory._stores import (
     IN_MEMORY,
     DiskStore,
     Store,
-    Transfer,
     check_disk_folder,
     file_system,
     whole_pages,
 )
+from gulliver.memory._streams import Copier, seconds_between
 from gulliver.memory._symbolic import (
     ActivationPeak,
-    Kept,
     MemoryPoint,
     StorageCounter,
     activation_peak,
@@ -90,19 +87,18 @@ from gulliver.memory._symbolic import (
     follow_step,
     stand_in_loss,
 )
-from gulliver.memory._traffic import StillSeen
+from gulliver.memory._traffic import BufferStillReferenced
 
 __all__ = [
     "ACTIVATIONS",
-    "ADVICE",
     "ASKS",
     "GRADIENTS",
-    "HELD",
     "IN_MEMORY",
     "KINDS",
     "LEGAL_PRESENCE",
     "OPTIMIZER_STATE",
     "PARAMETERS",
+    "RESIDENT",
     "AccessRecord",
     "ActivationOffload",
     "ActivationPeak",
@@ -110,48 +106,37 @@ __all__ = [
     "BudgetController",
     "BudgetRule",
     "BufferPool",
+    "BufferStillReferenced",
     "ByteCounter",
-    "Change",
     "Chunk",
     "ChunkLayout",
     "Copier",
-    "Copy",
-    "CudaGauge",
     "DiskStore",
     "FakeTensors",
     "Footprint",
     "FreedMemory",
-    "Gauge",
     "HostArena",
     "HostDiskStore",
     "HostStore",
-    "Kept",
-    "LentBuffers",
+    "ManagedBufferPool",
+    "ManagedChunk",
+    "ManagedTensor",
     "Manager",
     "MemoryPoint",
-    "Moment",
-    "Mover",
     "Part",
     "Pass",
     "PendingParameter",
-    "Piece",
-    "Placed",
-    "PlacedChunk",
     "Prefetcher",
     "Presence",
     "ProcessGauge",
-    "ReadLock",
     "ReducedGradient",
     "Region",
+    "Residency",
     "Resident",
-    "Slot",
-    "StepFootprint",
-    "StillSeen",
+    "ShardPiece",
     "StorageCounter",
     "Store",
-    "Transfer",
     "UseRecorder",
-    "Where",
     "activation_peak",
     "add_read_lock",
     "add_writer",

@@ -3,19 +3,6 @@
 Around chosen blocks, tensors that autograd saves are copied into objects of the manager, which
 keeps or moves them as it does chunks, and brings them back in the reverse order. Bits, shapes,
 strides and shared memory are as they were.
-
-[Note: saved tensors] What is copied is the whole memory behind a tensor, once, however many views
-of it are saved. Two saves share a copy as long as the memory lives and nobody wrote into it in
-between. Kept as they are: parameters and their views, what is small, what is no plain tensor.
-Autograd does not compare versions where hooks are in force, so that is done here, with its words.
-Nor does it call hooks that were in force before these: who has some that matter, such as those that
-give parameters back between forward and backward, names them (`outer`).
-
-[Note: lifetimes] A copy lives as long as autograd refers to it: until its node has run, or until
-the graph is freed without a backward. Its object is then discarded, which neither writes nor reads,
-and taken again for a copy of that size: in each step the same objects come in the same order, from
-which the manager learns when to fetch them. A finalizer may run anywhere, also inside the manager.
-So it only notes what died; that is worked off at the next save or use, and at the end of backward.
 """
 
 from __future__ import annotations
@@ -37,7 +24,7 @@ from gulliver.errors import GulliverError
 from gulliver.memory._around import wrap_call
 from gulliver.memory._bytes import ACTIVATIONS
 from gulliver.memory._manager import Manager
-from gulliver.memory._placed import Placed
+from gulliver.memory._placed import ManagedTensor
 from gulliver.solve import NoRoom
 
 LEAST_BYTES = 1 << 16
@@ -48,50 +35,63 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What is called with what autograd saves, and with that to have it back."""
 
 
+# [Note: saved tensors] What is copied is the whole memory behind a tensor, once, however many views
+# of it are saved. Two saves share a copy as long as the memory lives and nobody wrote into it in
+# between. Kept as they are: parameters and their views, what is small, what is no plain tensor.
+# Autograd does not compare versions where hooks are in force, so that is done here, with its words.
+# Nor does it call hooks that were in force before these: who has some that matter, such as those
+# that give parameters back between forward and backward, names them (`outer`).
+#
+# [Note: lifetimes] A copy lives as long as autograd refers to it: until its node has run, or until
+# the graph is freed without a backward. Its object is then discarded, which neither writes nor
+# reads, and taken again for a copy of that size: in each step the same objects come in the same
+# order, from which the manager learns when to fetch them. A finalizer may run anywhere, also inside
+# the manager. So it only notes what died; that is worked off at the next save or use, and at the
+# end of backward.
 class Keeper(Protocol):
     """What is needed of a manager."""
 
     device: torch.device
 
-    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> Placed:
+    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor:
         """Takes a new object."""
         ...
 
-    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
+    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
         """Brings an object, and keeps it there until `done`."""
         ...
 
-    def done(self, placed: Placed) -> None:
+    def done(self, managed: ManagedTensor) -> None:
         """Ends a use."""
         ...
 
-    def discard(self, placed: Placed) -> None:
+    def discard(self, managed: ManagedTensor) -> None:
         """Forgets the content of an object."""
         ...
 
-    def remove(self, placed: Placed) -> None:
+    def remove(self, managed: ManagedTensor) -> None:
         """Forgets an object."""
         ...
 
-    def view(self, placed: Placed) -> Tensor:
+    def view(self, managed: ManagedTensor) -> Tensor:
         """Shows the content of an object wherever it lies."""
         ...
 
 
-class _Copy:
+class _ActivationCopy:
     """Memory of saved tensors, copied into an object of the manager."""
 
-    __slots__ = ("__weakref__", "placed", "source", "version")
+    __slots__ = ("__weakref__", "managed", "source", "version")
 
-    def __init__(self, placed: Placed, source: weakref.ref[Any], version: int) -> None:
-        self.placed, self.source, self.version = placed, source, version
+    def __init__(self, managed: ManagedTensor, source: weakref.ref[Any], version: int) -> None:
+        self.managed, self.source, self.version = managed, source, version
 
 
 @dataclass(frozen=True)
 class _Saved:
     """A saved tensor that was copied: how it lay in its memory."""
 
-    copy: _Copy
+    copy: _ActivationCopy
     tensor: weakref.ref[Tensor]
     dtype: torch.dtype
     size: torch.Size
@@ -101,7 +101,7 @@ class _Saved:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptTensor:
     """A saved tensor that stayed where it is."""
 
     tensor: Tensor
@@ -116,41 +116,26 @@ class _Outer:
 
 
 class ActivationOffload:
-    """Gives what forward saves for backward to a manager.
-
-    Args:
-        manager: manager whose objects the activations become.
-        least: size of memory from which it is taken, in bytes.
-        outer: hooks that are asked first; a tensor that they return as it is, is not theirs.
-
-    Attributes:
-        moved: bytes that were taken so far.
-        kept: bytes that were too small, no plain tensors, or did not fit the budget.
-        saves: whether an operation is saving: it reads its parameters yet, which have to stay.
-    """
+    """Gives what forward saves for backward to a manager."""
 
     def __init__(
         self, manager: Keeper, least: int = LEAST_BYTES, outer: Hooks | None = None
     ) -> None:
         self.manager, self.least, self._outer = manager, least, outer
         self.moved = self.kept = 0
+        # Whether an operation is saving: it reads its parameters yet, which have to stay.
         self.saves = False
-        self._copies: dict[int, weakref.ref[_Copy]] = {}
-        self._free: dict[int, list[tuple[int, Placed]]] = {}
-        self._dead: deque[Placed] = deque()
-        self._used: dict[int, tuple[Placed, int]] = {}
+        self._copies: dict[int, weakref.ref[_ActivationCopy]] = {}
+        self._free: dict[int, list[tuple[int, ManagedTensor]]] = {}
+        self._dead: deque[ManagedTensor] = deque()
+        self._used: dict[int, tuple[ManagedTensor, int]] = {}
         self._backward = -1
 
     @contextmanager
     def saving(
         self, module: nn.Module | None = None, others: Iterable[Tensor] = ()
     ) -> Iterator[None]:
-        """Takes what is saved inside, in this thread.
-
-        Args:
-            module: module that runs, whose buffers live on anyway.
-            others: tensors that live on as well, such as its inputs where others save them, too.
-        """
+        """Takes what is saved inside, in this thread."""
         self.sweep()
         buffers = set() if module is None else {_key(buffer) for buffer in module.buffers()}
         buffers |= {_key(tensor) for tensor in others}
@@ -158,31 +143,25 @@ class ActivationOffload:
             yield
 
     def wrap(self, model: nn.Module, paths: Iterable[str]) -> None:
-        """Takes what modules save in each of their calls.
-
-        A module that is compiled by itself is taken around its compiled call.
-
-        Args:
-            model: model that has them.
-            paths: paths of modules, such as its blocks.
-        """
+        """Takes what modules save in each of their calls."""
+        # A module that is compiled by itself is taken around its compiled call.
         for path in paths:
             module = model.get_submodule(path)
             wrap_call(module, self._around(module))
 
     def sweep(self) -> None:
-        """Discards what died, and lets go of what no node uses any more."""
-        for placed, users in list(self._used.values()):
-            if placed.tensor is not None and storage_users(placed.tensor) <= users:
-                del self._used[placed.number]
-                self.manager.done(placed)
+        """Discards what died, and unpins what no node uses any more."""
+        for managed, users in list(self._used.values()):
+            if managed.tensor is not None and storage_users(managed.tensor) <= users:
+                del self._used[managed.number]
+                self.manager.done(managed)
         for _ in range(len(self._dead)):
-            placed = self._dead.popleft()
-            if placed.number in self._used:
-                self._dead.append(placed)  # its node is gone, but a view of it is not
+            managed = self._dead.popleft()
+            if managed.number in self._used:
+                self._dead.append(managed)  # its node is gone, but a view of it is not
                 continue
-            self.manager.discard(placed)
-            heapq.heappush(self._free[placed.nbytes], (placed.number, placed))
+            self.manager.discard(managed)
+            heapq.heappush(self._free[managed.nbytes], (managed.number, managed))
 
     def forget_unused(self) -> None:
         """Forgets the objects that were discarded, which are kept for copies of their size."""
@@ -199,13 +178,13 @@ class ActivationOffload:
 
         return run
 
-    def _pack(self, tensor: Tensor, outside: set[int]) -> _Saved | _Kept | _Outer:
+    def _pack(self, tensor: Tensor, outside: set[int]) -> _Saved | _KeptTensor | _Outer:
         self.sweep()
         if self._outer is not None and (saved := self._outer[0](tensor)) is not tensor:
             return _Outer(saved)
         if _is_own(tensor):
             # The leaf itself: its data may be exchanged, and other data be there in backward.
-            return _Kept(tensor, tensor._version)
+            return _KeptTensor(tensor, tensor._version)
         self.saves = True
         try:
             copy = self._copy(tensor) if self._wanted(tensor, outside) else None
@@ -215,7 +194,7 @@ class ActivationOffload:
             self.kept += tensor.nbytes
             # A view of its own, with the same version: the tensor would hold the graph that holds
             # it, if a node saves its output.
-            return _Kept(tensor.detach(), tensor._version)
+            return _KeptTensor(tensor.detach(), tensor._version)
         return _Saved(
             copy,
             weakref.ref(tensor),
@@ -226,36 +205,36 @@ class ActivationOffload:
             tensor._version,
         )
 
-    def _unpack(self, saved: _Saved | _Kept | _Outer) -> Tensor:
+    def _unpack(self, saved: _Saved | _KeptTensor | _Outer) -> Tensor:
         self.sweep()
         if isinstance(saved, _Outer):
             assert self._outer is not None
             return self._outer[1](saved.saved)
-        tensor = saved.tensor if isinstance(saved, _Kept) else saved.tensor()
+        tensor = saved.tensor if isinstance(saved, _KeptTensor) else saved.tensor()
         if tensor is not None and tensor._version != saved.version:
             raise RuntimeError(_modified(tensor, saved.version))
-        if isinstance(saved, _Kept):
+        if isinstance(saved, _KeptTensor):
             return saved.tensor
         number = backward_number()
         if number not in (-1, self._backward):
             self._backward = number
             at_end_of_backward(self.sweep)
-        memory = self._brought(saved.copy.placed)
+        memory = self._brought(saved.copy.managed)
         whole = memory.numel() // saved.dtype.itemsize * saved.dtype.itemsize
         flat = memory[:whole].view(saved.dtype)
         return flat.as_strided(saved.size, saved.stride, saved.offset)
 
-    def _brought(self, placed: Placed) -> Tensor:
-        """Memory of an object, which stays until no node looks at it any more."""
-        if placed.number not in self._used:
+    def _brought(self, managed: ManagedTensor) -> Tensor:
+        """Memory of an object, which stays until no node refers to it any more."""
+        if managed.number not in self._used:
             try:
-                memory = self.manager.use(placed)
+                memory = self.manager.use(managed)
             except NoRoom:
-                # Backward has to go on: a copy beside the budget, which measurements then lower.
-                return self.manager.view(placed).to(self.manager.device, copy=True)
-            self._used[placed.number] = (placed, storage_users(memory))
-        assert placed.tensor is not None
-        return placed.tensor
+                # Backward has to go on: a copy on top of the budget, which measurements then lower.
+                return self.manager.view(managed).to(self.manager.device, copy=True)
+            self._used[managed.number] = (managed, storage_users(memory))
+        assert managed.tensor is not None
+        return managed.tensor
 
     def _wanted(self, tensor: Tensor, outside: set[int]) -> bool:
         if not self._is_plain(tensor) or tensor.layout != torch.strided:
@@ -275,7 +254,7 @@ class ActivationOffload:
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         memory.copy_(source.set_(tensor.untyped_storage()))
 
-    def _copy(self, tensor: Tensor) -> _Copy | None:
+    def _copy(self, tensor: Tensor) -> _ActivationCopy | None:
         """The copy of a tensor's memory; None where it does not fit the budget."""
         storage = tensor.untyped_storage()
         known = self._copies.get(storage._cdata)
@@ -284,32 +263,32 @@ class ActivationOffload:
         if copy is not None and copy.source() is storage and copy.version == tensor._version:
             return copy
         try:
-            placed = self._take(storage.nbytes())
+            managed = self._take(storage.nbytes())
         except GulliverError:  # nor is there room behind
             return None
         try:
-            memory = self.manager.use(placed, write=True, fresh=True)
+            memory = self.manager.use(managed, write=True, fresh=True)
         except GulliverError:
-            heapq.heappush(self._free[placed.nbytes], (placed.number, placed))
+            heapq.heappush(self._free[managed.nbytes], (managed.number, managed))
             return None
         try:
             self._fill(memory, tensor)
         finally:
-            self.manager.done(placed)
-        self.moved += placed.nbytes
-        copy = _Copy(placed, weakref.ref(storage), tensor._version)
+            self.manager.done(managed)
+        self.moved += managed.nbytes
+        copy = _ActivationCopy(managed, weakref.ref(storage), tensor._version)
         self._copies[storage._cdata] = weakref.ref(copy, self._forget(storage._cdata))
-        weakref.finalize(copy, self._dead.append, placed).atexit = False
+        weakref.finalize(copy, self._dead.append, managed).atexit = False
         return copy
 
-    def _forget(self, key: int) -> Callable[[weakref.ref[_Copy]], None]:
-        def forget(gone: weakref.ref[_Copy]) -> None:
+    def _forget(self, key: int) -> Callable[[weakref.ref[_ActivationCopy]], None]:
+        def forget(gone: weakref.ref[_ActivationCopy]) -> None:
             if self._copies.get(key) is gone:
                 del self._copies[key]
 
         return forget
 
-    def _take(self, nbytes: int) -> Placed:
+    def _take(self, nbytes: int) -> ManagedTensor:
         """An object of a size: the first that is free, so that steps take the same."""
         free = self._free.setdefault(nbytes, [])
         if free:
@@ -325,7 +304,7 @@ class ActivationOffload:
 
 @contextmanager
 def offload_activations(manager: Manager, least: int = LEAST_BYTES) -> Iterator[ActivationOffload]:
-    """Lets a manager hold what the forward inside saves for backward.
+    """Gives a manager what the forward inside saves for backward.
 
     Args:
         manager: manager that places the activations among its other objects.

@@ -22,19 +22,11 @@ Around = Callable[..., Any]
 
 
 class AroundCall:
-    """Call of a module with something around it.
+    """Call of a module with something around it."""
 
-    [Note: copies] A function in the place of `forward` is shared by the copies of a module, whose
-    calls would all run the first one. So a copy, such as an average of the weights, gets what is
-    inside, which is copied with it.
-
-    Args:
-        call: call of the module.
-        around: function that is called instead, with `call` and the arguments.
-
-    Attributes:
-        around: function that runs around it, as given.
-    """
+    # [Note: copies] A function in the place of `forward` is shared by the copies of a module, whose
+    # calls would all run the first one. So a copy, such as an average of the weights, gets what is
+    # inside, which is copied with it.
 
     def __init__(self, call: Callable[..., Any], around: Around) -> None:
         self._call, self.around = call, around
@@ -57,14 +49,8 @@ def wrap_call(module: nn.Module, around: Around) -> None:
 
 
 def recompute_modules(model: nn.Module, paths: Iterable[str]) -> None:
-    """Lets backward compute modules again instead of keeping what they computed.
-
-    Random numbers are drawn as they were in the forward.
-
-    Args:
-        model: model that has them.
-        paths: paths of modules that are not compiled by themselves.
-    """
+    """Makes backward compute modules again instead of keeping what they computed."""
+    # Random numbers are drawn as they were in the forward.
     for path in paths:
         wrap_call(model.get_submodule(path), _again)
 

@@ -2,19 +2,6 @@
 
 `BudgetRule` decides from numbers alone, so that the same measurements give the same budgets.
 `BudgetController` gives it the measurements of a `Footprint`, and its decisions to a manager.
-
-[Note: the loop] The budget of a step is the limit less a margin, less the most that other memory
-took in the last steps (before the first, less what was predicted). It falls at once and rises by a
-quarter of the room in each step, so that lengths of sequences that alternate do not move chunks to
-and fro. A change needs a new schedule of all moves, which takes longer than a small step: so what
-differs by a quarter of the margin only, as measurements do from step to step, changes nothing.
-Inside a step an alarm, half a margin below the limit, lowers it as soon as the next position is
-passed, by twice what is missing: what grew so far goes on growing. A budget never falls below what
-the manager has to hold at once: there the loop can do no more, and says so.
-
-[Note: freed memory] Where a step hardly waits for transfers, and the room is there, freed memory is
-kept for the next tensors, which spares page faults; budgets then leave room for what does not fit.
-The first alarm, or steps that wait after all, end that for good.
 """
 
 from __future__ import annotations
@@ -42,17 +29,21 @@ FEW_WAITS, MANY_WAITS = 0.1, 0.25
 """Shares of a step's seconds in which it waits: below which freed memory is kept, above not."""
 
 
+# [Note: the loop] The budget of a step is the limit less a margin, less the most that other memory
+# took in the last steps (before the first, less what was predicted). It falls at once and rises by
+# a quarter of the room in each step, so that lengths of sequences that alternate do not move chunks
+# to and fro. A change needs a new schedule of all moves, which takes longer than a small step: so
+# what differs by a quarter of the margin only, as measurements do from step to step, changes
+# nothing. Inside a step an alarm, half a margin below the limit, lowers it as soon as the next
+# position is passed, by twice what is missing: what grew so far goes on growing. A budget never
+# falls below what the manager has to hold at once: there the loop can do no more, and says so.
+#
+# [Note: freed memory] Where a step hardly waits for transfers, and the room is there, freed memory
+# is kept for the next tensors, which spares page faults; budgets then leave room for what does not
+# fit. The first alarm, or steps that wait after all, end that for good.
 @dataclass(frozen=True)
 class Change:
-    """A change of a budget.
-
-    Attributes:
-        step: number of the step, from 0.
-        at: position in the step; empty between steps.
-        before: bytes of the budget before.
-        after: bytes of the budget after.
-        why: reason, with figures.
-    """
+    """A change of a budget."""
 
     step: int
     at: str
@@ -67,22 +58,13 @@ class Change:
 
 
 class BudgetRule:
-    """Decides the budgets of coming steps; knows no clock, no thread and no memory.
-
-    Args:
-        limit: bytes that the process may use above its base.
-        minimum: least bytes that the manager has to hold at once, as far as it is known.
-
-    Attributes:
-        budget: bytes that the manager may hold now.
-        changes: changes so far.
-        keeps: whether freed memory is kept; None before that was decided, False for good.
-        keeps_why: reason of that, with figures.
-    """
+    """Decides the budgets of coming steps; knows no clock, no thread and no memory."""
 
     def __init__(self, limit: int, minimum: int = 0) -> None:
         self.limit, self.minimum = limit, minimum
+        # Whether freed memory is kept; None before that was decided, False for good.
         self.keeps: bool | None = None
+        # Reason of that, with figures.
         self.keeps_why = ""
         self.margin = limit // MARGIN_SHARE + MARGIN_BYTES
         self.step = 0
@@ -96,16 +78,7 @@ class BudgetRule:
         return self.limit - self.margin // 2
 
     def begin(self, predicted: ActivationPeak | None, decides: str = "") -> int:
-        """Sets the budget of the first step.
-
-        Args:
-            predicted: memory of a step as it was predicted; None or without bytes where it is not
-                known: then the manager gets the least, and the loop raises it.
-            decides: what the minimum comes from, for the error.
-
-        Raises:
-            GulliverError: limit below what a step needs.
-        """
+        """Sets the budget of the first step."""
         known = None if predicted is None else predicted.bytes
         other = 0 if known is None else with_unseen(known)
         room = self.limit - self.margin - other
@@ -117,12 +90,7 @@ class BudgetRule:
         return self._set(max(self.minimum, room // 4), "", f"first step, {why}")
 
     def end_step(self, other: int, waits: float | None = None) -> int:
-        """Sets the budget of the next step.
-
-        Args:
-            other: most bytes of the step that no manager held.
-            waits: share of its seconds in which it waited for transfers; None where not known.
-        """
+        """Sets the budget of the next step."""
         self.step += 1
         self._peaks.append(other)
         if waits is not None:
@@ -159,13 +127,7 @@ class BudgetRule:
         self.changes.append(Change(self.step, at, self.budget, self.budget, why))
 
     def press(self, other: int, total: int, at: str = "") -> int:
-        """Lowers the budget inside a step, if what is used now is close to the limit.
-
-        Args:
-            other: bytes that no manager holds now.
-            total: bytes in all now.
-            at: position in the step.
-        """
+        """Lowers the budget inside a step, if what is used now is close to the limit."""
         if total <= self.alarm:
             return self.budget
         expected = self.limit - self.margin - self.budget
@@ -177,17 +139,12 @@ class BudgetRule:
         return self._set(room, at, why)
 
     def grow(self, needed: int, other: int) -> int:
-        """Raises the budget inside a step for what is in use at once, where the limit has room.
-
-        Args:
-            needed: least budget that would do.
-            other: bytes that no manager holds now.
-        """
+        """Raises the budget inside a step for what is in use at once, where the limit has room."""
         room = self.limit - self.margin - other
         if needed > room:
             return self.budget
         self.minimum = max(self.minimum, needed)
-        # With some to spare: what is given back may be looked at a little longer.
+        # With some to spare: views of what was given back may live a little longer.
         wanted = needed + (room - needed) // RISE_SHARE
         return self._set(max(self.budget, wanted), "", "more is in use at once")
 
@@ -253,7 +210,7 @@ class BudgetController:
         manager.set_budget(self.rule.begin(predicted, decides))
         self._freed = FreedMemory()
         if footprint is not None:
-            footprint.alarm, footprint.react = self.rule.alarm, self.check
+            footprint.watch(self.rule.alarm)
 
     def check(self, at: str = "") -> None:
         """Reacts to an alarm; where none was given it costs nothing.
@@ -271,7 +228,7 @@ class BudgetController:
         self._freed.trim()
         other, total = footprint.now()
         self._apply(self.rule.press(other, total, at))
-        footprint.alarmed = False
+        footprint.clear_alarm()
 
     def grow(self, needed: int) -> bool:
         """Raises the budget for what does not fit it, if it fits the limit; says whether it did.
@@ -333,7 +290,7 @@ class BudgetController:
         )
 
     def explain(self) -> str:
-        """Tells every change of the budget, one a line."""
+        """Describes every change of the budget, one a line."""
         return "\n".join(map(str, self.rule.changes))
 
     def close(self) -> None:
@@ -364,12 +321,7 @@ def room_without_unseen(nbytes: int) -> int:
 
 
 def smallest_limit(minimum: int, predicted: int) -> int:
-    """Least limit that leaves a step what it needs.
-
-    Args:
-        minimum: least bytes that the manager has to hold at once.
-        predicted: bytes of activations and other memory, as predicted.
-    """
+    """Least limit that leaves a step what it needs."""
     return _limit_for(minimum + with_unseen(predicted))
 
 

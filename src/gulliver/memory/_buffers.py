@@ -14,14 +14,7 @@ from gulliver.memory._bytes import ByteCounter
 
 
 class BufferPool:
-    """Lends flat buffers; what is given back is lent again once nobody else looks at it.
-
-    Args:
-        kept: most buffers that it keeps of one size and dtype.
-
-    Attributes:
-        counter: bytes that are lent, by kind.
-    """
+    """Lends flat buffers; what is given back is lent again once no view of it is left."""
 
     def __init__(self, kept: int = 4) -> None:
         self.kept = kept

@@ -1,6 +1,6 @@
 """Bytes of model state by kind: what is held now, and at most.
 
-The buffers of chunks are counted where they are made and given back, whoever asks for them. A
+The buffers of chunks are counted where they are made and given back. A
 prediction counts with the same class what it only imagines.
 """
 
@@ -13,13 +13,7 @@ ACTIVATIONS = "activations"
 
 
 class ByteCounter:
-    """Counts bytes by kind.
-
-    Attributes:
-        live: bytes held now, by kind.
-        peak: most bytes of each kind so far, each at its own moment.
-        fullest: bytes by kind at the moment at which all kinds together were most.
-    """
+    """Counts bytes by kind."""
 
     def __init__(self) -> None:
         self.live = dict.fromkeys(KINDS, 0)

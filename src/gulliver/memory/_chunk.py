@@ -1,30 +1,10 @@
-"""A chunk in memory: parameters, gradients and optimizer state are views of a few flat buffers.
-
-[Note: the buffers of a chunk] All that belongs to a chunk's parameters lies in buffers that the
-chunk owns by name, so that it can be counted, and moved, as a whole:
-
-- ``parameter``: the whole chunk; it may go, and come back when it is gathered.
-- ``shard`` or ``master``: `home`, this rank's shard of the parameters, as the optimizer steps it. A
-  view of the parameter buffer where nothing is sharded and no float32 copy is kept.
-- ``gradient``: there while gradients are collected.
-- one for every moment that an element-wise optimizer keeps, such as ``exp_avg``, by the key under
-  which the optimizer knows it. It makes its state itself, in its first step; the tensors are then
-  moved here once, and the optimizer goes on with views, with the same bits.
-
-A parameter's first gradient is moved to its place in the buffer, and autograd adds later ones in
-that place. When the buffer is reduced, the parameters' gradients are exchanged for
-`ReducedGradient`s. Where the parameter buffer is gone, every parameter is one nan, stretched to its
-shape. A buffer is never emptied behind the back of a graph that still refers to it; it lives as
-long as somebody does.
-
-It does not know when any of that happens, nor of other ranks.
-"""
+"""A chunk in memory: parameters, gradients and optimizer state are views of a few flat buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import attrgetter, is_
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +12,12 @@ from torch import Tensor, nn
 from gulliver._compat import without_torch_functions
 from gulliver.errors import GulliverError
 from gulliver.memory._buffers import BufferPool
-from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from gulliver.memory._bytes import OPTIMIZER_STATE, PARAMETERS
+from gulliver.memory._gradients import ChunkGradients
 from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._moments import Moment, first_elements, moment_size
 from gulliver.memory._pending import INSTEAD, mark_ready
-from gulliver.memory._placed import Placed
 from gulliver.memory._read_locks import any_read_lock, before_write
-from gulliver.memory._reduced import ReducedGradient, reduced_gradient
 from gulliver.memory._sums import column_sums
 from gulliver.precision.wire import IDENTITY, WireFormat, pack, unpack
 
@@ -46,26 +25,22 @@ _form = attrgetter("shape", "dtype")
 _ALWAYS = nullcontext()
 
 
+# [Note: the buffers of a chunk] All that belongs to a chunk's parameters lies in buffers that the
+# chunk owns by name, so that it can be counted, and moved, as a whole:
+#
+# - ``parameter``: the whole chunk; it may go, and come back when it is gathered.
+# - `master_shard`: this rank's shard of the parameters, as the optimizer steps it. A view of the
+#   parameter buffer where nothing is sharded and no float32 copy is kept.
+# - `gradients`: see `ChunkGradients`.
+# - one for every moment that an element-wise optimizer keeps, such as ``exp_avg``, by the key under
+#   which the optimizer knows it. It makes its state itself, in its first step; the tensors are then
+#   moved here once, and the optimizer goes on with views, with the same bits.
+#
+# Where the parameter buffer is gone, every parameter is one nan, stretched to its shape. A buffer
+# is never emptied behind the back of a graph that still refers to it; it lives as long as somebody
+# does.
 class Chunk:
-    """Parameters of one dtype and device in one buffer, of which this rank owns one part.
-
-    Args:
-        layout: layout of the parameters in the buffer.
-        parameters: parameters by the names of the layout; their data moves into the buffer.
-        part: number of the part of the buffer that this rank owns.
-        pool: lends buffers that come and go, and counts all of them.
-
-    Attributes:
-        shapes: shapes of the parameters, by name.
-        moments: buffers of optimizer state, by key.
-        placed: parameters whose gradients are being collected in the buffer.
-        blank: parameters that had no gradient when the chunk began to collect.
-        parked: whether what was collected has left until it is reduced.
-        resting: what is being collected, while it may leave until more comes.
-        writes: number of times that writes to parameters were brought to `home`.
-        wire: format that the parameters travel in; `home` keeps what that loses.
-        shown_part: this rank's part as all ranks have it, where it follows from what was sent.
-    """
+    """Parameters of one dtype and device in one buffer, of which this rank owns one part."""
 
     def __init__(
         self,
@@ -81,25 +56,19 @@ class Chunk:
         self.dtype, self.device = first.dtype, first.device
         whole = self.pool.take(layout.size, self.dtype, self.device, PARAMETERS)
         self.buffer: Tensor | None = whole
-        self.home = self.shard
+        self.master_shard = self.shard
         self._separate = False
+        # Number of times that writes to parameters were brought to `master_shard`.
         self.writes = 0
+        # Format that the parameters travel in; `master_shard` keeps what that loses.
         self.wire = IDENTITY
+        # This rank's part as all ranks have it, where it follows from what was sent.
         self.shown_part: Tensor | None = None
         self._sums: Tensor | None = None
-        self.gradient: Tensor | None = None
-        self.parked = False
-        self.resting: Placed | None = None
         self.moments: dict[str, Moment] = {}
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
-        self._cuts = layout.cuts()
-        runs = {slot.name: number for number, slot in enumerate(layout.by_address())}
-        self._shaped = [(n, None if len(s) == 1 else s, runs[n]) for n, s in self.shapes.items()]
-        self._gaps = layout.gaps()
-        self._gradient_views: dict[str, Tensor] = {}
-        self.placed: dict[str, bool] = {}  # written for every parameter: a set would be a call
-        self.blank: frozenset[str] = frozenset()
-        for start, end in self._gaps:
+        self._cuts = _Cuts(layout, self.shapes)
+        for start, end in layout.gaps():
             whole[start:end].zero_()
         views = self.named_views(whole)
         for name, parameter in self.parameters.items():
@@ -110,10 +79,13 @@ class Chunk:
         self._forms = [_form(p) for p in self.members]
         for name, parameter in self.parameters.items():
             vars(parameter)["_chunk_name"] = name  # for who refuses to exchange its memory
-        self._reduced = [reduced_gradient(p) for p in self.members]
+        self.gradients = self._make_gradients()
         self._absent = [_one_nan(p) for p in self.members]
         self._nowhere = [nan.data_ptr() for nan in self._absent]
         self._addresses = [view.data_ptr() for view in views.values()]
+
+    def _make_gradients(self) -> ChunkGradients:
+        return ChunkGradients(self.layout, self.parameters, self.pool, self._cuts.views)
 
     @property
     def data(self) -> Tensor:
@@ -128,16 +100,8 @@ class Chunk:
 
     @property
     def has_master(self) -> bool:
-        """Whether `home` is a copy in a wider dtype."""
-        return self.home.dtype != self.dtype
-
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The flat buffers that are there now, by name; see the note above."""
-        home = {"master" if self.has_master else "shard": self.home if self._separate else None}
-        found = {"parameter": self.buffer, **home, "gradient": self.gradient}
-        moments = {key: moment.buffer for key, moment in self.moments.items()}
-        return {name: b for name, b in found.items() if b is not None} | moments
+        """Whether `master_shard` is a copy in a wider dtype."""
+        return self.master_shard.dtype != self.dtype
 
     @property
     def shard(self) -> Tensor:
@@ -145,29 +109,24 @@ class Chunk:
         size = self.layout.part_size
         return self.data[self.part * size : (self.part + 1) * size]
 
-    def settle_home(self, dtype: torch.dtype, separate: bool, trained: bool = True) -> None:
-        """Makes `home`, what an optimizer steps: a view of the buffer, or a tensor of its own.
-
-        Args:
-            dtype: dtype of what is stepped.
-            separate: whether it is a tensor of its own.
-            trained: whether gradients will come.
-        """
+    def set_master_shard(self, dtype: torch.dtype, separate: bool) -> None:
+        """Makes what the optimizer steps: a view of the buffer, or a tensor of its own."""
         self._separate = separate or dtype != self.dtype
-        self.home = self.shard.to(dtype, copy=True) if self._separate else self.shard
+        self.master_shard = self.shard.to(dtype, copy=True) if self._separate else self.shard
         if self._separate:
-            self._count_home(self.home.nbytes)
+            self._count_master(self.master_shard.nbytes)
+        self.gradients.follow_shard(dtype)
 
     def pack_parameters(self, wire: WireFormat, kept: bool) -> None:
-        """Lets parameters travel packed, or if the buffer is `kept` changes of them (`change`)."""
+        """Sends parameters packed, or if the buffer is `kept` changes of them (`change`)."""
         self.wire = wire
         if kept:
             self.shown_part = self.shard.clone()
             self.pool.counter.add(PARAMETERS, self.shown_part.nbytes)
 
     def change(self) -> Tensor:
-        """What this rank's part of the buffer lacks to be `home`."""
-        return self.home - self.shard.to(self.home.dtype)
+        """What this rank's part of the buffer lacks to be `master_shard`."""
+        return self.master_shard - self.shard.to(self.master_shard.dtype)
 
     def note_gathered(self) -> None:
         """Takes this rank's part of the buffer for what all ranks have of it."""
@@ -176,39 +135,36 @@ class Chunk:
         elif self.wire is not IDENTITY:
             self._sums = column_sums(self.shard)  # packing it again would cost more
 
-    def widen_home(self, dtype: torch.dtype) -> None:
-        """Keeps `home`, a tensor of its own, in another dtype from here on."""
-        self._count_home(-self.home.nbytes)
-        self.home = self.home.to(dtype)
-        self._count_home(self.home.nbytes)
+    def widen_master_shard(self, dtype: torch.dtype) -> None:
+        """Keeps `master_shard`, a tensor of its own, in another dtype from here on."""
+        self._count_master(-self.master_shard.nbytes)
+        self.master_shard = self.master_shard.to(dtype)
+        self._count_master(self.master_shard.nbytes)
+        self.gradients.follow_shard(dtype)
 
-    def _count_home(self, nbytes: int) -> None:
+    def _count_master(self, nbytes: int) -> None:
         self.pool.counter.add(OPTIMIZER_STATE if self.has_master else PARAMETERS, nbytes)
 
     def opened(self, write: bool = False, moments: bool = False) -> AbstractContextManager[None]:
-        """Block in which `home`, and with `moments` all state, is there."""
+        """Block in which `master_shard`, and with `moments` all state, is there."""
         return _ALWAYS
 
     def shown(self, fill: bool = False) -> AbstractContextManager[None]:
-        """Block in which `home` and all state can be read, or filled, wherever they lie."""
+        """Block in which `master_shard` and all state can be read, or filled, wherever they lie."""
         return _ALWAYS
 
     @property
-    def home_is_view(self) -> bool:
-        """Whether what is written to `home` is in the parameters already."""
+    def master_is_view(self) -> bool:
+        """Whether what is written to `master_shard` is in the parameters already."""
         return not self._separate and self.buffer is not None
 
     def publish(self) -> None:
-        """Writes `home` to this rank's part of the buffer."""
-        if not self.home_is_view:
-            self.shard.copy_(self.home)
+        """Writes `master_shard` to this rank's part of the buffer."""
+        if not self.master_is_view:
+            self.shard.copy_(self.master_shard)
 
     def release(self, viewed: bool = False) -> None:
-        """Gives the parameter buffer back; `home` and the gradients stay.
-
-        Args:
-            viewed: whether others, such as a graph, have views of it.
-        """
+        """Gives the parameter buffer back; `master_shard` and the gradients stay."""
         with without_torch_functions():
             for parameter, nan in zip(self.members, self._absent, strict=True):
                 parameter.data = nan
@@ -223,7 +179,7 @@ class Chunk:
         return self.pool.take(self.layout.size, self.dtype, self.device, PARAMETERS)
 
     def materialise(self) -> None:
-        """Gives every parameter its place in a buffer again, of which only `home` is filled."""
+        """Gives every parameter its place in a buffer, of which only this rank's part is filled."""
         self.buffer = self._take_buffer()
         views = self.named_views(self.buffer).values()
         with without_torch_functions():
@@ -237,55 +193,44 @@ class Chunk:
         if self.buffer is not None:
             self.pool.counter.add(PARAMETERS, -self.nbytes)
         if self._separate:
-            self._count_home(-self.home.nbytes)
+            self._count_master(-self.master_shard.nbytes)
         if self.shown_part is not None:
             self.pool.counter.add(PARAMETERS, -self.shown_part.nbytes)
-        self.free_gradient()
+        self.gradients.free()
         self.drop_moments()
 
     def take_writes(self) -> None:
-        """Brings what the user has written to parameters, on every rank alike, to `home`.
-
-        Values are compared: a write through ``.data`` leaves no other trace, as no version counter
-        moves. Nothing is compared where `home` is a view.
-        """
+        """Brings what the user has written to parameters, on all ranks alike, to the shard."""
+        # Values are compared: a write through ``.data`` leaves no other trace, as no version
+        # counter moves. Nothing is compared where `master_shard` is a view.
         known = self._sums is not None and torch.equal(self._sums, column_sums(self.shard))
-        if not known and not self.home_is_view:
-            self.merge(self.home, self.shard, self._as_sent())
+        if not known and not self.master_is_view:
+            self.merge(self.master_shard, self.shard, self._as_sent())
             self.note_gathered()
 
     def _as_sent(self) -> Tensor | None:
         """This rank's part as it is on all ranks if nobody has written to it; None: rounded."""
         if self.shown_part is not None or self.wire is IDENTITY:
             return self.shown_part
-        rounded = self.home.to(self.dtype)
+        rounded = self.master_shard.to(self.dtype)
         return unpack(pack(rounded, self.wire), self.wire, rounded.numel(), self.dtype)
 
-    def merge(self, home: Tensor, values: Tensor, rounded: Tensor | None = None) -> None:
-        """Writes what differs from `rounded`, or else `home`; the rest keeps more bits."""
-        rounded = home.to(values.dtype) if rounded is None else rounded
+    def merge(self, master: Tensor, values: Tensor, rounded: Tensor | None = None) -> None:
+        """Writes what differs from `rounded`, or else `master_shard`; the rest keeps more bits."""
+        rounded = master.to(values.dtype) if rounded is None else rounded
         # A device would be waited for; to write what is there already costs it less.
         if (self.device.type == "cpu" or any_read_lock()) and torch.equal(rounded, values):
             return
-        before_write([self.home])
+        before_write([self.master_shard])
         self.writes += 1
-        home.copy_(torch.where(rounded == values, home, values.to(home.dtype)))
+        master.copy_(torch.where(rounded == values, master, values.to(master.dtype)))
 
     # Optimizer state.
 
     def place_moment(
         self, key: str, values: Mapping[str, Tensor], sizes: Mapping[str, int]
     ) -> dict[str, Tensor]:
-        """Moves state of one kind into a buffer of this chunk.
-
-        Args:
-            key: name of the state as the optimizer calls it, such as ``exp_avg``.
-            values: state tensors by parameter; what lies in the buffer already may be among them.
-            sizes: elements of all parameters that shall have room, in their order.
-
-        Returns:
-            Flat views of the buffer, by parameter of `values`.
-        """
+        """Moves state of one kind into a buffer of this chunk."""
         dtype = next(iter(values.values())).dtype
         old = self.moments.get(key)
         if old is not None and old.starts.keys() >= sizes.keys() and old.buffer.dtype == dtype:
@@ -312,160 +257,8 @@ class Chunk:
             self._give_moment(moment)
         self.moments = {}
 
-    # Gradients.
-
-    @property
-    def gradient_begun(self) -> bool:
-        """Whether gradients are being collected."""
-        return bool(self._gradient_views)
-
-    def begin_gradient(self) -> None:
-        """Makes the gradient buffer ready to collect."""
-        self.check_parameters()
-        if self.gradient is None:
-            self.gradient = self._take_gradient_buffer()
-        for start, end in self._gaps:
-            self.gradient[start:end].zero_()  # what lies between is reduced and measured too
-        self._gradient_views = self.named_views(self.gradient)
-        self.placed = {}
-        self.blank = frozenset(self.cleared_names())
-
-    def _take_gradient_buffer(self) -> Tensor:
-        return self.pool.take(self.layout.size, self.dtype, self.device, GRADIENTS)
-
-    def rest_gradient(self) -> None:
-        """Lets what is being collected leave until more comes, where it can."""
-
-    def wake_gradient(self) -> None:
-        """Brings it back, for more to be added."""
-
-    def park_gradient(self) -> None:
-        """Lets what was collected leave until it is reduced, where it can."""
-
-    def fetch_gradient(self) -> None:
-        """Brings it back."""
-
-    def place_gradient(self, name: str) -> None:
-        """Moves a parameter's first gradient to its place; later ones are added there by autograd.
-
-        To write it there once costs less than to add it to zeros.
-
-        Raises:
-            GulliverError: autograd or the user has put another tensor in its place.
-        """
-        parameter, view = self.parameters[name], self._gradient_views[name]
-        gradient = parameter.grad
-        if gradient is view:
-            return
-        if name in self.placed or gradient is None or gradient.requires_grad:
-            raise self._left(name)
-        view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        parameter.grad = view
-        self.placed[name] = True
-
-    def note_cleared(self, cleared: Sequence[str]) -> None:
-        """Forgets what was collected of gradients that were set to None."""
-        self.placed = {name: True for name in self.placed if name not in cleared}
-        self.blank = frozenset(cleared)
-
-    def complete_gradient(self) -> None:
-        """Fills the places of gradients that did not come with zeros.
-
-        Raises:
-            GulliverError: the user has put another tensor in the place of one.
-        """
-        for name, view in self._gradient_views.items():
-            gradient = self.parameters[name].grad
-            if name in self.placed:
-                if gradient is not view:
-                    raise self._left(name)
-            elif gradient is None or type(gradient) is ReducedGradient:
-                view.zero_()
-            else:
-                raise self._left(name)
-
-    def mark_reduced(self) -> None:
-        """Takes the parameters' gradients out of their sight: the buffer is to be reduced."""
-        for parameter, stand_in in zip(self.members, self._reduced, strict=True):
-            parameter.grad = stand_in
-        self._gradient_views, self.placed = {}, {}
-
-    def take_gradient(self) -> Tensor:
-        """Hands the gradient buffer over; the next gradient gets another."""
-        assert self.gradient is not None
-        buffer, self.gradient = self.gradient, None
-        return buffer
-
-    def free_gradient(self) -> None:
-        """Gives the gradient buffer back."""
-        if self.gradient is not None:
-            self.give_reduced(self.take_gradient())
-
-    # The reduced gradient: a shard of what was collected, or the buffer itself.
-
-    def take_reduced(self) -> Tensor:
-        """A buffer for this rank's shard of the reduced gradient."""
-        return self.pool.take(self.layout.part_size, self.home.dtype, self.device, GRADIENTS)
-
-    def give_reduced(self, gradient: Tensor) -> None:
-        """Gives a gradient up."""
-        self.pool.give(gradient, GRADIENTS)
-
-    def park_reduced(self, gradient: Tensor) -> Tensor:
-        """Keeps a gradient for later; returns what stands for it."""
-        return gradient
-
-    @contextmanager
-    def reduced(self, parked: Tensor, write: bool = False) -> Iterator[Tensor]:
-        """Shows a gradient that is kept."""
-        yield parked
-
-    @contextmanager
-    def scaled(self, parked: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Shows a gradient that is kept times a factor; and that it stays multiplied."""
-        yield parked.mul_(factor.to(parked.dtype)), True
-
-    def clear_gradient(self) -> None:
-        """Takes gradients and marks away from the parameters."""
-        with without_torch_functions():
-            for parameter in self.members:
-                parameter.grad = None
-        self._gradient_views, self.placed = {}, {}
-
-    def cleared_names(self) -> list[str]:
-        """Parameters whose gradient was set to None, such as by ``model.zero_grad()``."""
-        with without_torch_functions():
-            return [name for name, p in self.parameters.items() if p.grad is None]
-
-    def foreign_gradients(self) -> list[str]:
-        """Parameters whose gradient the user has set to a tensor of their own."""
-        views = self._gradient_views
-        with without_torch_functions():
-            gradients = [p.grad for p in self.members]
-        if all(map(is_, gradients, self._reduced)):
-            return []
-        return [
-            name
-            for name, gradient, stand_in in zip(
-                self.parameters, gradients, self._reduced, strict=True
-            )
-            if gradient is not None
-            and gradient is not stand_in
-            and not (name in views and gradient is views[name])
-        ]
-
-    def _left(self, name: str) -> GulliverError:
-        return GulliverError(
-            f"the gradient of {name!r} left its chunk: backward(create_graph=True) and setting "
-            ".grad are not supported with ZeRO, use TorchDDPPlugin for them"
-        )
-
     def check_parameters(self) -> None:
-        """Refuses parameters that no longer lie in this chunk.
-
-        Raises:
-            GulliverError: one was moved, converted or reshaped after it had been placed here.
-        """
+        """Refuses parameters that no longer lie in this chunk."""
         with without_torch_functions():
             addresses = list(map(Tensor.data_ptr, self.members))
             forms = list(map(_form, self.members))
@@ -490,7 +283,21 @@ class Chunk:
 
     def named_views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Cuts a buffer of the chunk's size into tensors of the parameters' shapes."""
-        runs = buffer.split_with_sizes(self._cuts)[1::2]
+        return self._cuts.views(buffer)
+
+
+class _Cuts:
+    """Cuts buffers of a chunk's size into tensors of its parameters' shapes."""
+
+    def __init__(self, layout: ChunkLayout, shapes: Mapping[str, torch.Size]) -> None:
+        self._sizes = layout.cuts()
+        runs = {slot.name: number for number, slot in enumerate(layout.by_address())}
+        self._shaped = [(n, None if len(s) == 1 else s, runs[n]) for n, s in shapes.items()]
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Views of a buffer by parameter."""
+        # One call of torch for all: this runs for every chunk in every step.
+        runs = buffer.split_with_sizes(self._sizes)[1::2]
         return {
             name: runs[number] if shape is None else runs[number].view(shape)
             for name, shape, number in self._shaped

@@ -15,12 +15,7 @@ from gulliver._compat import private_tables
 
 @contextmanager
 def without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
-    """Puts back attributes of modules, their hooks and random states.
-
-    Args:
-        model: model whose modules may be changed inside.
-        hooks: whether their hooks are in force inside.
-    """
+    """Puts back attributes of modules, their hooks and random states."""
     gradients = [(p, p.grad) for p in model.parameters()]
     numbers, arrays = random.getstate(), np.random.get_state()
     try:
@@ -39,11 +34,7 @@ def without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
 
 
 class FakeTensors:
-    """Tensors of the same form as given ones, made under a fake mode; what is tied stays tied.
-
-    Args:
-        device: device of all of them; None takes each tensor's.
-    """
+    """Tensors of the same form as given ones, made under a fake mode; what is tied stays tied."""
 
     def __init__(self, device: str | None = None) -> None:
         self._made: dict[Tensor, Tensor] = {}

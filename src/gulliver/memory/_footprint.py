@@ -1,20 +1,18 @@
 """What a process uses besides what a manager holds: activations, temporary and all other memory.
 
 On a CPU a thread reads the process's own memory a few hundred times a second; on CUDA the caching
-allocator knows. `Footprint` keeps the most of each step and, between positions that a step passes
-(the calls of blocks), the most of each position. It decides nothing.
+allocator knows. `Footprint` keeps the most of each step. It decides nothing.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
 
 from gulliver.memory._malloc import trim_heaps
 
@@ -23,7 +21,7 @@ INTERVAL_S = 0.002
 
 
 class Gauge(Protocol):
-    """Reads how many bytes of the fast tier the process uses, whoever uses them."""
+    """Reads how many bytes of the fast tier the process uses for any purpose."""
 
     def used(self) -> int:
         """Bytes that are used now."""
@@ -39,10 +37,9 @@ class Gauge(Protocol):
 
 
 class ProcessGauge:
-    """Anonymous resident memory of this process: what a limit cannot take back.
+    """Anonymous resident memory of this process: what a limit cannot take back."""
 
-    Pages of files (libraries, mapped checkpoints) are the system's to drop, so they do not count.
-    """
+    # Pages of files (libraries, mapped checkpoints) are the system's to drop, so they do not count.
 
     def __init__(self) -> None:
         self._file = os.open("/proc/self/statm", os.O_RDONLY)
@@ -81,17 +78,11 @@ class CudaGauge:
 
 @dataclass(frozen=True)
 class StepFootprint:
-    """Memory of a step.
+    """Memory of a step."""
 
-    Attributes:
-        other: most bytes that no manager holds.
-        total: most bytes in all, above the base.
-        curve: most bytes that no manager holds, from each position to the next.
-    """
-
+    # Most bytes that no manager holds.
     other: int
     total: int
-    curve: tuple[tuple[str, int], ...]
 
 
 class Footprint:
@@ -107,8 +98,7 @@ class Footprint:
 
     Attributes:
         alarm: total bytes from which `alarmed` is set; None for none.
-        alarmed: set as soon as a look saw more than that; whoever reacts clears it.
-        react: called with a position that is passed while it is set, in the thread of the step.
+        alarmed: set as soon as a look saw more than that, until `clear_alarm`.
 
     Raises:
         OSError: the system has no /proc.
@@ -133,65 +123,43 @@ class Footprint:
         self.base = base
         self.alarm: int | None = None
         self.alarmed = False
-        self.react: Callable[[str], None] | None = None
         self._lock = threading.Lock()
-        self._restart("")
+        self._restart()
         self._stop = threading.Event()
-        self._handles: list[Any] = []
         self._thread: threading.Thread | None = None
         if device.type != "cuda":
             self._thread = threading.Thread(target=self._watch, name="footprint", daemon=True)
             self._thread.start()
 
+    def watch(self, alarm: int) -> None:
+        """Sets `alarmed` as soon as a look sees more than this total."""
+        self.alarm = alarm
+
+    def clear_alarm(self) -> None:
+        """The alarm was reacted to; the next look may give another."""
+        self.alarmed = False
+
     def now(self) -> tuple[int, int]:
         """Bytes that no manager holds, and all, above the base; counted as seen."""
         return self._look(self.gauge.used)
 
-    def at(self, position: str) -> None:
-        """Says that the step has come to a position; the next curve point begins."""
-        self._look(self.gauge.most)
-        with self._lock:
-            self._curve.append((self._position, self._recent))
-            self._position, self._recent = position, 0
-        if self.alarmed and self.react is not None:
-            self.react(position)
-
     def end_step(self) -> StepFootprint:
         """Returns what the step used that ends now; the next begins."""
-        self.at("")
+        self._look(self.gauge.most)
         with self._lock:
-            step = StepFootprint(self._other, self._total, tuple(self._curve))
-            self._restart("")
+            step = StepFootprint(self._other, self._total)
+            self._restart()
         return step
-
-    def follow(self, model: nn.Module, paths: Iterable[str]) -> None:
-        """Takes the forward and backward of modules for positions.
-
-        Args:
-            model: model that has them.
-            paths: paths of modules, such as its blocks.
-        """
-        for path in paths:
-            module = model.get_submodule(path)
-            self._handles += [
-                module.register_forward_pre_hook(self._entering(f"forward {path}")),
-                module.register_forward_hook(self._leaving(f"backward {path}")),
-            ]
 
     def close(self) -> None:
         """Stops looking."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         self.gauge.close()
 
-    def _restart(self, position: str) -> None:
-        self._other = self._total = self._recent = 0
-        self._position = position
-        self._curve: list[tuple[str, int]] = []
+    def _restart(self) -> None:
+        self._other = self._total = 0
 
     def _look(self, read: Callable[[], int]) -> tuple[int, int]:
         # Reading lets other threads run. Where the manager took or gave memory meanwhile, the look
@@ -201,7 +169,6 @@ class Footprint:
         other = max(0, total - max(before, self._held()))
         with self._lock:
             self._other, self._total = max(self._other, other), max(self._total, total)
-            self._recent = max(self._recent, other)
         if self.alarm is not None and total > self.alarm:
             self.alarmed = True
         return other, total
@@ -209,19 +176,3 @@ class Footprint:
     def _watch(self) -> None:
         while not self._stop.wait(self._interval):
             self._look(self.gauge.used)
-
-    def _entering(self, position: str) -> Any:
-        @torch.compiler.disable
-        def enter(*_: Any) -> None:
-            self.at(position)
-
-        return enter
-
-    def _leaving(self, position: str) -> Any:
-        @torch.compiler.disable
-        def leave(_: nn.Module, __: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(first, Tensor) and first.requires_grad:
-                first.register_hook(lambda _: self.at(position))
-
-        return leave

@@ -1,167 +1,30 @@
-"""Pinned host memory behind the memory of a GPU, with copies on streams of their own.
-
-[Note: order of copies] A copy waits for what the current stream was given before it, and the
-current stream waits for a copy before it goes on with the memory: both are queued on the device.
-So the host never waits, and still no memory is written while it is read.
-"""
+"""Pinned host memory behind the memory of a GPU, with copies on streams of their own."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.memory._stores import Middle, Transfer, whole_pages
+from gulliver.memory._streams import Copier, CudaCopier
 from gulliver.solve import Extents
 
 if TYPE_CHECKING:
-    from gulliver.memory._placed import Placed
+    from gulliver.memory._placed import ManagedTensor
 
 SLAB = 1 << 30
 """Bytes of a slab of pinned memory, where objects are not larger."""
 
 
-class Copy(Transfer, Protocol):
-    """A copy between the memory of a device and of its host."""
-
-    def synchronize(self) -> None:
-        """Returns when it has ended."""
-        ...
-
-
-class Copier(Protocol):
-    """Copies between the memory of a device and of its host."""
-
-    def pinned(self, nbytes: int) -> Tensor:
-        """Makes a flat uint8 tensor of pinned host memory."""
-        ...
-
-    def lock_pages(self, memory: Tensor) -> None:
-        """Locks the pages of host memory.
-
-        Raises:
-            GulliverError: the system locks no more.
-        """
-        ...
-
-    def unlock_pages(self, memory: Tensor) -> None:
-        """Unlocks them."""
-        ...
-
-    def mark(self) -> Any:
-        """Notes the place in the device's work behind which a later copy may begin."""
-        ...
-
-    def copy(self, target: Tensor, source: Tensor, incoming: bool, after: Any = None) -> Copy:
-        """Starts a copy: incoming to the device, or out of it.
-
-        Args:
-            target: memory that is written.
-            source: memory that is read.
-            incoming: whether the device's memory is the target.
-            after: what `mark` has noted; by default all that the device was given.
-        """
-        ...
-
-    def synchronize(self) -> None:
-        """Returns when all copies out of the device have ended."""
-        ...
-
-
-def cuda_runtime() -> Any:
-    """CUDA's own functions, as torch has loaded them."""
-    return torch.cuda.cudart()
-
-
-class CudaTransfer:
-    """A copy on a stream; waiting for it is queued on the current stream."""
-
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event, self._device = event, device
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._event.query()
-
-    def wait(self) -> None:
-        """Lets what the current stream is given from now on wait for it."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-    def synchronize(self) -> None:
-        """Returns when it has ended."""
-        self._event.synchronize()
-
-
-class CudaCopier:
-    """Copies on two streams, one for each direction: the bus carries both at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._outgoing, self._incoming = torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-    def pinned(self, nbytes: int) -> Tensor:
-        """Makes a flat uint8 tensor of pinned host memory."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-    def lock_pages(self, memory: Tensor) -> None:
-        """Locks the pages of host memory, for as many bytes as there are.
-
-        `pinned` takes powers of two.
-
-        Raises:
-            GulliverError: the system locks no more.
-        """
-        if cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0) != 0:
-            raise GulliverError(
-                f"the system locks no further {memory.numel()} bytes of host memory: give a "
-                "smaller host_limit, or raise ulimit -l"
-            )
-
-    def unlock_pages(self, memory: Tensor) -> None:
-        """Unlocks them."""
-        cuda_runtime().cudaHostUnregister(memory.data_ptr())
-
-    def mark(self) -> torch.cuda.Event:
-        """Notes the place in the current stream."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def copy(
-        self, target: Tensor, source: Tensor, incoming: bool, after: Any = None
-    ) -> CudaTransfer:
-        """Starts a copy, after all that the current stream was given, or what was noted."""
-        stream = self._incoming if incoming else self._outgoing
-        stream.wait_event(self.mark() if after is None else after)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(stream)
-        return CudaTransfer(event, self._device)
-
-    def synchronize(self) -> None:
-        """Returns when all copies out of the device have ended."""
-        self._outgoing.synchronize()
-
-
 class HostStore:
-    """Space in slabs of pinned host memory.
+    """Space in slabs of pinned host memory."""
 
-    Pinned memory is taken in powers of two, whatever is asked for. So slabs are powers of two, and
-    objects share them: nothing is lost to rounding but the end of the last slabs.
-
-    Args:
-        capacity: most bytes of pinned memory.
-        device: GPU that the memory is copied to and from.
-        copier: makes pinned memory and copies; by default with streams of its own.
-
-    Attributes:
-        pinned: bytes of pinned memory taken so far.
-    """
+    # Pinned memory is taken in powers of two, whatever is asked for. So slabs are powers of two,
+    # and objects share them: nothing is lost to rounding but the end of the last slabs.
 
     name = "host"
     in_stream = True
@@ -181,12 +44,8 @@ class HostStore:
         self._starts: list[int] = []
         self._extents = Extents()
 
-    def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
-        """Reserves whole pages and returns their offset.
-
-        Raises:
-            GulliverError: they do not fit.
-        """
+    def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
+        """Reserves whole pages and returns their offset."""
         size = whole_pages(nbytes)
         found = self._extents.take(size)
         if found is None:
@@ -216,7 +75,7 @@ class HostStore:
         return self._bytes(offset, nbytes)
 
     def close(self) -> None:
-        """Ends what is under way, and frees everything."""
+        """Waits for transfers in flight, and frees everything."""
         self._copier.synchronize()
         self._slabs.clear()
 

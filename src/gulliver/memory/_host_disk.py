@@ -3,17 +3,6 @@
 The host's memory is a fast tier as well, before the disk, so a manager of its own keeps it within
 its budget (`Manager`): it evicts to the disk by farthest next use, and reads from there ahead of
 the device's loads. What is used when follows from the device's moves alone (`solve.Transit`).
-
-[Note: who waits for whom] Copies between device and host run on streams, in the order in which the
-device computes; the disk knows no streams. Three orders are kept here by waiting on the host:
-
-1. A load is copied to the device when the disk has given it: `advance` looks, at each call.
-2. What leaves the host is written when the device has copied it there: `LateWrite`.
-3. Host memory is used again when all copies to and from it have ended: `CopiedPages.settle`.
-
-Nobody waits in a circle. Memory of the device is there at once (`in_stream`), so a load waits for
-the disk alone. A write waits for host memory, which waits for the disk, and for copies to the
-device that were begun before.
 """
 
 from __future__ import annotations
@@ -28,20 +17,26 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.io import BLOCK
-from gulliver.memory._host import Copier, Copy, CudaCopier
 from gulliver.memory._manager import Manager
 from gulliver.memory._pages import Pages
-from gulliver.memory._placed import Placed
+from gulliver.memory._placed import ManagedTensor
 from gulliver.memory._stores import DiskStore, Middle, Transfer
+from gulliver.memory._streams import Copier, Copy, CudaCopier
 from gulliver.solve import Transit
 
 
+# [Note: who waits for whom] Copies between device and host run on streams, in the order in which
+# the device computes; the disk knows no streams. Three orders are kept here by waiting on the host:
+#
+# 1. A load is copied to the device when the disk has given it: `advance` looks, at each call.
+# 2. What leaves the host is written when the device has copied it there: `LateWrite`.
+# 3. Host memory is used again when all copies to and from it have ended: `CopiedPages.settle`.
+#
+# Nobody waits in a circle. Memory of the device is there at once (`in_stream`), so a load waits for
+# the disk alone. A write waits for host memory, which waits for the disk, and for copies to the
+# device that were begun before.
 class CopiedPages(Pages):
-    """Buffers of page-locked memory, and the copies to and from each that may be under way.
-
-    Args:
-        copier: locks the pages.
-    """
+    """Buffers of page-locked memory, and the copies to and from each that may be in flight."""
 
     def __init__(self, copier: Copier) -> None:
         super().__init__(torch.device("cpu"))
@@ -66,7 +61,7 @@ class CopiedPages(Pages):
             self._copies.setdefault(memory.data_ptr(), []).append(copy)
 
     def copies(self, memory: Tensor) -> list[Copy]:
-        """Returns the copies to and from a buffer that are under way."""
+        """Returns the copies to and from a buffer that are in flight."""
         with self._lock:
             found = [c for c in self._copies.pop(memory.data_ptr(), ()) if not c.done]
             if found:
@@ -86,14 +81,7 @@ class CopiedPages(Pages):
 
 
 class LateWrite:
-    """A write to the disk that begins when the device has copied what is to be written.
-
-    Args:
-        disk: store on the disk.
-        offset: place there.
-        data: host memory.
-        copies: copies that have to end first.
-    """
+    """A write to the disk that begins when the device has copied what is to be written."""
 
     def __init__(self, disk: DiskStore, offset: int, data: Tensor, copies: list[Copy]) -> None:
         self._disk, self._offset, self._data, self._copies = disk, offset, data, copies
@@ -108,11 +96,7 @@ class LateWrite:
         return self._write is not None and self._write.done
 
     def wait(self) -> None:
-        """Waits until it has ended.
-
-        Raises:
-            GulliverError: it failed.
-        """
+        """Waits until it has ended."""
         for copy in self._copies:
             copy.synchronize()
         self._begin().wait()
@@ -125,12 +109,7 @@ class LateWrite:
 
 
 class CopiedDisk:
-    """The disk behind host memory that a device copies to and from.
-
-    Args:
-        disk: store on the disk.
-        pages: buffers of the host memory.
-    """
+    """The disk behind host memory that a device copies to and from."""
 
     name = "disk"
     in_stream = False
@@ -138,7 +117,7 @@ class CopiedDisk:
 
     def __init__(self, disk: DiskStore, pages: CopiedPages) -> None:
         self._disk, self._pages = disk, pages
-        # Whoever waits for one has it; held longer, its memory could not be freed.
+        # The waiting side holds it; held longer, its memory could not be freed.
         self._late = list[weakref.ref[LateWrite]]()
         self.capacity = disk.capacity
 
@@ -147,12 +126,8 @@ class CopiedDisk:
         """Bytes that are allocated."""
         return self._disk.used
 
-    def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
-        """Reserves whole pages and returns their offset.
-
-        Raises:
-            GulliverError: they do not fit.
-        """
+    def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
+        """Reserves whole pages and returns their offset."""
         return self._disk.allocate(nbytes)
 
     def free(self, offset: int, nbytes: int) -> None:
@@ -186,19 +161,12 @@ class CopiedDisk:
         return self._disk.mapped(offset, nbytes)
 
     def close(self) -> None:
-        """Ends what is under way, and frees the space."""
+        """Waits for transfers in flight, and frees the space."""
         self._disk.close()
 
 
 class StagedRead:
-    """A load that may come from the disk, through the host's memory, to the device.
-
-    Args:
-        store: store that it comes from.
-        key: object.
-        into: memory of the device.
-        after: place in the device's work behind which that memory may be written.
-    """
+    """A load that may come from the disk, through the host's memory, to the device."""
 
     def __init__(self, store: HostDiskStore, key: int, into: Tensor, after: Any) -> None:
         self._store, self.key, self.into, self.after = store, key, into, after
@@ -212,11 +180,7 @@ class StagedRead:
         return self.error is not None or (self.copy is not None and self.copy.done)
 
     def wait(self) -> None:
-        """Waits for the disk; what the device is given from now on waits for the copy.
-
-        Raises:
-            GulliverError: the disk could not be read.
-        """
+        """Waits for the disk; what the device is given from now on waits for the copy."""
         self._store.send(self)
         error, self.error = self.error, None
         if error is not None:
@@ -229,19 +193,7 @@ class StagedRead:
 
 
 class HostDiskStore(Middle):
-    """Space in page-locked host memory and, for what does not fit there, on a disk.
-
-    Args:
-        host: bytes of host memory.
-        disk: store on the disk. Where it is smaller than what lies behind the device, the rest
-            stays in the host's memory.
-        device: GPU that the memory is copied to and from.
-        copier: locks pages and copies; by default with streams of its own.
-
-    Attributes:
-        host: manager of the host's memory, before the disk.
-        transit: says what the host's memory is used for.
-    """
+    """Space in page-locked host memory and, for what does not fit there, on a disk."""
 
     name = "host memory and disk"
     in_stream = True
@@ -260,7 +212,7 @@ class HostDiskStore(Middle):
         self.host = Manager(host, "cpu", self._disk, pages=self._pages)
         self.transit = Transit(self, disk.capacity)
         self.capacity = host + disk.capacity
-        self._objects: dict[Hashable, Placed] = {}
+        self._objects: dict[Hashable, ManagedTensor] = {}
         self._reads: dict[Hashable, StagedRead] = {}
         self._stored: dict[Hashable, bool] = {}
         weakref.finalize(self, self._pages.close).atexit = False
@@ -275,12 +227,8 @@ class HostDiskStore(Middle):
         """Bytes of objects that have content here."""
         return self.transit.used
 
-    def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
-        """Takes an object of the device, and returns its number, by which it is known.
-
-        Raises:
-            GulliverError: it does not fit.
-        """
+    def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
+        """Takes an object of the device, and returns its number, by which it is known."""
         assert owner is not None, "objects keep their place from step to step"
         number = owner.number
         if number not in self._objects:
@@ -302,11 +250,7 @@ class HostDiskStore(Middle):
         return read
 
     def write(self, offset: int, data: Tensor) -> Transfer:
-        """Starts to copy from the device; waits for room in the host's memory.
-
-        Raises:
-            GulliverError: there is none, or what is in its place could not be written.
-        """
+        """Starts to copy from the device; waits for room in the host's memory."""
         self.transit.begin_write(offset)
         memory = self._arrived(offset, fresh=True)
         copy = self._copier.copy(memory, data, incoming=False)
@@ -346,7 +290,7 @@ class HostDiskStore(Middle):
         return self.host.view(self._objects[offset], write)[:nbytes]
 
     def close(self) -> None:
-        """Ends what is under way, and frees everything."""
+        """Waits for transfers in flight, and frees everything."""
         for read in [*self._reads.values()]:
             self.send(read)
         self._copier.synchronize()
@@ -355,12 +299,12 @@ class HostDiskStore(Middle):
 
     def _arrived(self, key: Hashable, fresh: bool = False) -> Tensor:
         """Waits for an object in the host's memory."""
-        placed = self._objects[key]
-        self.host.arrive(placed, self._stored.pop(key), fresh)
-        assert placed.memory is not None
-        return placed.memory
+        managed = self._objects[key]
+        self.host.arrive(managed, self._stored.pop(key), fresh)
+        assert managed.memory is not None
+        return managed.memory
 
-    # What the manager of the device's memory tells.
+    # Events of the manager of the device's memory.
 
     def expect(self, number: int) -> None:
         """An object will be read."""
@@ -371,7 +315,7 @@ class HostDiskStore(Middle):
         self.transit.landed(number)
 
     def remove(self, number: int) -> None:
-        """There is no such object any more."""
+        """Drops the object's bookkeeping."""
         if number in self._objects:
             self.transit.remove(number)
             self.host.remove(self._objects.pop(number))
@@ -396,7 +340,7 @@ class HostDiskStore(Middle):
     # What `Transit` asks for.
 
     def use(self, key: Hashable, fresh: bool) -> None:
-        """Pins an object in the host's memory, which it is on its way to from then on."""
+        """Pins an object in the host's memory, and starts to load it there."""
         self._stored[key] = self.host.want(self._objects[key], fresh=fresh)
 
     def done(self, key: Hashable) -> None:

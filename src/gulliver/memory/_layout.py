@@ -3,14 +3,6 @@
 A chunk is a contiguous buffer that tensors share. It is cut into as many equal parts as there are
 ranks, so a tensor may lie on two parts and more. Tensors and parts begin on multiples of an
 alignment; the gaps, and what the tensors do not fill of the last part, are padding.
-
-[Note: chunks of whole tensors] Some optimizers look at a whole tensor. Then no tensor lies on two
-parts: those of a chunk are dealt out to the parts by size, and every part is as large as the
-fullest, for collectives move equal parts. The obvious way, to keep the size of chunks, would pad
-most of them to a multiple of what they hold: one matrix over eight ranks to eight times. So a chunk
-goes on beyond its size until its tensors fill the parts evenly, and what is left over at the end
-joins the chunk before it. A matrix that is more than a rank's share of the model still pads, as no
-rank can hold less than one tensor.
 """
 
 from __future__ import annotations
@@ -26,6 +18,13 @@ UNEVEN = 4
 """A chunk of whole tensors grows while more than one part in so many would be padding."""
 
 
+# [Note: chunks of whole tensors] Some optimizers look at a whole tensor. Then no tensor lies on two
+# parts: those of a chunk are dealt out to the parts by size, and every part is as large as the
+# fullest, for collectives move equal parts. The obvious way, to keep the size of chunks, would pad
+# most of them to a multiple of what they hold: one matrix over eight ranks to eight times. So a
+# chunk goes on beyond its size until its tensors fill the parts evenly, and what is left over at
+# the end joins the chunk before it. A matrix that is more than a rank's share of the model still
+# pads, as no rank can hold less than one tensor.
 @dataclass(frozen=True)
 class Slot:
     """The run of a chunk that a tensor has, in elements."""
@@ -41,7 +40,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """The part of a tensor that one rank owns: `numel` elements from `start` of the rank's shard.
 
     `offset` is where the piece begins in the flattened tensor.
@@ -60,18 +59,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The tensors of a chunk in their order, and the chunk's size with padding, in elements.
+    """The tensors of a chunk in their order, and the chunk's size with padding, in elements."""
 
-    Attributes:
-        slots: runs of the tensors, in the order of use, which need not be that in the buffer.
-        size: number of elements.
-        parts: number of shards.
-        whole: whether every tensor lies on one part.
-    """
-
+    # Runs of the tensors, in the order of use, which need not be that in the buffer.
     slots: tuple[Slot, ...]
     size: int
     parts: int
+    # Whether every tensor lies on one part.
     whole: bool = False
 
     @property
@@ -102,14 +96,14 @@ class ChunkLayout:
         """Sizes that cut the buffer into runs: a gap before each tensor, then one at the end."""
         return [end - start for start, end in pairwise(self._edges())]
 
-    def pieces(self, part: int) -> list[Piece]:
+    def pieces(self, part: int) -> list[ShardPiece]:
         """Pieces of tensors that lie on part number `part`, in order."""
         low, high = part * self.part_size, (part + 1) * self.part_size
         found = []
         for slot in self.slots:
             start, end = max(slot.start, low), min(slot.end, high)
             if start < end:
-                found.append(Piece(slot.name, start - low, start - slot.start, end - start))
+                found.append(ShardPiece(slot.name, start - low, start - slot.start, end - start))
         return found
 
 
@@ -120,22 +114,7 @@ def plan_chunks(
     align: int = 16,
     whole: bool = False,
 ) -> list[ChunkLayout]:
-    """Packs tensors in their order into chunks.
-
-    Args:
-        tensors: name and elements of each, in the order of use.
-        capacity: elements of a chunk; a larger tensor gets a chunk of its own.
-        parts: shards that each chunk is cut into.
-        align: tensors and shards begin on multiples of so many elements, so that kernels may load
-            them in whole vectors.
-        whole: keep every tensor on one part; chunks may be larger then, see the note above.
-
-    Returns:
-        The chunks, in the order of their tensors; no chunk is empty.
-
-    Raises:
-        GulliverError: capacity, parts or align is not positive.
-    """
+    """Packs tensors in their order into chunks."""
     if min(capacity, parts, align) < 1:
         raise GulliverError(
             f"chunks need positive sizes, not capacity {capacity}, parts {parts}, align {align}"

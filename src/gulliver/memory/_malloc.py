@@ -1,13 +1,8 @@
-"""Freed memory goes back to the system: glibc's malloc is told to give it, while a limit is set.
+"""Freed memory goes back to the system: glibc's malloc is set to return it, while a limit is set.
 
 By default glibc keeps what is freed, below a size that grows up to 32 MiB, in heaps where it serves
 whoever asks for less next. A manager that shares a limit with activations needs it back: their
 memory would stay resident after backward, while chunks want the room.
-
-[Note: page faults] The price is that each large tensor of a step begins on pages that the system
-clears one by one: 0.7 million faults of a step of 250 M parameters and 512 tokens, a tenth of its
-seconds. Where memory is not what a step waits for, it is kept after all (`FreedMemory.keep`), and
-takes up to two fifths more room, because freed pieces do not fit the next tensors exactly.
 """
 
 from __future__ import annotations
@@ -19,25 +14,23 @@ import os
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 MAPPED = 1 << 20
 """Bytes from which memory is mapped by itself and goes back as soon as it is freed."""
-# Once set, glibc's thresholds do not move by themselves again, and it tells nobody where they were.
+# Once set, glibc's thresholds do not move by themselves again, and cannot be asked where they were.
 # So they are put to where they end up in a process that trains, or to what its environment says.
 _GROWN_MMAP, _GROWN_TRIM = 32 << 20, 64 << 20
 _ALL = (1 << 31) - 1
 
 
+# [Note: page faults] The price is that each large tensor of a step begins on pages that the system
+# clears one by one: 0.7 million faults of a step of 250 M parameters and 512 tokens, a tenth of its
+# seconds. Where memory is not what a step waits for, it is kept after all (`FreedMemory.keep`), and
+# takes up to two fifths more room, because freed pieces do not fit the next tensors exactly.
 class FreedMemory:
-    """Lets freed memory leave the process until `close`; of several, until the last one's.
-
-    Args:
-        mapped: bytes from which an allocation is mapped by itself.
-
-    Attributes:
-        reason: why nothing is done here; empty where it is.
-    """
+    """Returns freed memory to the system until `close`; of several, until the last one's."""
 
     _open = 0
 
     def __init__(self, mapped: int = MAPPED) -> None:
+        # Why nothing is done here; empty where it is.
         self.reason = _reason()
         self._libc = None if self.reason else ctypes.CDLL(None)
         self._mapped = mapped
@@ -46,7 +39,7 @@ class FreedMemory:
             self.keep(False)
 
     def keep(self, keeps: bool) -> None:
-        """Lets the process keep freed memory for its next allocations, or give it back at once."""
+        """Keeps freed memory for the next allocations of the process, or returns it at once."""
         if self._libc is not None:
             self._libc.mallopt(_M_MMAP_THRESHOLD, _GROWN_MMAP if keeps else self._mapped)
             self._libc.mallopt(_M_TRIM_THRESHOLD, _ALL if keeps else self._mapped)
@@ -59,7 +52,7 @@ class FreedMemory:
             trim_heaps()
 
     def close(self) -> None:
-        """Lets glibc keep freed memory again, as its environment says or as it does by itself."""
+        """Makes glibc keep freed memory again, as its environment says or as it does by itself."""
         libc, self._libc = self._libc, None
         if libc is None:
             return

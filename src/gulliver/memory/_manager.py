@@ -4,12 +4,12 @@
 carries that out beside the compute. Between the two this file keeps the books: objects by number,
 buffers that are lent, the log that `explain` tells.
 
-It knows nothing of training. Whoever uses it calls::
+It knows nothing of training. Users call::
 
-    placed = manager.add("block 3", PARAMETERS, numel, torch.float32, value)
-    tensor = manager.use(placed, write=True)       # here from now on, at an address of its own
+    managed = manager.add("block 3", PARAMETERS, numel, torch.float32, value)
+    tensor = manager.use(managed, write=True)       # here from now on, at an address of its own
     ...                                            # new views of it
-    manager.done(placed)                           # may leave: no view of it is used any more
+    manager.done(managed)                           # may leave: no view of it is used any more
     manager.end_step()                             # the same again: loads run ahead of use
 
 All sizes are whole pages of 4096 bytes for the budget; `counter` has the bytes of tensors.
@@ -28,9 +28,9 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ACTIVATIONS, KINDS, ByteCounter
-from gulliver.memory._history import History
+from gulliver.memory._history import MoveHistory
 from gulliver.memory._pages import Pages
-from gulliver.memory._placed import Placed, Where, typed
+from gulliver.memory._placed import ManagedTensor, Residency, typed
 from gulliver.memory._read_locks import before_write, before_write_at, storage_of
 from gulliver.memory._stores import Middle, Store, whole_pages
 from gulliver.memory._traffic import Traffic
@@ -38,20 +38,7 @@ from gulliver.solve import Action, Move, Replacement
 
 
 class Manager:
-    """Keeps objects in a fast tier of a given size, and what does not fit in a store.
-
-    Args:
-        budget: size of the fast tier, in bytes.
-        device: device whose memory is the fast tier.
-        store: tier behind it; without one everything stays, or is refused.
-        ahead: bytes that are loaded ahead of use at most; None for as many as fit.
-        pages: makes the memory of the fast tier; by default buffers of the device.
-
-    Attributes:
-        counter: bytes of the tensors that exist, by kind: of objects that arrive, are here or are
-            being written, and of buffers that are lent.
-        relieve: called where there is no room: ends the uses that can be begun again later.
-    """
+    """Keeps objects in a fast tier of a given size, and what does not fit in a store."""
 
     def __init__(
         self,
@@ -70,17 +57,20 @@ class Manager:
                 f"a {store.name} store serves the memory of a CPU machine, not of {self.device}: "
                 "give the host memory behind it (HostStore)"
             )
+        # Bytes of the tensors that exist, by kind: of objects that arrive, are here or are being
+        # written, and of buffers that are lent.
         self.counter = ByteCounter()
         self._process, self._lock = os.getpid(), threading.RLock()
         self._core = Replacement(budget, backed=store is not None, ahead=ahead)
         self._traffic = Traffic(budget, self.device, store, self.counter, self._lock, pages)
         self._middle = Middle() if store is None else store.middle
-        self._history = History()
-        self._placed: dict[int, Placed] = {}
+        self._history = MoveHistory()
+        self._placed: dict[int, ManagedTensor] = {}
         self._lent: dict[int, Tensor] = {}
         self._number = self._total = 0
         self._closed = False
-        self.relieve: Callable[[], None] | None = None
+        # Ends the uses that can be begun again later, where there is no room; None while it runs.
+        self.release_idle: Callable[[], None] | None = None
 
     @property
     def budget(self) -> int:
@@ -97,6 +87,10 @@ class Manager:
         """Bytes of memory held now, in whole pages, with those that are kept for reuse."""
         return self._traffic.held
 
+    def release_with(self, release_idle: Callable[[], None]) -> None:
+        """Ends uses that can be begun again later by `release_idle`, where there is no room."""
+        self.release_idle = release_idle
+
     # Objects
 
     def add(
@@ -107,169 +101,137 @@ class Manager:
         dtype: torch.dtype,
         value: Tensor | None = None,
         brief: bool = False,
-    ) -> Placed:
-        """Takes a new object; without a value it is zeros, without memory until it is used.
-
-        Args:
-            name: name in messages.
-            kind: kind of state, one of `KINDS`.
-            numel: number of elements.
-            dtype: dtype of the elements.
-            value: content, which is copied.
-            brief: whether its content is discarded before long: no place is kept free for it.
-
-        Raises:
-            GulliverError: there is no room for it; nothing was changed.
-        """
+    ) -> ManagedTensor:
+        """Takes a new object; without a value it is zeros, without memory until it is used."""
         with self._entered():
             if kind not in (*KINDS, ACTIVATIONS):
                 raise GulliverError(f"kind {kind!r} of {name}: one of {', '.join(KINDS)}")
-            placed = Placed(name, kind, numel, dtype, number=self._number, brief=brief)
-            self._check_total(placed)
+            managed = ManagedTensor(name, kind, numel, dtype, number=self._number, brief=brief)
+            self._check_total(managed)
             self._tell()
             self._number += 1
-            actions = self._core.add(placed.number, name, placed.size, value is not None)
-            self._placed[placed.number] = placed
-            self._total += placed.kept
+            actions = self._core.add(managed.number, name, managed.size, value is not None)
+            self._placed[managed.number] = managed
+            self._total += managed.kept
             try:
                 self._run(actions)
                 if value is not None:
-                    self._traffic.settle(placed)
-                    assert placed.tensor is not None
-                    placed.tensor.copy_(value.detach().reshape(-1))
+                    self._traffic.settle(managed)
+                    assert managed.tensor is not None
+                    managed.tensor.copy_(value.detach().reshape(-1))
             except BaseException:
-                self.remove(placed)
+                self.remove(managed)
                 raise
-            return placed
+            return managed
 
-    def remove(self, placed: Placed) -> None:
+    def remove(self, managed: ManagedTensor) -> None:
         """Forgets an object."""
         with self._entered():
-            self._check(placed)
-            self._run(self._core.remove(placed.number))
-            self._middle.remove(placed.number)
-            del self._placed[placed.number]
-            self._total -= placed.kept
+            self._check(managed)
+            self._run(self._core.remove(managed.number))
+            self._middle.remove(managed.number)
+            del self._placed[managed.number]
+            self._total -= managed.kept
 
-    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
-        """Brings an object into the fast tier, and keeps it there until `done`.
-
-        Args:
-            placed: object to use; it may be in use already.
-            write: whether its content will be changed.
-            fresh: whether it will be overwritten as a whole: nothing is read.
-
-        Returns:
-            Its content, flat.
-
-        Raises:
-            GulliverError: there is no room for it beside what is in use (with the least budget that
-                would do), or reading it, or writing what is in its place, failed. Nothing is lost,
-                and it may be used again.
-        """
+    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
+        """Brings an object into the fast tier, and keeps it there until `done`."""
         with self._entered():
-            self._check(placed)
+            self._check(managed)
             self._tell()
-            return self.arrive(placed, self.want(placed, write, fresh), write or fresh)
+            return self.arrive(managed, self.want(managed, write, fresh), write or fresh)
 
-    def want(self, placed: Placed, write: bool = False, fresh: bool = False) -> bool:
+    def want(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> bool:
         """Begins a `use`, without waiting; `arrive` takes what it returns."""
         with self._entered():
-            stored = self._core.is_stored(placed.number)
-            actions = self._decided(lambda: self._core.use(placed.number, write, fresh))
-            self._history.event("use", placed)
+            stored = self._core.is_stored(managed.number)
+            actions = self._decided(lambda: self._core.use(managed.number, write, fresh))
+            self._history.event("use", managed)
             self._run(actions)
             return stored
 
-    def arrive(self, placed: Placed, stored: bool, write: bool) -> Tensor:
+    def arrive(self, managed: ManagedTensor, stored: bool, write: bool) -> Tensor:
         """Waits for what `want` has begun; where that fails, it is as if it had not been."""
         with self._entered():
             try:
-                self._traffic.settle(placed)
+                self._traffic.settle(managed)
             except BaseException:
-                self._traffic.cancel(placed)
-                arrived = placed.where in (Where.ARRIVING, Where.HERE)
-                self._core.undo(placed.number, stored, arrived)
+                self._traffic.cancel(managed)
+                arrived = managed.residency in (Residency.ARRIVING, Residency.HERE)
+                self._core.undo(managed.number, stored, arrived)
                 raise
-            self._middle.landed(placed.number)
-            assert placed.tensor is not None
+            self._middle.landed(managed.number)
+            assert managed.tensor is not None
             if write:
-                self._written(placed)
-            return placed.tensor
+                self._written(managed)
+            return managed.tensor
 
-    def has_come(self, placed: Placed) -> bool:
+    def has_come(self, managed: ManagedTensor) -> bool:
         """Whether `arrive` would not wait."""
         with self._entered():
-            return self._traffic.has_come(placed)
+            return self._traffic.has_come(managed)
 
     def tell(self) -> None:
         """Raises the error of a write that has failed."""
         with self._entered():
             self._tell()
 
-    def done(self, placed: Placed) -> None:
+    def done(self, managed: ManagedTensor) -> None:
         """Ends one `use`: after the last the object may leave, and its memory serve others."""
         with self._entered():
-            actions = self._core.done(self._check(placed).number)
-            self._history.event("done", placed)
+            actions = self._core.done(self._check(managed).number)
+            self._history.event("done", managed)
             self._run(actions)
 
-    def revert(self, placed: Placed) -> None:
-        """Takes back changes that `use` was not told of: the store has the content, if anyone."""
+    def revert(self, managed: ManagedTensor) -> None:
+        """Takes back changes that `use` did not announce, if the store has the content."""
         with self._entered():
-            self._run(self._core.revert(self._check(placed).number))
+            self._run(self._core.revert(self._check(managed).number))
 
     @contextmanager
-    def using(self, placed: Placed, write: bool = False, fresh: bool = False) -> Iterator[Tensor]:
+    def using(
+        self, managed: ManagedTensor, write: bool = False, fresh: bool = False
+    ) -> Iterator[Tensor]:
         """Uses an object for a block, which may fail."""
-        tensor = self.use(placed, write, fresh)
+        tensor = self.use(managed, write, fresh)
         try:
             yield tensor
         finally:
-            self.done(placed)
+            self.done(managed)
 
-    def discard(self, placed: Placed) -> None:
+    def discard(self, managed: ManagedTensor) -> None:
         """Forgets the content of an object: it is zeros from now on, and takes no memory."""
         with self._entered():
-            actions = self._core.discard(self._check(placed).number)
-            self._history.event("discard", placed)
+            actions = self._core.discard(self._check(managed).number)
+            self._history.event("discard", managed)
             self._run(actions)
 
-    def view(self, placed: Placed, write: bool = False) -> Tensor:
-        """Shows the content of an object wherever it lies, without making room for it.
-
-        The tensor is good until the object is used again, or room is made for others. What a
-        checkpoint copies from it in the background is waited for before its place is written.
-
-        Args:
-            placed: object to show.
-            write: whether its content will be overwritten as a whole, before anything else is used.
-        """
+    def view(self, managed: ManagedTensor, write: bool = False) -> Tensor:
+        """Shows the content of an object wherever it lies, without making room for it."""
+        # The tensor is good until the object is used again, or room is made for others. What a
+        # checkpoint copies from it in the background is waited for before its place is written.
         with self._entered():
-            self._check(placed)
+            self._check(managed)
             if write:
-                if placed.where is not Where.AWAY:
-                    self._traffic.settle(placed)
-                self._make_writable(placed)
-            self._traffic.let_leave(placed)  # a thread gives its memory to others once written
-            if placed.where in (Where.HERE, Where.LEAVING):
-                assert placed.memory is not None
-                return typed(placed.memory, placed.nbytes, placed.dtype)
-            if placed.offset is None:  # one zero stands for all
-                return torch.zeros((), dtype=placed.dtype, device=self.device).expand(placed.numel)
+                if managed.residency is not Residency.AWAY:
+                    self._traffic.settle(managed)
+                self._make_writable(managed)
+            self._traffic.let_leave(managed)  # a thread gives its memory to others once written
+            if managed.residency in (Residency.HERE, Residency.LEAVING):
+                assert managed.memory is not None
+                return typed(managed.memory, managed.nbytes, managed.dtype)
+            if managed.offset is None:  # one zero stands for all
+                return torch.zeros((), dtype=managed.dtype, device=self.device).expand(
+                    managed.numel
+                )
             assert self.store is not None
-            shown = self.store.mapped(placed.offset, placed.size, write)
-            placed.shown.add(storage_of(shown))
-            return typed(shown, placed.nbytes, placed.dtype)
+            shown = self.store.mapped(managed.offset, managed.size, write)
+            managed.shown.add(storage_of(shown))
+            return typed(shown, managed.nbytes, managed.dtype)
 
     # Loans, budget, steps
 
     def lend(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
-        """Lends a flat buffer with any content, for which room is made.
-
-        Raises:
-            GulliverError: as for `use`.
-        """
+        """Lends a flat buffer with any content, for which room is made."""
         with self._entered():
             self._tell()
             nbytes = numel * dtype.itemsize
@@ -288,7 +250,7 @@ class Manager:
             return tensor
 
     def give(self, tensor: Tensor, kind: str) -> None:
-        """Takes back what was lent; its memory is used again once nobody looks at it."""
+        """Takes back what was lent; its memory is used again once no view of it is left."""
         with self._entered():
             memory = self._lent.pop(tensor.data_ptr(), None)
             if memory is None:
@@ -301,11 +263,7 @@ class Manager:
 
     @contextmanager
     def reserved(self, nbytes: int, kind: str) -> Iterator[None]:
-        """Leaves room for memory that somebody else takes, for a block, and counts it.
-
-        Raises:
-            GulliverError: as for `use`.
-        """
+        """Leaves room for memory that somebody else takes, for a block, and counts it."""
         size = whole_pages(nbytes)
         with self._entered():
             self._tell()
@@ -328,11 +286,7 @@ class Manager:
                 self._run(self._core.give(size))
 
     def set_budget(self, nbytes: int, ahead: int | None = None) -> None:
-        """Changes the size of the fast tier (and `ahead`), and waits until no more is held.
-
-        Raises:
-            GulliverError: less than what is in use now; nothing was changed.
-        """
+        """Changes the size of the fast tier (and `ahead`), and waits until no more is held."""
         with self._entered():
             actions = self._decided(lambda: self._core.set_budget(nbytes))
             self._traffic.budget = nbytes
@@ -345,17 +299,15 @@ class Manager:
         """Ends a step: its accesses are the schedule of the next, which may differ all the same."""
         with self._entered():
             self._core.end_step()
-            self._history.end_step(self._placed.values())
+            self._history.end_step()
             self._middle.end_step()
 
     # What was done
 
     def stats(self) -> dict[str, Any]:
-        """Returns loads, writes, evictions, bytes in and out, seconds waited and steps so far.
-
-        Loads that were no longer wanted before they had begun are ``cancelled``, and not counted;
-        ``behind`` has the same of the tier behind, where that has another one behind it.
-        """
+        """Returns loads, writes, evictions, bytes in and out, seconds waited and steps so far."""
+        # Loads that were no longer wanted before they had begun are ``cancelled``, and not counted;
+        # ``behind`` has the same of the tier behind, where that has another one behind it.
         done: dict[str, Any] = {"evictions": self._history.evictions, "steps": self._history.steps}
         done |= {"held": self.held, "minimum": self.minimum, "behind": self._middle.stats()}
         return {**self._traffic.moved, **done}
@@ -372,21 +324,13 @@ class Manager:
             f"far ahead ({cycle.margin / 2**20:.1f} MiB) none needs less than {bound / 2**20:.1f}"
         )
 
-    def draw(self, path: str | os.PathLike[str], step: int = -1) -> None:
-        """Draws what was in the fast tier during a step, as a PNG.
-
-        Raises:
-            GulliverError: matplotlib is not installed.
-        """
-        self._history.draw(path, step)
-
     def close(self) -> None:
-        """Waits for what is under way, and frees everything, the store too."""
+        """Waits for transfers in flight, and frees everything, the store too."""
         with self._entered():
             self._closed = True
             self._traffic.close()
-            for placed in self._placed.values():
-                self._traffic.drop(placed)
+            for managed in self._placed.values():
+                self._traffic.drop(managed)
             self._placed.clear()
             if self.store is not None:
                 self.store.close()
@@ -398,13 +342,13 @@ class Manager:
         try:
             return decide()
         except GulliverError:
-            relieve, self.relieve = self.relieve, None
-            if relieve is None:
+            release_idle, self.release_idle = self.release_idle, None
+            if release_idle is None:
                 raise
             try:
-                relieve()
+                release_idle()
             finally:
-                self.relieve = relieve
+                self.release_idle = release_idle
         return decide()
 
     @contextmanager
@@ -421,79 +365,79 @@ class Manager:
 
     def _tell(self) -> None:
         """Raises what went wrong behind, unless there is room now for what could not be written."""
-        for placed in self._traffic.unwritten():
-            if self._core.restore(placed.number):
-                self._traffic.keep(placed)
-                self._free(placed)
+        for managed in self._traffic.unwritten():
+            if self._core.restore(managed.number):
+                self._traffic.keep(managed)
+                self._free(managed)
         self._traffic.tell()
         self._middle.tell()
 
-    def _check(self, placed: Placed) -> Placed:
-        if self._placed.get(placed.number) is not placed:
-            raise GulliverError(f"{placed.name} is not an object of this memory manager")
-        return placed
+    def _check(self, managed: ManagedTensor) -> ManagedTensor:
+        if self._placed.get(managed.number) is not managed:
+            raise GulliverError(f"{managed.name} is not an object of this memory manager")
+        return managed
 
-    def _check_total(self, placed: Placed) -> None:
+    def _check_total(self, managed: ManagedTensor) -> None:
         """Refuses early what will not fit anywhere."""
-        total, behind = self._total + placed.kept, self.store.capacity if self.store else 0
+        total, behind = self._total + managed.kept, self.store.capacity if self.store else 0
         if self.store is not None and total > self.budget + behind:
             raise GulliverError(
-                f"{placed.name} does not fit: all objects need {total} bytes, the memory budget of "
-                f"{self.budget} and the {self.store.name} of {behind} have "
+                f"{managed.name} does not fit: all objects need {total} bytes, the memory budget "
+                f"of {self.budget} and the {self.store.name} of {behind} have "
                 f"{total - self.budget - behind} too few"
             )
 
     def _run(self, actions: Iterable[Action]) -> None:
         for action in actions:
             assert isinstance(action.key, int)
-            placed = self._placed[action.key]
-            self._history.move(action, placed)
+            managed = self._placed[action.key]
+            self._history.move(action, managed)
             match action.move:
                 case Move.MAKE:
-                    self._traffic.bring(placed, reads=False, zero=action.zero)
+                    self._traffic.bring(managed, reads=False, zero=action.zero)
                 case Move.LOAD:
-                    self._middle.expect(placed.number)
-                    self._traffic.bring(placed, reads=True)
+                    self._middle.expect(managed.number)
+                    self._traffic.bring(managed, reads=True)
                 case Move.WRITE:
-                    self._traffic.send(placed)
+                    self._traffic.send(managed)
                 case Move.DROP:
-                    self._drop(placed)
+                    self._drop(managed)
                 case Move.FORGET:
-                    self._drop(placed)
-                    self._free(placed)
+                    self._drop(managed)
+                    self._free(managed)
 
-    def _drop(self, placed: Placed) -> None:
-        self._traffic.drop(placed)
-        self._middle.landed(placed.number)
+    def _drop(self, managed: ManagedTensor) -> None:
+        self._traffic.drop(managed)
+        self._middle.landed(managed.number)
 
-    def _written(self, placed: Placed) -> None:
+    def _written(self, managed: ManagedTensor) -> None:
         """Frees an object's space in the store, whose content is out of date."""
-        if placed.tensor is not None:
-            before_write([placed.tensor])
-        self._free(placed)
+        if managed.tensor is not None:
+            before_write([managed.tensor])
+        self._free(managed)
 
-    def _make_writable(self, placed: Placed) -> None:
+    def _make_writable(self, managed: ManagedTensor) -> None:
         """Gives an object a place to be filled at; nothing leaves the fast tier for it."""
-        self._wait_shown(placed)
-        if placed.where is Where.HERE:
-            self._core.changed(placed.number)
-            self._written(placed)
+        self._wait_shown(managed)
+        if managed.residency is Residency.HERE:
+            self._core.changed(managed.number)
+            self._written(managed)
         elif self.store is None:
-            with self.using(placed, fresh=True):
+            with self.using(managed, fresh=True):
                 pass
-        elif placed.offset is None:
-            placed.offset = self.store.allocate(placed.size, placed)
-            self._core.keep(placed.number)
+        elif managed.offset is None:
+            managed.offset = self.store.allocate(managed.size, managed)
+            self._core.keep(managed.number)
 
-    def _free(self, placed: Placed) -> None:
-        if placed.offset is not None:
+    def _free(self, managed: ManagedTensor) -> None:
+        if managed.offset is not None:
             assert self.store is not None
-            self._wait_shown(placed)
-            self.store.free(placed.offset, placed.size)
-            placed.offset = None
+            self._wait_shown(managed)
+            self.store.free(managed.offset, managed.size)
+            managed.offset = None
 
-    def _wait_shown(self, placed: Placed) -> None:
+    def _wait_shown(self, managed: ManagedTensor) -> None:
         """Waits for who still reads what was shown of the store."""
-        if placed.shown:
-            before_write_at(placed.shown)
-            placed.shown.clear()
+        if managed.shown:
+            before_write_at(managed.shown)
+            managed.shown.clear()

@@ -27,13 +27,9 @@ def first_elements(sizes: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(eq=False)
 class Moment:
-    """A flat buffer of state, and where in it the state of which parameter begins.
+    """A flat buffer of state, and where in it the state of which parameter begins."""
 
-    Attributes:
-        buffer: flat tensor; on meta while its bytes are elsewhere.
-        starts: first elements, by parameter.
-    """
-
+    # Flat tensor; on meta while its bytes are elsewhere.
     buffer: Tensor
     starts: Mapping[str, int]
 

@@ -1,12 +1,4 @@
-"""Memory of the fast tier as buffers of whole pages, which shrink and grow where they lie.
-
-[Note: pages] A page that the system gives is filled with zeros, and costs a fault where it is first
-touched: more than it takes to read its content from a fast disk. Objects have many sizes, so what
-leaves is seldom of the size of what comes, and to free one buffer and make another would cost a
-fault for each page that moves. So a buffer has room to grow: addresses cost nothing. One that takes
-the place of another keeps the pages that it has, and what it has too many goes back to the system
-at once (MADV_DONTNEED), whoever still knows the address.
-"""
+"""Memory of the fast tier as buffers of whole pages, which shrink and grow where they lie."""
 
 from __future__ import annotations
 
@@ -25,28 +17,27 @@ ROOM = 4
 """A buffer uses at least this part of the addresses that it has."""
 
 
+# [Note: pages] A page that the system gives is filled with zeros, and costs a fault where it is
+# first touched: more than it takes to read its content from a fast disk. Objects have many sizes,
+# so what leaves is seldom of the size of what comes, and to free one buffer and make another would
+# cost a fault for each page that moves. So a buffer has room to grow: addresses cost nothing. One
+# that takes the place of another keeps the pages that it has, and what it has too many goes back to
+# the system at once (MADV_DONTNEED), even if views of it are left.
 @dataclass(frozen=True)
 class _Room:
-    """Addresses of a buffer.
-
-    Attributes:
-        memory: mapping that has them.
-        begin: offset of the first, on a page, or a huge page if there is one.
-        nbytes: number of bytes.
-    """
+    """Addresses of a buffer."""
 
     memory: mmap.mmap
+    # Offset of the first, on a page, or a huge page if there is one.
     begin: int
     nbytes: int
 
     @classmethod
     def of(cls, nbytes: int) -> _Room:
-        """Maps private memory, none of which is there yet.
-
-        A process that is forked finds zeros in it: copies of what changes here while a loader's
-        workers live would be memory that no budget knows of, and a read that is under way would end
-        in the child's copy.
-        """
+        """Maps private memory, none of which is there yet."""
+        # A process that is forked finds zeros in it: copies of what changes here while a loader's
+        # workers live would be memory that no budget knows of, and a read in flight would
+        # end in the child's copy.
         spare = HUGE if nbytes >= HUGE else 0
         memory = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a system that does not know it copies
@@ -73,26 +64,18 @@ class _Room:
 
 
 def page_aligned(nbytes: int) -> Tensor:
-    """Makes a flat uint8 tensor of memory that begins on a page, and returns to the system.
-
-    It is private, and counts as such; see `_Room.of` for forks.
-    """
+    """Makes a flat uint8 tensor of memory that begins on a page, and returns to the system."""
+    # It is private, and counts as such; see `_Room.of` for forks.
     return _Room.of(nbytes).shown(nbytes)
 
 
 class Pages:
-    """Makes buffers of whole pages, and others of them that keep their pages.
-
-    Args:
-        device: device that they are on.
-
-    Attributes:
-        keeps: whether buffers keep pages, and give them back whoever looks: those of a CPU.
-    """
+    """Makes buffers of whole pages, and others of them that keep their pages."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rooms: dict[int, _Room] = {}
+        # Whether buffers keep pages, and can give them back although views are left: on a CPU.
         self.keeps = device.type == "cpu" and hasattr(mmap, "MADV_NOHUGEPAGE")
 
     def fresh(self, size: int) -> Tensor:

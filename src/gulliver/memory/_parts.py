@@ -12,17 +12,9 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class Region:
-    """Slices of a whole tensor along one dim, which lie one after the other as one tensor.
+    """Slices of a whole tensor along one dim, which lie one after the other as one tensor."""
 
-    A fused projection of queries, keys and values has three runs; a plain shard has one.
-
-    Args:
-        shape: shape of the whole tensor.
-        dim: dim that is sliced.
-        runs: first and one past the last index of each slice, ascending and apart.
-        copies: ranks that hold these slices alike, where fewer things are shared than ranks share
-            them, such as key-value heads.
-    """
+    # A fused projection of queries, keys and values has three runs; a plain shard has one.
 
     shape: tuple[int, ...]
     dim: int
@@ -47,11 +39,7 @@ class Region:
 
 
 def set_region(parameter: Tensor, region: Region) -> None:
-    """Says which region of a whole a parameter holds.
-
-    Raises:
-        GulliverError: the parameter has another shape than the region.
-    """
+    """Says which region of a whole a parameter holds."""
     if tuple(parameter.shape) != region.local_shape:
         raise GulliverError(
             f"a parameter of {tuple(parameter.shape)} cannot hold a region of {region.local_shape}"
@@ -82,17 +70,7 @@ def state_shape(parameter: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Elements `start` to `stop` of a whole tensor or of a region of it, in row-major order.
-
-    Args:
-        value: the elements; contiguous.
-        shape: shape of the whole tensor.
-        start: index of the first element, counted in the region, or in the whole where there is
-            none.
-        owner: tensor whose version counter tells of writes to the elements; None where the writer
-            asks `before_write` first.
-        region: region that the elements are counted in; None for the whole.
-    """
+    """Elements `start` to `stop` of a whole tensor or of a region of it, in row-major order."""
 
     value: Tensor
     shape: tuple[int, ...]
@@ -119,11 +97,7 @@ class Part:
 
 
 def part_of(tensor: Tensor) -> Part:
-    """All that a tensor holds, as a part of its whole.
-
-    Raises:
-        GulliverError: the elements of the tensor are not contiguous.
-    """
+    """All that a tensor holds, as a part of its whole."""
     region = region_of(tensor)
     if not tensor.is_contiguous():
         raise GulliverError(f"a slice of {tuple(tensor.shape)} is not contiguous: clone it first")

@@ -1,4 +1,4 @@
-"""Pending parameters: their values are elsewhere or on their way, and whoever touches one waits.
+"""Pending parameters: their values are elsewhere or in flight, and touching one waits for them.
 
 While it is pending, its class is `PendingParameter` and every operation on it calls its handler.
 Once it is ready it is an ordinary parameter again, so nothing is paid afterwards, and it does not
@@ -71,7 +71,7 @@ class PendingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets metadata through; the rest goes to the handler."""
+        """Answers for metadata; the rest goes to the handler."""
         kwargs = kwargs or {}
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
@@ -90,7 +90,7 @@ class PendingParameter(nn.Parameter):
 
 
 def hide_from_compilers() -> None:
-    """Lets what is compiled call the handlers instead of tracing them; once is enough."""
+    """Keeps compilers from tracing the handlers; once is enough."""
     found = vars(PendingParameter)["__torch_function__"].__func__
     hidden = classmethod(torch.compiler.disable(found))
     setattr(PendingParameter, "__torch_function__", hidden)  # noqa: B010
@@ -100,7 +100,7 @@ def hide_from_compilers() -> None:
 
 
 def mark_pending(parameters: Iterable[nn.Parameter], handler: Handler) -> None:
-    """Lets operations on parameters go to `handler` from now on."""
+    """Sends operations on parameters to `handler` from now on."""
     for parameter in parameters:
         if type(parameter) is not PendingParameter:
             parameter._ready_class = type(parameter)  # type: ignore[attr-defined]

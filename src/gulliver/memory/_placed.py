@@ -11,8 +11,8 @@ from torch import Tensor
 from gulliver.memory._stores import Transfer, whole_pages
 
 
-class Where(Enum):
-    """Where an object of the manager is on its way between the fast tier and the store."""
+class Residency(Enum):
+    """Where an object of the manager is between the fast tier and the store."""
 
     AWAY = auto()
     """No memory is held: the content lies in the store, or there is none."""
@@ -26,59 +26,49 @@ class Where(Enum):
     """The content is being written; the memory is held until that has ended."""
 
 
-LEGAL_WAYS = (
-    (Where.AWAY, Where.QUEUED),
-    (Where.QUEUED, Where.ARRIVING),  # there is memory: the read begins
-    (Where.QUEUED, Where.HERE),  # there is nothing to read
-    (Where.QUEUED, Where.AWAY),  # no longer wanted
-    (Where.ARRIVING, Where.HERE),
-    (Where.ARRIVING, Where.AWAY),  # the read failed
-    (Where.HERE, Where.LEAVING),
-    (Where.HERE, Where.AWAY),  # the store has its content, or nobody needs it
-    (Where.LEAVING, Where.AWAY),
-    (Where.LEAVING, Where.HERE),  # it could not be written, and there is room for it
+LEGAL_RESIDENCY = (
+    (Residency.AWAY, Residency.QUEUED),
+    (Residency.QUEUED, Residency.ARRIVING),  # there is memory: the read begins
+    (Residency.QUEUED, Residency.HERE),  # there is nothing to read
+    (Residency.QUEUED, Residency.AWAY),  # no longer wanted
+    (Residency.ARRIVING, Residency.HERE),
+    (Residency.ARRIVING, Residency.AWAY),  # the read failed
+    (Residency.HERE, Residency.LEAVING),
+    (Residency.HERE, Residency.AWAY),  # the store has its content, or nobody needs it
+    (Residency.LEAVING, Residency.AWAY),
+    (Residency.LEAVING, Residency.HERE),  # it could not be written, and there is room for it
 )
-HELD = (Where.ARRIVING, Where.HERE, Where.LEAVING)
+RESIDENT = (Residency.ARRIVING, Residency.HERE, Residency.LEAVING)
 """Where an object has memory of the fast tier."""
 
 
 @dataclass(eq=False)
-class Placed:
-    """Bytes that a `Manager` keeps in the fast tier or behind it.
-
-    Attributes:
-        name: name in messages and pictures.
-        kind: kind of state, as the byte counter knows it.
-        numel: number of elements.
-        dtype: dtype of the elements.
-        tensor: flat tensor of `dtype` while the object is in the fast tier, else None. Its memory
-            moves between visits: views are made anew after each `Manager.use`.
-        number: number by which decisions name it.
-        brief: whether its content is discarded before long.
-        where: where it is on its way.
-        memory: whole pages of the fast tier that it holds.
-        offset: offset of its content in the store; None where the store has not got it.
-        shown: addresses at which this place has been shown; a checkpoint may be copying from there.
-        transfer: transfer under way.
-        reads: whether there is something to read when it comes.
-        zero: whether its memory is filled with zeros when it comes.
-        viewed: whether others may still read its memory, which serves nobody else until they end.
-    """
+class ManagedTensor:
+    """Bytes that a `Manager` keeps in the fast tier or behind it."""
 
     name: str
     kind: str
     numel: int
     dtype: torch.dtype
+    # Flat tensor of `dtype` while the object is in the fast tier, else None. Its memory moves
+    # between visits: make new views after each `Manager.use`.
     tensor: Tensor | None = None
     number: int = -1
+    # Whether its content is discarded before long.
     brief: bool = False
-    where: Where = Where.AWAY
+    residency: Residency = Residency.AWAY
+    # Whole pages of the fast tier that it holds.
     memory: Tensor | None = field(default=None, repr=False)
+    # Offset of its content in the store; None where the store has not got it.
     offset: int | None = field(default=None, repr=False)
+    # Addresses at which this place has been shown; a checkpoint may be copying from there.
     shown: set[int] = field(default_factory=set, repr=False)
     transfer: Transfer | None = field(default=None, repr=False)
+    # Whether there is something to read when it comes.
     reads: bool = field(default=False, repr=False)
+    # Whether its memory is filled with zeros when it comes.
     zero: bool = field(default=False, repr=False)
+    # Whether others may still read its memory, which serves nobody else until they end.
     viewed: bool = field(default=False, repr=False)
 
     @property
@@ -98,23 +88,23 @@ class Placed:
 
     @property
     def done(self) -> bool:
-        """Whether no transfer is under way."""
+        """Whether no transfer is in flight."""
         return self.transfer is None or self.transfer.done
 
-    def enter(self, where: Where) -> None:
+    def enter(self, residency: Residency) -> None:
         """Changes where it is."""
-        assert (self.where, where) in LEGAL_WAYS, f"{self.name}: {self.where} -> {where}"
-        self.where, self.tensor = where, None
-        if where is Where.HERE:
+        assert (self.residency, residency) in LEGAL_RESIDENCY, (
+            f"{self.name}: {self.residency} -> {residency}"
+        )
+        self.residency, self.tensor = residency, None
+        if residency is Residency.HERE:
             assert self.memory is not None
             self.tensor = typed(self.memory, self.nbytes, self.dtype)
 
 
 def typed(memory: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
-    """Shows the first bytes of memory as a flat tensor of a dtype.
-
-    In inference mode a view of another dtype would be an inference tensor, which a training that
-    comes later could not save for backward.
-    """
+    """Shows the first bytes of memory as a flat tensor of a dtype."""
+    # In inference mode a view of another dtype would be an inference tensor, which a training that
+    # comes later could not save for backward.
     with torch.inference_mode(False):
         return memory[:nbytes].view(dtype)

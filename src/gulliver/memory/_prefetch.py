@@ -1,22 +1,4 @@
-"""Prefetching: residents are brought in the order of a pass, a few ahead of use, and let go after.
-
-[Note: one order] Where bytes come from other ranks, all ranks must ask for them in one order,
-whatever they use. So a *pass* (a forward or a backward of a model) is a list of residents that
-every rank brings once, in that order, used or not. A use brings what the pass has up to it and a
-few ahead. What a rank does not use it brings when it comes past, at the latest at the end of the
-pass. So ranks may differ in what they use, and none waits for one that has nothing to send.
-
-[Note: out of order] A resident that is used again after it was let go (a tied weight, a module
-called twice) ends the pass and starts it anew, and is kept from then on. Outside of passes whatever
-is used is brought at once.
-
-[Note: from forward to backward] A backward begins with what its forward has used last. So the last
-of a forward stay, as many as there is room for anyway, which is one fewer than a pass has at most;
-they are not brought again, and one more is on its way before backward uses the first.
-
-It does not know what a resident is, nor how it is brought: a `Mover` does. With one that only
-counts, it tells what a recorded step holds at which time.
-"""
+"""Prefetching: residents are gathered in the order of a pass, a few ahead of use, then released."""
 
 from __future__ import annotations
 
@@ -26,6 +8,22 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 
+# [Note: one order] Where bytes come from other ranks, all ranks must ask for them in one order,
+# whatever they use. So a *pass* (a forward or a backward of a model) is a list of residents that
+# every rank brings once, in that order, used or not. A use brings what the pass has up to it and a
+# few ahead. What a rank does not use it brings when it comes past, at the latest at the end of the
+# pass. So ranks may differ in what they use, and none waits for one that has nothing to send.
+#
+# [Note: out of order] A resident that is used again after it was let go (a tied weight, a module
+# called twice) ends the pass and starts it again, and is kept from then on. Outside of passes
+# whatever is used is brought at once.
+#
+# [Note: from forward to backward] A backward begins with what its forward has used last. So the
+# last of a forward stay, as many as there is room for anyway, which is one fewer than a pass has at
+# most; they are not brought again, and one more is in flight before backward uses the first.
+#
+# It does not know what a resident is, nor how it is brought: a `Mover` does. With one that only
+# counts, it predicts what a recorded step holds at which time.
 class Presence(Enum):
     """Where the bytes of a resident are."""
 
@@ -47,18 +45,14 @@ LEGAL_PRESENCE = (
 
 @dataclass(eq=False, kw_only=True)
 class Resident:
-    """Something whose bytes come and go.
-
-    Attributes:
-        presence: where its bytes are.
-        kept: whether it is needed again in the same pass: it stays once it is there.
-        held: whether a graph may refer to it: it stays until it is let go of by name.
-        used: whether it was used in the present pass.
-    """
+    """Something whose bytes come and go."""
 
     presence: Presence = Presence.WHOLE
+    # Whether it is needed again in the same pass: it stays once it is there.
     kept: bool = False
+    # Whether a graph may refer to it: it stays until it is let go of by name.
     held: bool = False
+    # Whether it was used in the present pass.
     used: bool = False
 
     def enter(self, presence: Presence) -> None:
@@ -68,7 +62,7 @@ class Resident:
 
 
 class Pass(Enum):
-    """The kind of pass that is under way."""
+    """The kind of the current pass."""
 
     NONE = auto()
     FORWARD = auto()
@@ -82,27 +76,14 @@ class Mover(Protocol):
         """Starts the way of its bytes to here, of all that others changed too if it is here."""
 
     def finish(self, resident: Any, /) -> None:
-        """Waits for what is on its way."""
+        """Waits for what is in flight."""
 
     def release(self, resident: Any, /) -> None:
         """Gives its bytes back, if they are here."""
 
 
 class Prefetcher:
-    """Brings residents ahead of use and lets go of them.
-
-    Args:
-        residents: residents in the order of use.
-        mover: moves their bytes.
-        ahead: number of residents that are brought ahead of the one in use.
-        every: whether a pass brings all residents, because others wait for them; without, only
-            those that are used, in whatever order.
-        tight: whether there may be no room for all that a pass jumps over: it goes at once then,
-            and comes again if it is used after all.
-
-    Attributes:
-        current: the pass under way.
-    """
+    """Fetches residents ahead of use and releases them."""
 
     def __init__(
         self,
@@ -151,11 +132,7 @@ class Prefetcher:
         self.current = Pass.NONE
 
     def end_forward(self, keep_last: bool) -> None:
-        """Ends a forward, with what is left of it.
-
-        Args:
-            keep_last: whether a backward follows, which uses the last first.
-        """
+        """Ends a forward, with what is left of it."""
         self.complete()
         if keep_last:
             for resident in self.residents[: -self._stay]:
@@ -167,12 +144,12 @@ class Prefetcher:
         self.current = Pass.NONE
 
     def end_backward(self) -> None:
-        """Ends a backward, with what is left of it, and lets go of everything."""
+        """Ends a backward, with what is left of it, and releases everything."""
         self.complete()
         self.release_all()
 
     def release_all(self, held: bool = True) -> None:
-        """Lets go of everything, with `held` also of what a graph may refer to."""
+        """Releases everything, with `held` also what a graph may refer to."""
         self.current, self._left = Pass.NONE, 0
         for resident in self.residents:
             if held or not resident.held:
@@ -182,7 +159,7 @@ class Prefetcher:
                 self.mover.finish(resident)
 
     def use(self, resident: Any) -> None:
-        """Waits for a resident, brings some ahead and lets go of what has been used."""
+        """Waits for a resident, fetches some ahead and releases what has been used."""
         if self.current is Pass.NONE:
             if resident.presence is Presence.ABSENT:
                 self.mover.bring(resident)
@@ -227,7 +204,7 @@ class Prefetcher:
         self._reached = len(self._order)
 
     def _release_passed(self, place: int) -> None:
-        """Lets go of what a pass has used before the resident that precedes a place."""
+        """Releases what a pass has used before the resident that precedes a place."""
         end = place - 1
         if self.current is Pass.FORWARD:
             end = min(end, len(self._order) - self._stay)
@@ -237,7 +214,7 @@ class Prefetcher:
                 self._release_used(passed)
 
     def _pass_by(self, place: int, end: int) -> None:
-        """Lets go of the resident at a place of the pass, if that lies before the end."""
+        """Releases the resident at a place of the pass, if that lies before the end."""
         if 0 <= place < end:
             self.mover.finish(self._order[place])
             self._release_used(self._order[place])
@@ -258,7 +235,7 @@ class Prefetcher:
             self.mover.release(passed)
 
     def _find(self, resident: Any) -> int | None:
-        """Index of a resident in the pass; starts the pass anew for one that it has behind it."""
+        """Index of a resident in the pass; starts the pass again for one that it has passed."""
         place = self._at.get(id(resident))
         if resident.presence is not Presence.ABSENT or not self.every:
             return place

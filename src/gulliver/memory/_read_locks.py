@@ -34,7 +34,7 @@ os.register_at_fork(after_in_child=_read_locks.clear)
 
 
 def add_read_lock(lock: ReadLock) -> None:
-    """Lets `before_write` wait for a read lock."""
+    """Makes `before_write` wait for a read lock."""
     _read_locks.append(lock)
 
 

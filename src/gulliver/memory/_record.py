@@ -6,7 +6,6 @@ the sequence of what a step does with chunks: uses, passes, gradients; it can be
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,40 +13,25 @@ import torch
 from torch import nn
 
 from gulliver._compat import compiled_call, is_compiled
-
-Stamp = float | torch.cuda.Event
-
-
-def stamp(device: torch.device) -> Stamp:
-    """Now, on the device's own clock: nothing waits for it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(begin: Stamp, end: Stamp) -> float:
-    """Seconds between two stamps of one device; waits for the second."""
-    if isinstance(begin, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-    assert not isinstance(end, torch.cuda.Event)
-    return end - begin
+from gulliver.memory._streams import Stamp, stamp
 
 
 class AccessRecord:
-    """What one step did with chunks, in its order.
-
-    Attributes:
-        events: what was done, and to the chunk of which number.
-        complete: whether a whole step has been seen; nothing is noted any more.
-    """
+    """What one step did with chunks, in its order."""
 
     def __init__(self) -> None:
+        # What was done, and to the chunk of which number.
         self.events: list[tuple[str, int]] = []
+        # Whether a whole step has been seen; nothing is noted any more.
         self.complete = False
+
+    def restart(self) -> None:
+        """Forgets all: what follows is noted."""
+        self.events, self.complete = [], False
+
+    def end_step(self) -> None:
+        """Ends the record once a step has been seen."""
+        self.complete = self.complete or bool(self.events)
 
     def note(self, what: str, number: int = -1) -> None:
         """Notes an event; the same again right after it counts once."""
@@ -56,12 +40,7 @@ class AccessRecord:
 
 
 class UseRecorder:
-    """Notes the first use of parameters in a forward, and when their gradients come.
-
-    Args:
-        model: model whose modules' calls are noted.
-        names: names of the parameters.
-    """
+    """Notes the first use of parameters in a forward, and when their gradients come."""
 
     def __init__(self, model: nn.Module, names: dict[nn.Parameter, str]) -> None:
         self._device = next(iter(names)).device

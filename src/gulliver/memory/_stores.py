@@ -40,7 +40,7 @@ IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 
 
 class Transfer(Protocol):
-    """Bytes on their way between the fast tier and a store."""
+    """Bytes in flight between the fast tier and a store."""
 
     @property
     def done(self) -> bool:
@@ -48,11 +48,7 @@ class Transfer(Protocol):
         ...
 
     def wait(self) -> None:
-        """Waits until it has ended.
-
-        Raises:
-            GulliverError: it failed.
-        """
+        """Waits until it has ended."""
         ...
 
 
@@ -66,7 +62,7 @@ class Middle:
         """An object was read, or is no longer wanted."""
 
     def remove(self, number: int) -> None:
-        """There is no such object any more."""
+        """Drops the object's bookkeeping."""
 
     def end_step(self) -> None:
         """A step has ended."""
@@ -84,16 +80,13 @@ class Middle:
 
 
 class Store(Protocol):
-    """Memory behind the fast tier.
+    """Memory behind the fast tier."""
 
-    Attributes:
-        name: name of the tier, such as ``disk``.
-        capacity: most bytes that it holds.
-        in_stream: whether the device waits for transfers, at no cost for the host.
-    """
-
+    # Name of the tier, such as ``disk``.
     name: str
+    # Most bytes that it holds.
     capacity: int
+    # Whether the device waits for transfers, at no cost for the host.
     in_stream: bool
 
     @property
@@ -107,15 +100,7 @@ class Store(Protocol):
         ...
 
     def allocate(self, nbytes: int, owner: Any = None) -> int:
-        """Reserves whole pages and returns their offset.
-
-        Args:
-            nbytes: size.
-            owner: object that they are for, where that matters.
-
-        Raises:
-            GulliverError: they do not fit.
-        """
+        """Reserves whole pages and returns their offset."""
         ...
 
     def free(self, offset: int, nbytes: int) -> None:
@@ -131,17 +116,11 @@ class Store(Protocol):
         ...
 
     def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
-        """Shows bytes as a flat uint8 tensor that is read as it is touched, and can be written.
-
-        Args:
-            offset: place of the bytes.
-            nbytes: number of bytes.
-            write: whether they will be written.
-        """
+        """Shows bytes as a flat uint8 tensor that is read as it is touched, and can be written."""
         ...
 
     def close(self) -> None:
-        """Ends what is under way, and frees everything."""
+        """Waits for transfers in flight, and frees everything."""
         ...
 
 
@@ -163,11 +142,7 @@ class DiskTransfer:
         return self._ticket.done
 
     def wait(self) -> None:
-        """Waits until it has ended.
-
-        Raises:
-            IoError: it failed.
-        """
+        """Waits until it has ended."""
         try:
             self._ticket.wait()
         finally:
@@ -176,27 +151,13 @@ class DiskTransfer:
 
 
 class DiskStore:
-    """Space in one file without a name, on a local disk.
+    """Space in one file without a name, on a local disk."""
 
-    The space is reserved at once: a full disk is found here, not in the middle of a step.
-
-    [Note: no gaps] What was freed serves the next of its size, and is cut or joined only where the
-    rest is used up. So objects whose sizes add up to the capacity always fit, in whatever order
-    they come and go: no more pieces of a size are ever cut than there are objects of it.
-
-    Args:
-        folder: folder on the disk.
-        capacity: size of the file, in bytes.
-        engine: I/O engine that moves the bytes; by default the store makes two, so that reads and
-            writes do not queue behind each other.
-
-    Attributes:
-        direct: whether transfers go past the page cache.
-
-    Raises:
-        GulliverError: the folder does not exist or lies on another machine, or the disk has no room
-            for the file.
-    """
+    # The space is reserved at once: a full disk is found here, not in the middle of a step.
+    #
+    # [Note: no gaps] What was freed serves the next of its size, and is cut or joined only where
+    # the rest is used up. So objects whose sizes add up to the capacity always fit, in whatever
+    # order they come and go: no more pieces of a size are ever cut than there are objects of it.
 
     name = "disk"
     in_stream = False
@@ -216,14 +177,11 @@ class DiskStore:
         self._finish.atexit = False  # engines end by themselves then
         self._extents, self._left = Extents(), dict[int, list[int]]()
         self._extents.add(0, self.capacity)
+        # Whether transfers go past the page cache.
         self.direct = self._probe()
 
     def allocate(self, nbytes: int, owner: Any = None) -> int:
-        """Reserves whole pages and returns their offset.
-
-        Raises:
-            GulliverError: they do not fit.
-        """
+        """Reserves whole pages and returns their offset."""
         size = whole_pages(nbytes)
         if left := self._left.get(size):
             self.used += size
@@ -267,7 +225,7 @@ class DiskStore:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Ends what is under way, and frees the space."""
+        """Waits for transfers in flight, and frees the space."""
         self._finish()
 
     def _probe(self) -> bool:
@@ -310,7 +268,7 @@ class _Opened:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Ends what is under way, and closes the file."""
+        """Waits for transfers in flight, and closes the file."""
         if os.getpid() != self._process:
             return  # a forked child: the engine has no threads here
         for transfer in list(self.under_way):
@@ -329,11 +287,7 @@ def _engine() -> Engine:
 
 
 def check_disk_folder(folder: Path) -> None:
-    """Refuses a folder that no disk store can be in.
-
-    Raises:
-        GulliverError: it does not exist, is no folder, or lies on another machine.
-    """
+    """Refuses a folder that no disk store can be in."""
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise GulliverError(f"disk folder {folder} {what}: make it, or name one on a local disk")

@@ -32,7 +32,7 @@ from gulliver._compat import DispatchMode, fake_kind, fake_mode, replace_tensors
 from gulliver.errors import GulliverError
 from gulliver.memory._activations import ActivationOffload
 from gulliver.memory._fakes import FakeTensors, without_traces
-from gulliver.memory._placed import Placed
+from gulliver.memory._placed import ManagedTensor
 from gulliver.solve import BlockActivations
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -40,16 +40,11 @@ FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Memory from one event of a step to the next.
+    """Memory from one event of a step to the next."""
 
-    Attributes:
-        phase: "forward", "recompute" (a forward inside backward) or "backward".
-        path: path of the module that runs; in backward, of the one whose gradient has come.
-        live: bytes that are there as it begins.
-        peak: most bytes until the next point.
-    """
-
+    # "forward", "recompute" (a forward inside backward) or "backward".
     phase: str
+    # Path of the module that runs; in backward, of the one whose gradient has come.
     path: str
     live: int
     peak: int
@@ -57,35 +52,26 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory that a call of a module leaves behind.
+    """Memory that a call of a module leaves behind."""
 
-    Attributes:
-        saved: bytes that are there after the call and were not before, its output aside.
-        output: bytes of its output.
-    """
-
+    # Bytes that are there after the call and were not before, its output aside.
     saved: int
     output: int
 
 
 @dataclass(frozen=True)
 class ActivationPeak:
-    """Memory of a step that is no model state.
+    """Memory of a step that is no model state."""
 
-    Attributes:
-        bytes: most bytes at once, the batch included; None where the step cannot be followed.
-        inputs: bytes of the batch.
-        curve: memory over the calls of modules.
-        kept: what the last call of each module in forward left for backward, by path.
-        reason: why the step cannot be followed; empty where it can.
-        taken: sizes of the memories that were off-loaded, by the path that was off-loaded.
-    """
-
+    # Most bytes at once, the batch included; None where the step cannot be followed.
     bytes: int | None
     inputs: int = 0
     curve: tuple[MemoryPoint, ...] = ()
+    # What the last call of each module in forward left for backward, by path.
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    # Why the step cannot be followed; empty where it can.
     reason: str = ""
+    # Sizes of the memories that were off-loaded, by the path that was off-loaded.
     taken: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
@@ -177,36 +163,32 @@ def follow_step(
 
 
 class _CountingManager:
-    """A manager of fake activations: they are somebody else's bytes.
-
-    Attributes:
-        taken: bytes of each memory that was taken.
-    """
+    """A manager of fake activations: they are somebody else's bytes."""
 
     def __init__(self, device: torch.device, counter: StorageCounter) -> None:
         self.device, self.taken, self._counter = device, list[int](), counter
 
-    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> Placed:
+    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor:
         """Makes an object."""
-        return Placed(name, kind, numel, dtype, number=len(self.taken))
+        return ManagedTensor(name, kind, numel, dtype, number=len(self.taken))
 
-    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
+    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
         """Makes memory that does not count."""
         if fresh:
-            self.taken.append(placed.nbytes)
-        placed.tensor = torch.empty(placed.numel, dtype=placed.dtype, device=self.device)
-        self._counter.drop_tensor(placed.tensor)
-        return placed.tensor
+            self.taken.append(managed.nbytes)
+        managed.tensor = torch.empty(managed.numel, dtype=managed.dtype, device=self.device)
+        self._counter.drop_tensor(managed.tensor)
+        return managed.tensor
 
-    def done(self, placed: Placed) -> None:
+    def done(self, managed: ManagedTensor) -> None:
         """Forgets that memory."""
-        placed.tensor = None
+        managed.tensor = None
 
     discard = remove = done
 
-    def view(self, placed: Placed) -> Tensor:
+    def view(self, managed: ManagedTensor) -> Tensor:
         """Refuses: there is room for everything, so nothing lies behind to be shown."""
-        raise AssertionError(f"{placed.name} has left a memory that has room for everything")
+        raise AssertionError(f"{managed.name} has left a memory that has room for everything")
 
 
 class _FakeOffload(ActivationOffload):
@@ -246,17 +228,12 @@ ALIGNED = 16
 
 
 class StorageCounter(DispatchMode):
-    """Counts the bytes of storages that are made inside, as long as each is referred to.
+    """Counts the bytes of storages that are made inside, as long as each is referred to."""
 
-    [Note: lifetimes] PyTorch keeps the Python object of a storage as long as the storage itself, so
-    a weak reference to it dies when the memory is freed, whether Python, autograd's graph or a view
-    held it last. Memory that was there before is known by being only an argument of operations.
-
-    Attributes:
-        live: bytes that are there now.
-        peak: most bytes so far.
-        recent: most bytes since `mark`.
-    """
+    # [Note: lifetimes] PyTorch keeps the Python object of a storage as long as the storage itself,
+    # so a weak reference to it dies when the memory is freed, whether Python, autograd's graph or a
+    # view held it last. Memory that was there before is known by being only an argument of
+    # operations.
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,19 +260,12 @@ class StorageCounter(DispatchMode):
         return output
 
     def begins(self, func: Any) -> None:
-        """Is told that an operation begins; counters that note more than bytes override it."""
+        """Called when an operation begins; for counters that note more than bytes."""
 
     def ran(
         self, func: Any, call: tuple[Any, Any, Any], taken: list[Tensor], given: list[Tensor]
     ) -> None:
-        """Is told what ran.
-
-        Args:
-            func: operation.
-            call: positional arguments, keyword arguments and output.
-            taken: tensors among the arguments.
-            given: tensors of the output.
-        """
+        """Called when an operation has run."""
 
     def add(self, tensors: Sequence[Tensor]) -> int:
         """Counts storages from now on; returns the bytes that were new."""
@@ -323,7 +293,7 @@ class StorageCounter(DispatchMode):
         self.drop(_key(tensor))
 
     def mark(self) -> int:
-        """Most bytes since the last mark; begins anew."""
+        """Most bytes since the last mark; starts again."""
         most, self.recent = self.recent, self.live
         return most
 
@@ -335,11 +305,7 @@ def _grouped_products(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The output of products in groups: where one factor is cut into groups, it has their rows.
-
-    Raises:
-        GulliverError: rows that torch refuses when it computes.
-    """
+    """The output of products in groups: where one factor is cut into groups, it has their rows."""
     for factor in (one, other):
         rows = max(factor.stride()[-2:]) * factor.element_size()
         if rows % ALIGNED:
@@ -357,10 +323,8 @@ def _grouped_products(
 
 
 def _recurrent_layer(*args: Any, **kwargs: Any) -> Any:
-    """The outputs of a layer of an LSTM on a CPU, with as large a workspace as a real call has.
-
-    Its size is oneDNN's own and depends on the processor: it is asked for, with zeros.
-    """
+    """The outputs of a layer of an LSTM on a CPU, with as large a workspace as a real call has."""
+    # Its size is oneDNN's own and depends on the processor: it is asked for, with zeros.
     *outputs, _ = RECURRENT(*args, **kwargs)
     if not torch.is_grad_enabled():  # nor is there one then
         return *outputs, outputs[0].new_empty(0, dtype=torch.uint8)

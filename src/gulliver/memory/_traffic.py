@@ -1,17 +1,4 @@
-"""Carries decisions out: memory is taken and given back, transfers run beside the compute.
-
-[Note: bytes under way] For the one who decides, an object that leaves has gone, and one that is
-loaded is here. In truth a write holds its memory until it has ended, and a read has to wait for
-memory. So what comes stands in a queue, in the order of the decisions; its head takes memory as
-soon as enough writes have ended. A thread sees to that, which lives only while the queue waits.
-Whoever needs an object, or memory, waits for the writes that are in its way, the oldest first. What
-was decided always fits in the end, so nobody waits for ever; and what is held, memory that is kept
-for the next one included, never exceeds the budget.
-
-[Note: failures] A failed write is begun again before its error is raised, and the content stays
-where it is until one succeeds. A failed read leaves its object in the store. So an error is told at
-the next use, and nothing is lost.
-"""
+"""Carries decisions out: memory is taken and given back, transfers overlap with compute."""
 
 from __future__ import annotations
 
@@ -31,7 +18,7 @@ from gulliver._compat import storage_users
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ByteCounter
 from gulliver.memory._pages import Pages
-from gulliver.memory._placed import Placed, Where
+from gulliver.memory._placed import ManagedTensor, Residency
 from gulliver.memory._read_locks import before_write
 from gulliver.memory._stores import Store, whole_pages
 from gulliver.solve import NoRoom
@@ -43,6 +30,17 @@ COUNTS = ("loads", "cancelled", "writes", "bytes_in", "bytes_cancelled", "bytes_
 _living: WeakSet[Traffic] = WeakSet()
 
 
+# [Note: bytes in flight] For the one who decides, an object that leaves has gone, and one that is
+# loaded is here. In truth a write holds its memory until it has ended, and a read has to wait for
+# memory. So what comes stands in a queue, in the order of the decisions; its head takes memory as
+# soon as enough writes have ended. A thread sees to that, which lives only while the queue waits.
+# A caller that needs an object, or memory, waits for the writes in the way, the oldest first.
+# What was decided always fits in the end, so nobody waits for ever; and what is held, memory that
+# is kept for the next one included, never exceeds the budget.
+#
+# [Note: failures] A failed write is begun again before its error is raised, and the content stays
+# where it is until one succeeds. A failed read leaves its object in the store. So an error is
+# raised at the next use, and nothing is lost.
 @atexit.register
 def end_workers() -> None:
     """Ends the threads of all that lives: at exit I/O engines close next, and refuse new reads."""
@@ -50,26 +48,12 @@ def end_workers() -> None:
         traffic.end_worker()
 
 
-class StillSeen(NoRoom):
-    """Memory that was given back is looked at on, and there is no room beside it."""
+class BufferStillReferenced(NoRoom):
+    """Views still refer to memory that was given back, and there is no other room."""
 
 
 class Traffic:
-    """Memory of the fast tier, and what is on its way to and from the store.
-
-    Args:
-        budget: most bytes of memory held.
-        device: device of the fast tier.
-        store: tier behind it.
-        counter: counts what objects and loans hold.
-        lock: lock of the manager; all calls are made under it.
-        pages: makes the memory; by default buffers of the device.
-
-    Attributes:
-        held: bytes of memory held, that which is kept for reuse included.
-        moved: loads, those that were no longer wanted before they had begun, writes and bytes so
-            far, and seconds that somebody waited.
-    """
+    """Memory of the fast tier, and what is in flight to and from the store."""
 
     def __init__(
         self,
@@ -81,13 +65,16 @@ class Traffic:
         pages: Pages | None = None,
     ) -> None:
         self.budget, self.device, self.store, self.counter = budget, device, store, counter
+        # Bytes of memory held, that which is kept for reuse included.
         self.held = 0
+        # Loads, those that were no longer wanted before they had begun, writes and bytes so far,
+        # and seconds that somebody waited.
         self.moved: dict[str, Any] = dict.fromkeys(COUNTS, 0)
         self.moved["seconds_waited"] = 0.0
         self._lock = lock
-        self._queue: deque[Placed] = deque()
-        self._leaving: deque[Placed] = deque()
-        self._failed: list[tuple[Placed, GulliverError]] = []
+        self._queue: deque[ManagedTensor] = deque()
+        self._leaving: deque[ManagedTensor] = deque()
+        self._failed: list[tuple[ManagedTensor, GulliverError]] = []
         self._free: dict[int, list[tuple[Tensor, bool]]] = {}
         self._pages = pages or Pages(device)
         self._worker: threading.Thread | None = None
@@ -96,87 +83,84 @@ class Traffic:
 
     # Objects
 
-    def bring(self, placed: Placed, reads: bool, zero: bool = False) -> None:
-        """Lets an object come: its memory is made, and read into if there is something to read."""
-        placed.reads, placed.zero = reads, zero
-        if placed.where is not Where.LEAVING:
-            placed.enter(Where.QUEUED)
-        self._queue.append(placed)
+    def bring(self, managed: ManagedTensor, reads: bool, zero: bool = False) -> None:
+        """Starts to load an object, reading into its memory if there is something to read."""
+        managed.reads, managed.zero = reads, zero
+        if managed.residency is not Residency.LEAVING:
+            managed.enter(Residency.QUEUED)
+        self._queue.append(managed)
         self._advance()
 
-    def send(self, placed: Placed) -> None:
+    def send(self, managed: ManagedTensor) -> None:
         """Begins to write an object that leaves."""
-        placed.enter(Where.LEAVING)
-        self._write(placed)
+        managed.enter(Residency.LEAVING)
+        self._write(managed)
 
-    def drop(self, placed: Placed) -> None:
+    def drop(self, managed: ManagedTensor) -> None:
         """Gives the memory of an object back without writing it."""
-        if placed.where is not Where.LEAVING:
+        if managed.residency is not Residency.LEAVING:
             with suppress(GulliverError):  # what could not be read is not wanted
-                self.settle(placed)
-        if placed in self._queue and placed.reads:
+                self.settle(managed)
+        if managed in self._queue and managed.reads:
             self.moved["cancelled"] += 1
-            self.moved["bytes_cancelled"] += placed.size
-        self.cancel(placed)
-        if placed.where is Where.LEAVING:  # what could not be written is not wanted
-            self._failed = [(other, e) for other, e in self._failed if other is not placed]
-            if placed in self._leaving:
-                self._leaving.remove(placed)
+            self.moved["bytes_cancelled"] += managed.size
+        self.cancel(managed)
+        if managed.residency is Residency.LEAVING:  # what could not be written is not wanted
+            self._failed = [(other, e) for other, e in self._failed if other is not managed]
+            if managed in self._leaving:
+                self._leaving.remove(managed)
                 with suppress(GulliverError):
-                    self._wait(placed)
-            placed.transfer = None
-        if placed.where is not Where.AWAY:
-            self._release(placed)
+                    self._wait(managed)
+            managed.transfer = None
+        if managed.residency is not Residency.AWAY:
+            self._release(managed)
 
-    def cancel(self, placed: Placed) -> None:
+    def cancel(self, managed: ManagedTensor) -> None:
         """Takes an object back that waits for memory."""
-        if placed in self._queue:
-            self._queue.remove(placed)
-        if placed.where is Where.QUEUED:
-            placed.enter(Where.AWAY)
+        if managed in self._queue:
+            self._queue.remove(managed)
+        if managed.residency is Residency.QUEUED:
+            managed.enter(Residency.AWAY)
 
-    def settle(self, placed: Placed) -> None:
-        """Waits until an object is where it was to go.
-
-        Raises:
-            GulliverError: its content could not be read, or that of others not be written to make
-                room for it.
-        """
-        if placed in self._queue:
-            self._queue.remove(placed)  # others can wait
-            self._queue.appendleft(placed)
-            self._advance(placed)
-        if placed.where is Where.ARRIVING:
+    def settle(self, managed: ManagedTensor) -> None:
+        """Waits until an object is where it was to go."""
+        if managed in self._queue:
+            self._queue.remove(managed)  # others can wait
+            self._queue.appendleft(managed)
+            self._advance(managed)
+        if managed.residency is Residency.ARRIVING:
             try:
-                self._wait(placed)
+                self._wait(managed)
             except GulliverError:
-                self._release(placed)
+                self._release(managed)
                 raise
-            placed.enter(Where.HERE)
-        elif placed.where is Where.LEAVING:
+            managed.enter(Residency.HERE)
+        elif managed.residency is Residency.LEAVING:
             self.tell()
-            if placed.where is Where.LEAVING:
-                self._finish(placed)
+            if managed.residency is Residency.LEAVING:
+                self._finish(managed)
 
-    def let_leave(self, placed: Placed) -> None:
+    def let_leave(self, managed: ManagedTensor) -> None:
         """Waits until an object has left; one that could not be written stays where it is."""
-        if placed in self._leaving:
+        if managed in self._leaving:
             with suppress(GulliverError):
-                self._finish(placed, again=False)
+                self._finish(managed, again=False)
 
-    def has_come(self, placed: Placed) -> bool:
+    def has_come(self, managed: ManagedTensor) -> bool:
         """Whether an object is where it was to go, or failed to; does not wait."""
         self._advance()
-        return placed.where is Where.HERE or (placed.where is Where.ARRIVING and placed.done)
+        return managed.residency is Residency.HERE or (
+            managed.residency is Residency.ARRIVING and managed.done
+        )
 
-    def unwritten(self) -> list[Placed]:
+    def unwritten(self) -> list[ManagedTensor]:
         """Returns the objects that could not be written, and have not come again."""
-        return [placed for placed, _ in self._failed if placed not in self._queue]
+        return [managed for managed, _ in self._failed if managed not in self._queue]
 
-    def keep(self, placed: Placed) -> None:
-        """Lets an object stay that could not be written."""
-        self._failed = [(other, e) for other, e in self._failed if other is not placed]
-        placed.enter(Where.HERE)
+    def keep(self, managed: ManagedTensor) -> None:
+        """Keeps an object in the fast tier that could not be written."""
+        self._failed = [(other, e) for other, e in self._failed if other is not managed]
+        managed.enter(Residency.HERE)
 
     def tell(self) -> None:
         """Raises the error of a write that failed since the last call, after beginning it again."""
@@ -185,8 +169,8 @@ class Traffic:
                 self._finish(self._leaving[0], again=False)
         if self._failed:
             failed, self._failed = self._failed, []
-            for placed in [placed for placed, _ in failed]:
-                self._write(placed)
+            for managed in [managed for managed, _ in failed]:
+                self._write(managed)
             try:
                 raise failed[0][1]
             finally:
@@ -197,32 +181,19 @@ class Traffic:
     # Memory
 
     def memory(self, size: int) -> Tensor:
-        """Takes memory of whole pages, for which there is room by decision.
-
-        Raises:
-            GulliverError: what is in its place could not be written, or is still looked at.
-        """
+        """Takes memory of whole pages, for which there is room by decision."""
         found = self._memory(size, wait=True)
         assert found is not None
         return found
 
     def reserve(self, size: int) -> None:
-        """Counts memory that somebody else takes as held, for which there is room by decision.
-
-        Raises:
-            GulliverError: as for `memory`.
-        """
+        """Counts memory that somebody else takes as held, for which there is room by decision."""
         while not self._trim(size):
             self._make_way(size)
         self.held += size
 
     def give(self, memory: Tensor, trusted: bool = False) -> None:
-        """Takes memory back, to be used again.
-
-        Args:
-            memory: whole pages.
-            trusted: whether nobody looks at it any more, whatever views of it there are.
-        """
+        """Takes memory back, to be used again."""
         self._free.setdefault(memory.numel(), []).append((memory, trusted))
 
     def fit(self) -> None:
@@ -232,9 +203,9 @@ class Traffic:
         self._advance()
 
     def close(self) -> None:
-        """Waits for what is under way, and frees all memory of objects."""
-        for placed in (*self._queue,):
-            self.cancel(placed)
+        """Waits for transfers in flight, and frees all memory of objects."""
+        for managed in (*self._queue,):
+            self.cancel(managed)
         while self._leaving:
             with suppress(GulliverError):
                 self._finish(self._leaving[0], again=False)
@@ -260,6 +231,8 @@ class Traffic:
 
     def _free_of_users(self, memory: Tensor) -> None:
         """Waits for snapshots and copies that may still be reading memory."""
+        # The manager's lock is held meanwhile. That is safe: the threads that copy a snapshot read
+        # memory that was shown to them before, and never take this lock.
         before_write([memory])
         self._pages.settle(memory)
 
@@ -290,7 +263,7 @@ class Traffic:
         for kept in sorted(self._free, reverse=True):
             many = self._free[kept]
             while (short := self.held + size - self.budget) > 0:
-                # Memory that somebody still looks at would not be freed.
+                # Memory with views left would not be freed.
                 place = next((n for n, found in enumerate(many) if self._goes(*found)), None)
                 if place is None:
                     break
@@ -321,7 +294,7 @@ class Traffic:
             self.tell()
         if not self._leaving and not self._is_let_go():
             kept = sum(size * len(many) for size, many in self._free.items())
-            raise StillSeen(
+            raise BufferStillReferenced(
                 f"the memory budget of {self.budget} bytes is too small: {kept} bytes that were "
                 f"given back are still looked at: drop the views of them, or give at least "
                 f"{self.held + size}",
@@ -331,7 +304,9 @@ class Traffic:
             self._finish(self._leaving[0])
 
     def _is_let_go(self) -> bool:
-        """Whether others stop looking at memory soon: a thread that sends it may be about to."""
+        """Whether others stop referring to memory soon: a thread that sends it may be about to."""
+        # Such a thread drops its tensor a moment after the message is there, and says so to nobody.
+        # Hence the polling, for as long as a slow message may take.
         due = time.monotonic() + PATIENCE_S
         while time.monotonic() < due:
             if any(storage_users(m) == 1 for many in self._free.values() for m, _ in many):
@@ -349,110 +324,112 @@ class Traffic:
 
     # Transfers
 
-    def _advance(self, until: Placed | None = None) -> None:
-        """Lets the queue come as far as there is memory, or up to an object that is waited for."""
+    def _advance(self, until: ManagedTensor | None = None) -> None:
+        """Starts queued loads while memory is free, or up to an object that is waited for."""
         while self._queue:
-            placed = self._queue[0]
+            managed = self._queue[0]
             memory = None
-            if self._is_gone(placed, wait=placed is until):
-                memory = self._memory(placed.size, wait=placed is until)
+            if self._is_gone(managed, wait=managed is until):
+                memory = self._memory(managed.size, wait=managed is until)
             if memory is None:
                 self._start_worker()
                 return
             self._queue.popleft()
-            self._begin(placed, memory)
+            self._begin(managed, memory)
 
-    def _is_gone(self, placed: Placed, wait: bool) -> bool:
+    def _is_gone(self, managed: ManagedTensor, wait: bool) -> bool:
         """Whether an object that is to come again has left; where it must have, waits for that."""
-        if placed.where is Where.LEAVING:
+        if managed.residency is Residency.LEAVING:
             if wait:
                 self.tell()
-            if placed in self._leaving and (wait or self._is_over(placed)):
+            if managed in self._leaving and (wait or self._is_over(managed)):
                 with suppress(*(() if wait else (GulliverError,))):
-                    self._finish(placed, again=wait)
-            if placed.where is Where.LEAVING:
+                    self._finish(managed, again=wait)
+            if managed.residency is Residency.LEAVING:
                 return False
-        if placed.where is Where.AWAY:
-            placed.enter(Where.QUEUED)
+        if managed.residency is Residency.AWAY:
+            managed.enter(Residency.QUEUED)
         return True
 
-    def _begin(self, placed: Placed, memory: Tensor) -> None:
-        placed.memory = memory
-        self.counter.add(placed.kind, placed.nbytes)
-        if placed.reads:
+    def _begin(self, managed: ManagedTensor, memory: Tensor) -> None:
+        managed.memory = memory
+        self.counter.add(managed.kind, managed.nbytes)
+        if managed.reads:
             assert self.store is not None
-            assert placed.offset is not None
-            placed.enter(Where.ARRIVING)
-            placed.transfer = self.store.read(placed.offset, memory)
+            assert managed.offset is not None
+            managed.enter(Residency.ARRIVING)
+            managed.transfer = self.store.read(managed.offset, memory)
             self.moved["loads"] += 1
-            self.moved["bytes_in"] += placed.size
+            self.moved["bytes_in"] += managed.size
         else:
-            placed.enter(Where.HERE)
-            if placed.zero:
+            managed.enter(Residency.HERE)
+            if managed.zero:
                 memory.zero_()
 
-    def _write(self, placed: Placed) -> None:
+    def _write(self, managed: ManagedTensor) -> None:
         """Begins a write; a store that is full makes it one that failed."""
         assert self.store is not None
-        assert placed.memory is not None
+        assert managed.memory is not None
         try:
-            if placed.offset is None:
-                placed.offset = self.store.allocate(placed.size, placed)
-            placed.transfer = self.store.write(placed.offset, placed.memory)
+            if managed.offset is None:
+                managed.offset = self.store.allocate(managed.size, managed)
+            managed.transfer = self.store.write(managed.offset, managed.memory)
         except GulliverError as error:
-            self._failed.append((placed, error))
+            self._failed.append((managed, error))
             return
         self.moved["writes"] += 1
-        self.moved["bytes_out"] += placed.size
-        self._leaving.append(placed)
+        self.moved["bytes_out"] += managed.size
+        self._leaving.append(managed)
 
-    def _finish(self, placed: Placed, again: bool = True) -> None:
+    def _finish(self, managed: ManagedTensor, again: bool = True) -> None:
         """Waits for a write, whose memory is free then."""
         try:
-            self._wait(placed)
+            self._wait(managed)
         except GulliverError as error:
-            self._leaving.remove(placed)
+            self._leaving.remove(managed)
             if again:
-                self._write(placed)
+                self._write(managed)
             else:
-                self._failed.append((placed, error))
+                self._failed.append((managed, error))
             raise
-        self._leaving.remove(placed)
-        self._release(placed)
+        self._leaving.remove(managed)
+        self._release(managed)
 
-    def _is_over(self, placed: Placed) -> bool:
+    def _is_over(self, managed: ManagedTensor) -> bool:
         assert self.store is not None
-        return self.store.in_stream or placed.done
+        return self.store.in_stream or managed.done
 
-    def _wait(self, placed: Placed) -> None:
-        assert placed.transfer is not None
+    def _wait(self, managed: ManagedTensor) -> None:
+        assert managed.transfer is not None
         begun = time.perf_counter()
         try:
-            placed.transfer.wait()
+            managed.transfer.wait()
         except GulliverError:
-            placed.transfer = None
+            managed.transfer = None
             raise
         finally:
             self.moved["seconds_waited"] += time.perf_counter() - begun
-        placed.transfer = None  # an interrupted one is under way still
+        managed.transfer = None  # an interrupted one is still in flight
 
-    def _release(self, placed: Placed) -> None:
-        memory, placed.memory = placed.memory, None
+    def _release(self, managed: ManagedTensor) -> None:
+        memory, managed.memory = managed.memory, None
         assert memory is not None
-        placed.enter(Where.AWAY)
-        self.counter.add(placed.kind, -placed.nbytes)
-        self.give(memory, trusted=not placed.viewed)
-        placed.viewed = False
+        managed.enter(Residency.AWAY)
+        self.counter.add(managed.kind, -managed.nbytes)
+        self.give(memory, trusted=not managed.viewed)
+        managed.viewed = False
 
     # The thread that waits where nobody else does
 
     def end_worker(self) -> None:
-        """Lets the thread begin nothing any more; a forked child has none."""
+        """Makes the thread start nothing more; a forked child has none."""
         if self._process == os.getpid():
             with self._lock:
                 self._ends = True
 
     def _start_worker(self) -> None:
+        # One thread for each backlog, which ends with it: an idle manager has none, so there is
+        # nothing to stop before a fork, at exit, or when the manager is dropped.
         if self._worker is None and self._leaving and not self._failed and not self._ends:
             self._worker = threading.Thread(target=self._work, name="gulliver-memory", daemon=True)
             self._worker.start()

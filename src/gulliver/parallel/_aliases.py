@@ -15,11 +15,7 @@ from gulliver.parallel.zero import is_boosted
 
 
 def check_unshared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a trained parameter that shares memory with another parameter or a buffer.
-
-    Raises:
-        GulliverError: naming both.
-    """
+    """Refuses a trained parameter that shares memory with another parameter or a buffer."""
     trained = {id(p) for p in named_trainables(model, optimizer)}
     parameters = {n: p for n, p in model.named_parameters() if not is_boosted(p)}
     buffers = dict(model.named_buffers())

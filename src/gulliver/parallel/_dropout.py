@@ -30,13 +30,9 @@ WORD = 1 << 64
 
 @dataclass(frozen=True)
 class Along:
-    """One dim of a part of an activation.
+    """One dim of a part of an activation."""
 
-    Attributes:
-        positions: indices of the part in the whole, int64.
-        length: size of the whole.
-    """
-
+    # Indices of the part in the whole, int64.
     positions: Tensor
     length: int
 
@@ -63,17 +59,7 @@ def word_of(text: str) -> int:
 
 
 def keep_mask(key: int, p: float, dims: Sequence[Along], device: torch.device) -> Tensor:
-    """The elements of a part that stay.
-
-    Args:
-        key: number of the site in this step, 64 bits.
-        p: probability to be dropped.
-        dims: positions along each dim, outer to inner.
-        device: device of the mask.
-
-    Returns:
-        A bool tensor of the part's shape.
-    """
+    """The elements of a part that stay."""
     state = torch.full((), _signed(key), dtype=torch.int64, device=device)
     stride = 1
     # Integers wrap, so the numbers of elements need not be built: each dim adds its own term, and
@@ -112,13 +98,12 @@ def drop(x: Tensor, p: float, key: int, dims: Sequence[Along], inplace: bool = F
 
 
 class _Drop(Function):
-    """Multiplies by a mask.
+    """Multiplies by a mask."""
 
-    [Note: a recomputation that draws otherwise is noticed] What is kept for backward is the mask as
-    bytes. torch's own dropout keeps bools or floats, so where `torch.utils.checkpoint` recomputes a
-    function that no hook sees, and torch's dropout runs in the place of this one, it finds tensors
-    of another dtype and refuses.
-    """
+    # [Note: a recomputation that draws otherwise is noticed] What is kept for backward is the mask
+    # as bytes. torch's own dropout keeps bools or floats, so where `torch.utils.checkpoint`
+    # recomputes a function that no hook sees, and torch's dropout runs in the place of this one, it
+    # finds tensors of another dtype and refuses.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -144,11 +129,9 @@ def attention_with_dropout(
     *,
     drop: Callable[[Tensor, float], Tensor],
 ) -> Tensor:
-    """What `scaled_dot_product_attention` computes, its weights dropped by `drop`.
-
-    The weights ``[..., queries, keys]`` are there in memory, which kernels avoid. Takes torch's
-    arguments.
-    """
+    """What `scaled_dot_product_attention` computes, its weights dropped by `drop`."""
+    # The weights ``[..., queries, keys]`` are there in memory, which kernels avoid. Takes torch's
+    # arguments.
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)

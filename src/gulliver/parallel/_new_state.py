@@ -16,10 +16,8 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 def take_new_state(
     optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter, nn.Parameter | None]
 ) -> None:
-    """Gives new parameters the state, from before the first step, of those that they replace.
-
-    It is one value for each parameter, so a share has it in its own shape.
-    """
+    """Gives new parameters the state, from before the first step, of those that they replace."""
+    # It is one value for each parameter, so a share has it in its own shape.
     for old, new in exchanged.items():
         state = optimizer.state.pop(old, None)
         if state and new is not None:

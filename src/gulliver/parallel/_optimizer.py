@@ -4,107 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import gather_objects, guard
+from gulliver.comm import guard
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, add_writer, region_of
+from gulliver.memory import add_writer
+from gulliver.parallel._saving import OptimizerCheckpoint, State
 from gulliver.parallel._taken import StepsTaken
-
-Leaf = Tensor | Part
-State = dict[str, dict[str, Any]]
-"""Optimizer state by parameter name and kind: whole tensors, and counters."""
-
-Saved = dict[str, dict[str, Any]]
-"""Optimizer state by parameter name and kind, as far as a rank has it: leaves, and counters."""
-
-COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""State that torch's optimizers keep once per parameter, not per element."""
-
-
-def is_counter(key: str, value: Any, parameter: Tensor) -> bool:
-    """Whether an entry of the state belongs to a parameter as a whole, not to its elements."""
-    if not isinstance(value, Tensor):
-        return value is not None
-    return value.ndim == 0 and (parameter.ndim > 0 or key in COUNTERS)
-
-
-@dataclass(frozen=True)
-class Counter:
-    """One value of an optimizer's state that belongs to a parameter as a whole.
-
-    Args:
-        value: the number.
-        dtype: dtype of the tensor that holds it; None for a plain number.
-    """
-
-    value: float | int | bool
-    dtype: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, value: Any) -> Self:
-        """Makes it from a number, or from a tensor with one element."""
-        return cls(value.item(), value.dtype) if isinstance(value, Tensor) else cls(value)
-
-    def to_value(self, device: torch.device | None = None) -> Any:
-        """Returns it as the optimizer keeps it: a number, or a tensor without dims on `device`."""
-        if self.dtype is None:
-            return self.value
-        return torch.tensor(self.value, dtype=self.dtype, device=device)
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a model's state has, by name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer.detach()
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
-
-
-def refuse_extra_state(model: nn.Module) -> None:
-    """Refuses a model with state that is neither parameter nor buffer.
-
-    Raises:
-        GulliverError: naming the module.
-    """
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise GulliverError(
-                f"module {name!r} has a state of its own (get_extra_state), which cannot be saved "
-                "of a boosted model: keep it in buffers"
-            )
-
-
-def everything(name: str) -> bool:
-    """Says of every name that this rank writes it."""
-    return True
 
 
 class BoostedOptimizer(torch.optim.Optimizer):
     """An optimizer around the user's, whose groups, defaults and schedulers it shares.
 
-    [Note: models that no rank has all of] Where a model is cut by tensors or into stages, some
-    things are set after the optimizer is made. Each rank then saves, as `Part`s, what it is
-    responsible for, and loads all that it holds; names are merged over the ranks.
-
     Attributes:
-        responsible: says of a name in the model's state whether the ranks that this optimizer
-            shards over write it: what several such groups have alike one of them writes. Slices
-            (`gulliver.memory.Region`) are written without asking. Set it on every rank, or on none.
-        written_elsewhere: names that another group writes although this one has them, slices or
-            not: copies of tied weights in later stages.
-        whole_groups: names in each parameter group of the whole model, in its order; None asks all
-            ranks once.
-        given_groups: names of all that each group was given, frozen parameters too; None where that
-            is not known.
+        checkpoint: saves and loads it.
         feedback: what feeds back what packing loses of gradients, where this optimizer does not.
         names: a tied parameter that lies in another stage, too, has the same name in both: the one
             that it has in the whole model.
@@ -117,18 +35,13 @@ class BoostedOptimizer(torch.optim.Optimizer):
         names: the name of every parameter that it trains.
     """
 
-    responsible: Callable[[str], bool] = staticmethod(everything)
-    written_elsewhere: Collection[str] = ()
-    whole_groups: list[list[str]] | None = None
-    given_groups: list[list[str]] | None = None
+    checkpoint: OptimizerCheckpoint
     feedback: Any = None
     spreads_state = False
     pipeline: Any = None
     """What runs batches through the stages of a model; None where it is not cut into stages."""
     gives_back = False
     """Whether whole parameters that were gathered are given back after use."""
-    copy_limit: int | None = None
-    """Bytes of host memory that saving may take, under a memory limit; None for what there is."""
     unfinished = ""
     """Why it cannot step now; empty where it can."""
 
@@ -140,6 +53,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._homes: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._tree: list[tuple[nn.Module, dict[str, Any], int]] = []
         self.taken = StepsTaken()
+        self.checkpoint = OptimizerCheckpoint(self)
 
     def __getattr__(self, name: str) -> Any:
         # Hooks and whatever else torch expects of an optimizer are the inner one's.
@@ -148,10 +62,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: a copy would share the model's gradients; `copy` and `pickle` ask here.
-
-        torch would set the copy up before it is filled, and in that wrap `step` of the class.
-        """
+        """Refused: a copy would share the model's gradients; `copy` and `pickle` ask here."""
+        # torch would set the copy up before it is filled, and in that wrap `step` of the class.
         raise GulliverError(
             "a boosted optimizer cannot be copied or pickled: save it with "
             "booster.save_optimizer(optimizer, path), or booster.save with its model"
@@ -329,170 +241,20 @@ class BoostedOptimizer(torch.optim.Optimizer):
             n: dict(self.inner.state[p]) for p, n in self.names.items() if p in self.inner.state
         }
 
-    def take_state(self, state: State, others: Mapping[Any, Any], exact: Collection[str]) -> None:
-        """Takes over state that was checked, where it is not spread over ranks.
-
-        Args:
-            state: whole tensors and counters, by parameter name.
-            others: state of no parameter.
-            exact: names of parameters whose state keeps its dtype; that of the others is turned to
-                the dtype of the parameter.
-        """
-        trained = self.inner.state_dict()
-        numbers = {p: n for n, p in enumerate(q for g in self.param_groups for q in g["params"])}
-        mine = {numbers[p]: state[n] for p, n in self.names.items() if n in state}
-        trained["state"] = {**mine, **others}
-        # torch's own loader places every entry where the optimizer wants it.
-        self.inner.load_state_dict(trained)
-        for parameter, name in self.names.items():
-            if name in state and name in exact:
-                # It also turns numbers to the parameter's dtype, which may have fewer bits.
-                found = self.inner.state[parameter]
-                found.update({k: _unrounded(v, state[name].get(k)) for k, v in found.items()})
-
-    def state_dtype(self, parameter: Tensor) -> torch.dtype:
-        """Dtype of the state that belongs to a parameter."""
-        return parameter.dtype
-
-    @property
-    def trainable(self) -> Mapping[nn.Parameter, str]:
-        """Parameters that have state, or may have some later, with their names."""
-        return self.names
-
-    @property
-    def has_whole_state(self) -> bool:
-        """Whether state of a parameter is whole where it is, of whatever shape that is."""
-        return not self.spreads_state
-
-    def other_state(self) -> State:
-        """State that is of no parameter, by what the optimizer keeps it under.
-
-        Raises:
-            GulliverError: there is some, and the state is spread over ranks.
-        """
-        # torch's types say that every key is a parameter; it saves and loads others, too.
-        kept = dict[Any, Any](self.inner.state)
-        found = {key: value for key, value in kept.items() if not isinstance(key, Tensor)}
-        if found and self.spreads_state:
-            raise GulliverError(
-                f"{type(self.inner).__name__} keeps {next(iter(found))!r} for all parameters: only "
-                "state of each element can be saved here; TorchDDPPlugin saves any"
-            )
-        return found
-
-    def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
-        """The model's state as far as this rank has it, by the names of its `state_dict`."""
-        refuse_extra_state(model)
-        state = model.state_dict()
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                raise GulliverError(
-                    f"{name!r} of the model is a {type(value).__name__}: only tensors can be saved"
-                )
-        return dict(state)
-
-    def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
-        """What of the model's state this rank fills when it is loaded: all that it holds."""
-        return self.model_leaves(model)
-
-    def state_leaves(self) -> Saved:
-        """The optimizer's state as far as this rank has it."""
-        return {
-            name: {
-                key: Counter.of(value) if value is None or is_counter(key, value, p) else value
-                for key, value in self.inner.state[p].items()
-            }
-            for p, name in self.names.items()
-            if p in self.inner.state
-        }
-
-    def before_model_load(self) -> None:
-        """Lets nothing be under way while the model is filled."""
-
-    def after_model_load(self) -> None:
-        """Lets all ranks have what was filled; every rank calls it."""
-
-    @property
-    def has_whole_model(self) -> bool:
-        """Whether the model is the same on all ranks, apart from what is sharded over them all."""
-        return self.responsible is everything
-
-    def writes(self, name: str, tensor: Tensor) -> bool:
-        """Whether this rank's group saves a tensor of the model's state."""
-        if name in self.written_elsewhere:
-            return False
-        return region_of(tensor) is not None or self.responsible(name)
-
-    def all_group_names(self) -> list[list[str]]:
-        """Names of each group over all ranks; every rank calls it where models are cut."""
-        if self.whole_groups is None:
-            if self.has_whole_model:
-                return self.group_names()
-            every = gather_objects(self.group_names())
-            self.whole_groups = [
-                list(dict.fromkeys(name for names in found for name in names))
-                for found in zip(*every, strict=True)
-            ]
-        return self.whole_groups
-
-    def frozen_groups(self) -> list[list[str]]:
-        """Names of what each group was given and does not train; ranks as for `all_group_names`."""
-        groups = self.all_group_names()
-        pairs = zip(self.given_groups or groups, groups, strict=True)
-        return [[name for name in given if name not in names] for given, names in pairs]
-
-    def take_up(self, names: Collection[str]) -> set[str]:
-        """Makes room for the state of frozen parameters, where they may be unfrozen later.
-
-        Returns:
-            Names for which there will be none.
-        """
-        return set(names)
-
-    def canonical_names(self, model: nn.Module) -> dict[str, str]:
-        """Tied names in the model's state, each with the name that optimizer state is kept by."""
-        known = dict(model.named_parameters(remove_duplicate=False))
-        return {n: self.names[p] for n, p in known.items() if self.names.get(p, n) != n}
-
-    def group_names(self) -> list[list[str]]:
-        """Names of the trained parameters of each group."""
-        return [
-            [self.names[p] for p in group["params"] if p in self.names]
-            for group in self.inner.param_groups
-        ]
-
-
-def _unrounded(loaded: Any, saved: Any) -> Any:
-    """What was loaded, in the dtypes in which it was saved."""
-    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if isinstance(loaded, dict) and isinstance(saved, Mapping):
-        return {key: _unrounded(value, saved.get(key)) for key, value in loaded.items()}
-    if type(loaded) in (list, tuple) and isinstance(saved, list | tuple):
-        pairs = zip(loaded, saved, strict=True)
-        return type(loaded)(_unrounded(value, other) for value, other in pairs)
-    return loaded
-
 
 def named_groups(
     model: nn.Module, optimizer: torch.optim.Optimizer, frozen: bool = False
 ) -> list[list[str]]:
-    """Names of the trainable parameters of each group, in the model's order.
-
-    For `BoostedOptimizer.whole_groups`, and with `frozen`, which names others as well, for
-    `BoostedOptimizer.given_groups`; before the model is cut.
-    """
+    """Names of the trainable parameters of each group, in the model's order."""
+    # For `BoostedOptimizer.whole_groups`, and with `frozen`, which names others as well, for
+    # `BoostedOptimizer.given_groups`; before the model is cut.
     names = [(name, p) for name, p in model.named_parameters() if p.requires_grad or frozen]
     stepped = [set(group["params"]) for group in optimizer.param_groups]
     return [[name for name, p in names if p in members] for members in stepped]
 
 
 def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    """The trainable parameters of an optimizer in the model's order, with their names.
-
-    Raises:
-        GulliverError: there is none; the optimizer steps one that the model does not have.
-    """
+    """The trainable parameters of an optimizer in the model's order, with their names."""
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     known = {p: name for name, p in model.named_parameters()}
     strangers = [p for p in stepped if p not in known]

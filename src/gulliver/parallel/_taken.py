@@ -15,35 +15,26 @@ COUNTED_STEPS = 3
 
 
 class StepsTaken:
-    """Record of the last steps.
-
-    Attributes:
-        steps: number of all steps so far.
-        stepped_at: moments at which they ended.
-        updated_in: seconds of them between their call and their end.
-        sent_at: bytes that this process had sent at these moments.
-        extra_after: whether the step after each of them sends more than training needs.
-        most_gradients: bytes of gradients when the first steps ended, at most.
-        more: say whether the step that comes sends more than training needs: to tune chunks, or to
-            compare packed gradients.
-    """
+    """Record of the last steps."""
 
     def __init__(self) -> None:
         self.steps = 0
+        # Moments at which they ended.
         self.stepped_at: deque[float] = deque(maxlen=TIMED_STEPS)
+        # Seconds of them between their call and their end.
         self.updated_in: deque[float] = deque(maxlen=TIMED_STEPS)
+        # Bytes that this process had sent at these moments.
         self.sent_at: deque[int] = deque(maxlen=TIMED_STEPS)
+        # Whether the step after each of them sends more than training needs.
         self.extra_after: deque[bool] = deque(maxlen=TIMED_STEPS)
+        # Bytes of gradients when the first steps ended, at most.
         self.most_gradients = 0
+        # Say whether the step that comes sends more than training needs: to tune chunks, or to
+        # compare packed gradients.
         self.more: list[Callable[[], bool]] = []
 
     def note(self, begun: float, gradient_bytes: Callable[[], int]) -> None:
-        """Takes a step that has just ended.
-
-        Args:
-            begun: moment at which it was called.
-            gradient_bytes: counts the bytes of gradients; it is asked in the first steps.
-        """
+        """Takes a step that has just ended."""
         if len(self.stepped_at) < COUNTED_STEPS:
             # Only now are all of them where they were reduced to.
             self.most_gradients = max(self.most_gradients, gradient_bytes())
@@ -54,10 +45,8 @@ class StepsTaken:
         self.extra_after.append(any(more() for more in self.more))
 
     def sent(self) -> tuple[list[int], bool]:
-        """Returns the bytes between steps, and whether they are those of training alone.
-
-        Steps that sent more are left out, unless there are no others.
-        """
+        """Returns the bytes between steps, and whether they are those of training alone."""
+        # Steps that sent more are left out, unless there are no others.
         every = [b - a for a, b in itertools.pairwise(self.sent_at)]
         plain = [sent for sent, more in zip(every, self.extra_after, strict=False) if not more]
         return plain or every, bool(plain)

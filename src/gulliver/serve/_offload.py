@@ -41,8 +41,8 @@ from gulliver.memory import (
     IN_MEMORY,
     PARAMETERS,
     DiskStore,
+    ManagedTensor,
     Manager,
-    Placed,
     check_disk_folder,
     file_system,
     whole_pages,
@@ -90,7 +90,7 @@ class Object:
 
     name: str
     tensors: list[Held]
-    placed: Placed | None = None
+    placed: ManagedTensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -424,6 +424,6 @@ def _absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return value.expand(shape)
 
 
-def _placed(one: Object) -> Placed:
+def _placed(one: Object) -> ManagedTensor:
     assert one.placed is not None
     return one.placed

@@ -418,7 +418,7 @@ class Trainer:
         boosted = self.optimizer
         if not isinstance(boosted, HybridOptimizer):
             return ALONE, None
-        return boosted.mesh.replicas, boosted.writes if self.config.pp_size > 1 else None
+        return boosted.mesh.replicas, boosted.checkpoint.writes if self.config.pp_size > 1 else None
 
     def restore(self, folder: Path) -> None:
         """Takes up the state of a checkpoint; every rank calls it."""

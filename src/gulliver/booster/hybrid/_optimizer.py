@@ -66,13 +66,14 @@ class HybridOptimizer(ZeroOptimizer):
         self.adds_micro_batches = pipeline_stage is not None
         self._apart = False  # whether stages have made gradients that are not added up
         self._copies = pipeline_stage.copies() if pipeline_stage is not None else {}
-        self.whole_groups = [list(group) for group in whole_groups]
-        self.responsible = self._is_responsible
-        self.written_elsewhere = {
-            n for n, rank_group in self._copies.items() if rank_group.rank > 0
-        }
+        elsewhere = {n for n, rank_group in self._copies.items() if rank_group.rank > 0}
         if pipeline_stage is not None:
-            self.written_elsewhere |= _buffers_before(pipeline_stage)
+            elsewhere |= _buffers_before(pipeline_stage)
+        self.checkpoint.describe_model(
+            responsible=lambda name: mesh.tensor.rank == 0 and name not in elsewhere,
+            written_elsewhere=elsewhere,
+            whole_groups=[list(group) for group in whole_groups],
+        )
         self._counted = {name: self._weight(name, p) for p, name in self.names.items()}
         self._squared = partial(_weighted_norm, self._counted)
 
@@ -87,13 +88,12 @@ class HybridOptimizer(ZeroOptimizer):
     ) -> dict[str, Any]:
         """Runs one batch through the pipeline; see `Booster.execute_pipeline`."""
         assert self.pipeline is not None, "the model is not cut into stages"
-        for sharded in self.everything:
+        for sharded in self.all_chunks:
             sharded.chunk.check_parameters()  # here and not in mid-schedule: on all stages alike
         scale = 1.0 if self.scaler is None or not backward else self.scaler.scale
-        if backward:
-            self._reducer.scale, self._apart = scale, True
+        self._apart = self._apart or backward
         # Copies of tied weights are added up before anything is reduced.
-        adding = self._reducer.backward(reduce=False) if backward else nullcontext()
+        adding = self._reducer.backward(reduce=False, scale=scale) if backward else nullcontext()
         with gathered_logits(self.pipeline.model, return_outputs), adding:
             found = self.pipeline.run(
                 batch,
@@ -107,7 +107,7 @@ class HybridOptimizer(ZeroOptimizer):
         if backward and not self._deferred:
             # As after any backward: else torch's clipping would see a stage's gradients as all.
             self.join_copies()
-            with self._reducer.backward(reduce=True):
+            with self._reducer.backward(reduce=True, scale=scale):
                 pass
         return found
 
@@ -175,19 +175,15 @@ class HybridOptimizer(ZeroOptimizer):
             all_reduce(whole, "sum", self.mesh.shards.process_group)
         return show(share, whole.to(share.dtype))
 
-    def _is_responsible(self, name: str) -> bool:
-        """Whether this rank and its replicas save what several of them have alike."""
-        return self.mesh.tensor.rank == 0 and name not in self.written_elsewhere
-
     def _weight(self, name: str, parameter: nn.Parameter) -> float:
         """Weight of this rank's values in a sum over all shards: 1 / number of ranks with them."""
         region = region_of(parameter)
         ranks = self.mesh.tensor.size if region is None else region.copies
         return 1.0 / (ranks * self._copies.get(name, ALONE).size)
 
-    def _settle(self) -> set[str]:
+    def _vote_and_flush(self) -> set[str]:
         self.join_copies()
-        return super()._settle()
+        return super()._vote_and_flush()
 
     def join_copies(self) -> None:
         """Adds up the gradients of weights that several stages hold, once for each schedule."""
@@ -225,7 +221,7 @@ class HybridOptimizer(ZeroOptimizer):
                 whole = found.setdefault(name, value.new_zeros(region.shape))
                 index = torch.cat([torch.arange(*run) for run in region.runs])
                 whole.index_copy_(region.dim, index.to(value.device), value)
-        order = [name for group in self.whole_groups or () for name in group]
+        order = [name for group in self.checkpoint.whole_groups or () for name in group]
         return {name: found[name] for name in order if name in found}
 
     @property

@@ -74,7 +74,7 @@ def share_operators(
     engine = _Engine(plan, program, mesh, world.device)
     wrap_call(model, engine.call)
     boosted = OperatorOptimizer(inner, names, engine)
-    boosted.given_groups = given
+    boosted.checkpoint.describe_model(given_groups=given)
     return model, boosted
 
 

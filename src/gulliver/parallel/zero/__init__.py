@@ -2,22 +2,8 @@
 
 from gulliver.parallel.zero._elementwise import (
     ELEMENTWISE,
-    OPTIMIZERS,
-    check_by_chunk,
-    check_optimizer,
-    check_trainable,
     is_boosted,
     makes_beside,
-    needs_whole,
-    optimizer_table,
-    state_sizes,
-)
-from gulliver.parallel.zero._entries import (
-    exact_parameters,
-    export_leaves,
-    import_leaves,
-    shown_parts,
-    take_shown_parts,
 )
 from gulliver.parallel.zero._memory import (
     ChunkBytes,
@@ -35,50 +21,34 @@ from gulliver.parallel.zero._reducer import IN_FLIGHT
 from gulliver.parallel.zero._sending import GradientGate, ZeroWires
 from gulliver.parallel.zero._sharded import ShardedChunk, squared_norm
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
-from gulliver.parallel.zero._statistics import BufferSync
-from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
+from gulliver.parallel.zero._tuner import TuningStage
 from gulliver.parallel.zero._uneven import LEFT, UnevenStep, check_uneven, uneven_step
 
 __all__ = [
     "ELEMENTWISE",
     "IN_FLIGHT",
     "LEFT",
-    "OPTIMIZERS",
-    "BucketTuner",
-    "BufferSync",
     "ChunkBytes",
     "Event",
     "GradientGate",
     "ImaginedChunk",
     "ShardedChunk",
-    "Stage",
     "StepReplay",
     "TensorSize",
-    "Tuning",
+    "TuningStage",
     "UnevenStep",
     "ZeroOptimizer",
     "ZeroWires",
     "after_micro_batches",
     "backward_uses",
-    "check_by_chunk",
-    "check_optimizer",
-    "check_trainable",
     "check_uneven",
-    "exact_parameters",
-    "export_leaves",
     "held_bytes",
-    "import_leaves",
     "in_unequal_step",
     "is_boosted",
     "makes_beside",
-    "needs_whole",
-    "optimizer_table",
     "ordered_layouts",
     "ordinary_step",
     "shard_dtype",
-    "shown_parts",
     "squared_norm",
-    "state_sizes",
-    "take_shown_parts",
     "uneven_step",
 ]

@@ -1,18 +1,4 @@
-"""Copies of chunks that are read and written between passes, and views that outlive their chunk.
-
-[Note: between passes] Outside of passes and of autograd, such as for a state dict, it is a copy of
-a whole chunk that is read, so that nothing has to be given back. What is written to it, by an
-operation on a parameter or through any view of one (``weight[0].zero_()``,
-``weight.detach().mul_(2)``, ``weight.data``), is written to the shards before anything else is done
-with the chunk: views share the version counter of the copy, ``.data`` has one of its own. While
-somebody has a view, everybody reads and writes that copy. One that was taken before a step has old
-values, so a write to it is refused, as is one that another write has overtaken.
-
-[Note: views that stay behind] A view of a chunk that is here, as ``weight.detach()`` inside a
-forward, outlives the buffer that it is of: its memory is not used again while it lives, but nobody
-reads it any more. It shares the version counter of its parameter, which nobody else moves while the
-chunk is absent: a write to it is refused.
-"""
+"""Copies of chunks that are read and written between passes, and views that outlive their chunk."""
 
 from __future__ import annotations
 
@@ -25,57 +11,53 @@ from torch import Tensor, nn
 from gulliver._compat import storage_users, without_torch_functions
 from gulliver.comm import IDENTITY
 from gulliver.errors import GulliverError
-from gulliver.memory import PlacedChunk, Presence
+from gulliver.memory import ManagedChunk, Presence
 from gulliver.parallel.zero._sharded import ShardedChunk
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _READS = frozenset({Tensor.detach, _DATA, Tensor.numpy, Tensor.tolist, Tensor.item})  # type: ignore[attr-defined]
 
 
+# [Note: between passes] Outside of passes and of autograd, such as for a state dict, it is a copy
+# of a whole chunk that is read, so that nothing has to be given back. What is written to it, by an
+# operation on a parameter or through any view of one (``weight[0].zero_()``,
+# ``weight.detach().mul_(2)``, ``weight.data``), is written to the shards before anything else is
+# done with the chunk: views share the version counter of the copy, ``.data`` has one of its own.
+# While somebody has a view, everybody reads and writes that copy. One that was taken before a step
+# has old values, so a write to it is refused, as is one that another write has overtaken.
+#
+# [Note: views that stay behind] A view of a chunk that is here, as ``weight.detach()`` inside a
+# forward, outlives the buffer that it is of: its memory is not used again while it lives, but
+# nobody reads it any more. It shares the version counter of its parameter, which nobody else moves
+# while the chunk is absent: a write to it is refused.
 def is_unrecorded(func: Callable[..., Any]) -> bool:
     """Whether an operation, or function of `torch.nn.init`, is never recorded by autograd."""
     return func in _READS or getattr(func, "__module__", None) == nn.init.__name__
 
 
 class Copies:
-    """Runs operations on copies of chunks, and brings to the shards what they have written.
-
-    Args:
-        home: chunks by the ids of their parameters.
-        gathered: makes a copy of all of a chunk.
-        finish: waits for a chunk that is on its way.
-        release: gives all chunks back.
-
-    Attributes:
-        lent: copies that somebody may have views of.
-        left: chunks that were given back while somebody had views, with versions of parameters.
-    """
+    """Runs operations on copies of chunks, and brings to the shards what they have written."""
 
     def __init__(
         self,
-        home: Mapping[int, ShardedChunk],
+        chunk_of: Mapping[int, ShardedChunk],
         gathered: Callable[[ShardedChunk], Tensor],
         finish: Callable[[ShardedChunk], None],
         release: Callable[[], None],
     ) -> None:
-        self._home, self._gathered, self._finish = home, gathered, finish
+        self._chunk_of, self._gathered, self._finish = chunk_of, gathered, finish
         self._release = release
-        self.lent: list[_Copy] = []
+        # Copies that somebody may have views of.
+        self.lent: list[_ChunkCopy] = []
+        # Chunks that were given back while somebody had views, with versions of parameters.
         self.left: dict[ShardedChunk, list[int]] = {}
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: Any, step: int) -> Any:
-        """Runs an operation on copies in place of parameters.
-
-        Args:
-            func: operation.
-            args: arguments of the function.
-            kwargs: arguments by name.
-            step: number of steps so far.
-        """
-        used: list[tuple[nn.Parameter, Tensor, _Copy | None]] = []
+        """Runs an operation on copies in place of parameters."""
+        used: list[tuple[nn.Parameter, Tensor, _ChunkCopy | None]] = []
 
         def replaced(value: Any) -> Any:
-            if isinstance(value, nn.Parameter) and id(value) in self._home:
+            if isinstance(value, nn.Parameter) and id(value) in self._chunk_of:
                 view, copy = self._view(value, step, [found for _, _, found in used])
                 used.append((value, view, copy))
                 return view
@@ -89,12 +71,12 @@ class Copies:
         return next((parameter for parameter, view, _ in used if view is result), result)
 
     def _view(
-        self, parameter: nn.Parameter, step: int, used: Sequence[_Copy | None]
-    ) -> tuple[Tensor, _Copy | None]:
+        self, parameter: nn.Parameter, step: int, used: Sequence[_ChunkCopy | None]
+    ) -> tuple[Tensor, _ChunkCopy | None]:
         """What an operation is given for a parameter, besides copies that it has got already."""
-        sharded = self._home[id(parameter)]
+        sharded = self._chunk_of[id(parameter)]
         if sharded.presence is not Presence.ABSENT and sharded.chunk.wire is not IDENTITY:
-            self._release()  # what is here was packed on its way, and a copy is exact
+            self._release()  # what is here was packed when it was sent, and a copy is exact
         if sharded.presence is not Presence.ABSENT:
             self._finish(sharded)
             return parameter.detach(), None
@@ -103,33 +85,26 @@ class Copies:
             self._bring(step, used)  # one at a time, apart from those that somebody has views of
             # Versions are not counted of what is made in inference.
             with torch.inference_mode(False), torch.no_grad():
-                found = _Copy(sharded, self._gathered(sharded), step)
+                found = _ChunkCopy(sharded, self._gathered(sharded), step)
             self.lent.append(found)
         return found.views[id(parameter)], found
 
-    def settle(self, step: int) -> None:
-        """Brings what was written to the shards, and forgets copies that nobody has.
-
-        Args:
-            step: number of steps so far.
-
-        Raises:
-            GulliverError: values were written that others have taken the place of.
-        """
+    def flush(self, step: int) -> None:
+        """Writes dirty copies back, and drops those that nobody has a view of."""
         self._check_left()
         self._bring(step)
         for copy in self.lent:
             copy.is_open = False  # the chunk itself may be written from here on
 
-    def _bring(self, step: int, used: Sequence[_Copy | None] = ()) -> None:
+    def _bring(self, step: int, used: Sequence[_ChunkCopy | None] = ()) -> None:
         for copy in self.lent:
             if copy.is_written():
                 self._write_back(copy, step)
         self.lent = [copy for copy in self.lent if copy in used or copy.is_held()]
 
-    def _write_back(self, copy: _Copy, step: int) -> None:
-        sharded = self._home[id(copy.parameters[0])]
-        if isinstance(sharded.chunk, PlacedChunk) and sharded.chunk.has_copy:
+    def _write_back(self, copy: _ChunkCopy, step: int) -> None:
+        sharded = self._chunk_of[id(copy.parameters[0])]
+        if isinstance(sharded.chunk, ManagedChunk) and sharded.chunk.has_copy:
             self.lent.remove(copy)
             sharded.chunk.refuse_write()
         if sharded.presence is not Presence.ABSENT:
@@ -141,8 +116,8 @@ class Copies:
                 "written: stage 3 gives a copy there, so take parameter.data anew for each write"
             )
         for parameter in copy.parameters:
-            # Chunks may have been cut anew since.
-            sharded, view = self._home[id(parameter)], copy.views[id(parameter)]
+            # Chunks may have been cut again since.
+            sharded, view = self._chunk_of[id(parameter)], copy.views[id(parameter)]
             if sharded.presence is Presence.ABSENT:
                 write_back(sharded, parameter, view)
             else:
@@ -159,7 +134,7 @@ class Copies:
             self.left[sharded] = _versions(sharded)
 
     def remember(self) -> None:
-        """Notes versions anew: a step has moved them."""
+        """Notes versions again: a step has moved them."""
         for sharded in self.left:
             self.left[sharded] = _versions(sharded)
 
@@ -178,14 +153,8 @@ class Copies:
                 )
 
 
-class _Copy:
-    """A copy of a chunk's parameters, and what tells whether it was written.
-
-    Args:
-        sharded: chunk that it is of.
-        whole: content of its parameters' buffer.
-        step: number of steps when it was made.
-    """
+class _ChunkCopy:
+    """A copy of a chunk's parameters, and how to see whether it was written."""
 
     def __init__(self, sharded: ShardedChunk, whole: Tensor, step: int) -> None:
         chunk = sharded.chunk
@@ -232,7 +201,7 @@ def write_back(sharded: ShardedChunk, parameter: nn.Parameter, values: Tensor) -
         if chunk.parameters[piece.name] is parameter:
             part = values.reshape(-1)[piece.offset : piece.offset + piece.numel]
             with chunk.opened(write=True):
-                chunk.merge(chunk.home[piece.start : piece.end], part)
+                chunk.merge(chunk.master_shard[piece.start : piece.end], part)
 
 
 def _versions(sharded: ShardedChunk) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tells which optimizers may step shards, slices of tensors, or whole parameters only.
+"""Which optimizers may step shards, slices of tensors, or whole parameters only.
 
 Torch's element-wise optimizers step anything. Muon and Adafactor look at one whole parameter at a
 time: they are sharded by whole parameters. Others are right where they get what they would get in
@@ -108,19 +108,7 @@ def check_optimizer(
     tp_size: int = 1,
     pp_size: int = 1,
 ) -> None:
-    """Refuses an optimizer that would be given less than it needs.
-
-    Args:
-        optimizer: optimizer of the user.
-        stage: stage of ZeRO; from 1 on each rank steps shards.
-        assume_elementwise: take the user's word that it looks at single elements.
-        assume_per_parameter: take the user's word that it looks at single parameters.
-        tp_size: ranks that share each tensor, of which each steps slices.
-        pp_size: stages, of which each steps its own parameters only.
-
-    Raises:
-        GulliverError: the optimizer would be given less than it needs; it says what to use.
-    """
+    """Refuses an optimizer that would be given less than it needs."""
     name = type(optimizer).__name__
     if _is_torchs(optimizer) and name in NEVER:
         raise GulliverError(f"ZeRO cannot run {name}: {NEVER[name]}, or {name} without gulliver")
@@ -152,17 +140,7 @@ def check_optimizer(
 def check_by_chunk(
     optimizer: torch.optim.Optimizer, stage: int, tiered: bool, step_in_backward: bool
 ) -> None:
-    """Refuses an optimizer that may not be stepped chunk by chunk, where that is asked for.
-
-    Args:
-        optimizer: optimizer of the user.
-        stage: stage of ZeRO.
-        tiered: whether a memory manager keeps chunks in tiers.
-        step_in_backward: whether chunks are stepped during backward.
-
-    Raises:
-        GulliverError: it may look at all parameters at once; the stage has no tiers.
-    """
+    """Refuses an optimizer that may not be stepped chunk by chunk, where that is asked for."""
     if tiered and stage != 3:
         raise GulliverError(f"tiers of memory need stage 3, which shards parameters, not {stage}")
     if (tiered or step_in_backward) and not steps_by_chunk(optimizer):
@@ -183,10 +161,8 @@ def _full_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def state_sizes(optimizer: torch.optim.Optimizer, group: Group, shape: Shape) -> tuple[int, ...]:
-    """Elements of each tensor that a group will keep for a parameter, or for a piece of one.
-
-    Where that is not known, it is taken for two tensors of the parameter's size.
-    """
+    """Elements of each tensor that a group will keep for a parameter, or for a piece of one."""
+    # Where that is not known, it is taken for two tensors of the parameter's size.
     if is_per_parameter(optimizer):
         return tuple(PER_PARAMETER[_full_name(optimizer)][1](group, shape))
     count = ELEMENTWISE.get(type(optimizer).__name__)
@@ -194,11 +170,9 @@ def state_sizes(optimizer: torch.optim.Optimizer, group: Group, shape: Shape) ->
 
 
 def makes_beside(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its first step has new state as a whole before any of it can be placed.
-
-    Others put a constant there for one parameter after the other; SGD copies all gradients, and of
-    those that look at whole parameters the sizes are not known before.
-    """
+    """Whether its first step has new state as a whole before any of it can be placed."""
+    # Others put a constant there for one parameter after the other; SGD copies all gradients, and
+    # of those that look at whole parameters the sizes are not known before.
     return not is_elementwise(optimizer) or type(optimizer).__name__ == "SGD"
 
 
@@ -208,11 +182,7 @@ def is_boosted(parameter: Tensor) -> bool:
 
 
 def check_trainable(names: Mapping[nn.Parameter, str]) -> None:
-    """Refuses parameters that ZeRO cannot train.
-
-    Raises:
-        GulliverError: one is of another dtype, or trained by another boosted optimizer.
-    """
+    """Refuses parameters that ZeRO cannot train."""
     for parameter, name in names.items():
         if parameter.dtype not in DTYPES:
             raise GulliverError(

@@ -4,25 +4,6 @@ With stages 0 to 2 a step gathers every chunk once, in the order of use. With st
 come and go in passes, see `gulliver.memory._prefetch`: touching a chunk issues the gathers up to it
 and a few ahead, in one order on all ranks. In a backward gradients are reduced between them: ranks
 that differ in whole chunks would reduce at another time (see `comm/_flight_recorder.py`).
-
-[Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules.
-Outside of passes and autograd, as for a state dict, a copy is read and written (`_copies.py`).
-
-[Note: writes through .data] A write through ``parameter.data`` does not move the version counter of
-the parameter, and no hook sees it. Below stage 3, without float32 copies, it needs no notice: the
-shard is a view of the parameters, so the write is in what is stepped. With stage 3 the shard is a
-tensor of its own, and the written buffer is about to be given back. So values are compared: before
-a chunk is given back, gathered over or stepped, each rank looks at its own part of the buffer, and
-takes what differs from the shard (`Chunk.take_writes`). Only what differs, because a float32 copy
-has more bits than the parameters. As every rank looks at its own part only, a write has to be made
-on all ranks alike.
-
-[Note: packed parameters] In a wire format all ranks compute with the same values, the owner too,
-and its shard keeps what they lose. With stages 1 and 2 the buffers stay between gathers, so changes
-are sent: what this rank's part lacks to be its shard, with what earlier packing has lost. So
-parameters stay as near to the shards as one change is lossy. With stage 3 values are sent, which
-are as far off as the format is; nothing is gathered before the forward that uses it, for between
-passes exact copies are read. What is saved is what the shards hold.
 """
 
 from __future__ import annotations
@@ -71,67 +52,88 @@ _WHY = {
 }
 
 
+# [Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules.
+# Outside of passes and autograd, as for a state dict, a copy is read and written (`copies.py`).
+#
+# [Note: writes through .data] A write through ``parameter.data`` does not move the version counter
+# of the parameter, and no hook sees it. Below stage 3, without float32 copies, it needs no notice:
+# the shard is a view of the parameters, so the write is in what is stepped. With stage 3 the shard
+# is a tensor of its own, and the written buffer is about to be given back. So values are compared:
+# before a chunk is given back, gathered over or stepped, each rank looks at its own part of the
+# buffer, and takes what differs from the shard (`Chunk.take_writes`). Only what differs, because a
+# float32 copy has more bits than the parameters. As every rank looks at its own part only, a write
+# has to be made on all ranks alike.
+#
+# [Note: packed parameters] In a wire format all ranks compute with the same values, the owner too,
+# and its shard keeps what they lose. With stages 1 and 2 the buffers stay between gathers, so
+# changes are sent: what this rank's part lacks to be its shard, with what earlier packing has lost.
+# So parameters stay as near to the shards as one change is lossy. With stage 3 values are sent,
+# which are as far off as the format is; nothing is gathered before the forward that uses it, for
+# between passes exact copies are read. What is saved is what the shards hold.
 class Gatherer:
-    """Brings parameters of chunks to every rank, ahead of use where it can.
-
-    Args:
-        chunks: all chunks, in the order of use.
-        sharded: whether parameters are given back after use (stage 3).
-        group: process group of the ranks that own the shards.
-        ahead: chunks that are gathered ahead of the one in use (stage 3).
-        overlap: False waits for every gather at once, for comparison.
-        every: whether a pass gathers all chunks, used or not; see `Prefetcher`.
-        tight: whether there may be no room for all that a pass jumps over; see `Prefetcher`.
-
-    Attributes:
-        record: what a step of stage 3 did, for predictions.
-    """
+    """Brings parameters of chunks to every rank, ahead of use where it can."""
 
     def __init__(
         self,
-        chunks: Sequence[ShardedChunk],
         sharded: bool,
         group: Group,
+        record: AccessRecord,
         ahead: int = 2,
         overlap: bool = True,
         every: bool = True,
         tight: bool = False,
     ) -> None:
-        self.chunks, self.sharded, self.group = list(chunks), sharded, group
+        """Makes one without chunks; see `take`.
+
+        Args:
+            sharded: whether parameters are given back after use (stage 3).
+            group: process group of the ranks that own the shards.
+            record: what a step of stage 3 does, for predictions.
+            ahead: chunks that are gathered ahead of the one in use (stage 3).
+            overlap: False waits for every gather at once, for comparison.
+            every: whether a pass gathers all chunks, used or not; see `Prefetcher`.
+            tight: whether there may be no room for all that a pass skips; see `Prefetcher`.
+        """
+        self.chunks: list[ShardedChunk] = []
+        self.sharded, self.group, self.record = sharded, group, record
         self.ahead, self.overlap = ahead, overlap
         self.step = 0
-        self.record = AccessRecord()
-        self._engine = Prefetcher(self.chunks, self, ahead, every, tight)
-        self._home = {id(p): c for c in chunks for p in c.chunk.members}
-        self._index = {id(c): number for number, c in enumerate(self.chunks)}
-        self._depth, self._stays, self._tight = 0, False, tight
+        self._every, self._tight = every, tight
+        self._engine = Prefetcher([], self, ahead, every, tight)
+        self._chunk_of: dict[int, ShardedChunk] = {}
+        self._depth, self._stays = 0, False
         self._now: list[ShardedChunk] = []
         self._at: list[tuple[int, ShardedChunk]] = []
         self._begins: list[int] = []
-        self.copies = Copies(self._home, self.copied, self.finish, self._engine.release_all)
+        self.copies = Copies(
+            self._chunk_of, self.copied, self.finish, lambda: self._engine.release_all()
+        )
         if sharded and not every:
             _alone.add(self)
-        for released in chunks:
-            if released.chunk.buffer is None:
-                released.presence = Presence.ABSENT
-                mark_pending(released.chunk.members, self.touched)
 
-    def note(self, what: str, sharded: ShardedChunk) -> None:
-        """Notes what happens to a chunk of stage 3, in the first step."""
-        if not self.record.complete:
-            self.record.note(what, self._index[id(sharded)])
+    def take(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Gathers these chunks from here on, in the order of use, in place of any others.
+
+        Views of copies that users have stay valid, so writes to them reach the new chunks.
+        """
+        self.chunks = list(chunks)
+        self._chunk_of.clear()
+        self._chunk_of.update({id(p): c for c in chunks for p in c.chunk.members})
+        self._engine = Prefetcher(self.chunks, self, self.ahead, self._every, self._tight)
+        self._at, self._begins = [], []
+        self.copies.left.clear()
+        self.record.restart()
+        for sharded in chunks:
+            if sharded.chunk.buffer is None:
+                sharded.presence = Presence.ABSENT
+                mark_pending(sharded.chunk.members, self.touched)
 
     # A chunk's way: absent or updated, arriving, whole, absent.
 
     def start(self, sharded: ShardedChunk, exact: bool = False) -> None:
-        """Starts the way of a chunk's parameters to this rank; what `home` holds is sent.
-
-        Args:
-            sharded: chunk.
-            exact: whether it is sent as it is, whatever format parameters travel in.
-        """
+        """Starts the all-gather of a chunk's parameters from the master shards."""
         if self.copies.lent or self.copies.left:  # a call less for every chunk
-            self.settle_writes()
+            self.flush_writes()
         chunk = sharded.chunk
         if sharded.presence is Presence.ABSENT:
             chunk.materialise()
@@ -172,7 +174,7 @@ class Gatherer:
         sharded.chunk.note_gathered()
 
     def bring(self, sharded: ShardedChunk) -> None:
-        """Starts the way of a chunk in its turn of a pass."""
+        """Gathers a chunk in its turn of a pass."""
         if sharded.presence is not Presence.ABSENT:
             # It is here, but the others wait for this rank's part all the same.
             self.finish(sharded)
@@ -193,7 +195,7 @@ class Gatherer:
             mark_ready(sharded.chunk.members)
 
     def release(self, sharded: ShardedChunk) -> None:
-        """Gives a chunk's parameters back to their owners."""
+        """Frees the whole parameters of a chunk; its shards stay."""
         self.finish(sharded)
         if sharded.presence is not Presence.WHOLE:
             return
@@ -220,15 +222,15 @@ class Gatherer:
             del self._begins[number], self._at[number]
 
     def finish_all(self) -> None:
-        """Waits for everything under way."""
-        self.settle_writes()
+        """Waits for all gathers in flight."""
+        self.flush_writes()
         for sharded in self.chunks:
             self.finish(sharded)
 
     def release_all(self) -> None:
         """Gives everything back; with stages below 3 it only waits."""
         if self.sharded:
-            self.settle_writes()
+            self.flush_writes()
             self.record.note("released")
             self._engine.release_all()
         else:
@@ -263,17 +265,15 @@ class Gatherer:
     def leave_backward(self) -> None:
         """A backward ends."""
         if self.sharded and self._engine.current is Pass.BACKWARD:
-            self.settle_writes()
+            self.flush_writes()
             self.record.note("backward ended")
             self._engine.end_backward()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Keeps all chunks here: passes inside bring nothing and give nothing back.
-
-        Every rank enters and leaves it; which passes each runs inside may differ. Under a limit
-        chunks come and go, but each rank brings them from a copy of its own, made here.
-        """
+        """Keeps all chunks here: passes inside bring nothing and give nothing back."""
+        # Every rank enters and leaves it; which passes each runs inside may differ. Under a limit
+        # chunks come and go, but each rank brings them from a copy of its own, made here.
         if not self.sharded or self.alone:
             yield
             return
@@ -290,12 +290,12 @@ class Gatherer:
         finally:
             self._stays = False
             self._depth -= 1
-            self.settle_writes()
+            self.flush_writes()
             self._engine.release_all()
 
     @contextmanager
     def _copied(self) -> Iterator[None]:
-        """Lets chunks come from copies on this rank; see `_step_copies.py`."""
+        """Gathers chunks from copies on this rank; see `copies.py`."""
         self.release_all()
         before = self._engine
         with ExitStack() as stack:
@@ -331,17 +331,17 @@ class Gatherer:
         if self.copies.left:
             self.copies.remember()
         if all(c.chunk.wire is IDENTITY for c in self.chunks):
-            self.prefetch()
+            self._prefetch()
 
-    def prefetch(self) -> None:
+    def _prefetch(self) -> None:
         """Starts the next forward's first gathers; its first modules will wait for just those."""
         if self.sharded:
-            self.settle_writes()
+            self.flush_writes()
             self.record.note("prefetched")
             self._engine.prefetch()
 
     def _begin(self, kind: Pass) -> None:
-        self.settle_writes()
+        self.flush_writes()
         self.record.note(kind.name)
         self._engine.begin(kind)
 
@@ -349,13 +349,13 @@ class Gatherer:
         """Makes a chunk whole, gathers ahead and gives back what has been used."""
         if self.sharded:
             self._hold(sharded)
-            self.note("used", sharded)
+            self.record.note("used", sharded.index)
             self._engine.use(sharded)
         else:
             self.finish(sharded)
 
-    def relieve(self) -> None:
-        """Gives back what nobody looks at now; on one rank it may come again at any time."""
+    def release_idle(self) -> None:
+        """Releases chunks that nothing refers to; on one rank they may come again at any time."""
         for sharded in self.chunks:
             whole, wanted = sharded.presence is Presence.WHOLE, sharded.held or sharded in self._now
             if whole and not wanted and storage_users(sharded.chunk.data) <= sharded.users:
@@ -386,8 +386,8 @@ class Gatherer:
         self, parameters: list[nn.Parameter], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
         """Runs an operation on pending parameters; it comes back for another optimizer's."""
-        mine = [p for p in parameters if id(p) in self._home]
-        chunks = {id(c): c for c in (self._home[id(p)] for p in mine)}
+        mine = [p for p in parameters if id(p) in self._chunk_of]
+        chunks = {id(c): c for c in (self._chunk_of[id(p)] for p in mine)}
         check_not_ahead(chunks.values())
         reading = not torch.is_grad_enabled() or is_unrecorded(func)
         if not reading and self._depth == 0 and backward_number() >= 0:
@@ -410,10 +410,9 @@ class Gatherer:
     def _recorded(
         self, chunks: Iterable[ShardedChunk], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
-        """Runs an operation of a loss, which autograd records without the hooks of a forward.
-
-        References are saved, so that what was read may leave; below a view it stays until backward.
-        """
+        """Runs an operation of a loss, which autograd records without the hooks of a forward."""
+        # References are saved, so that what was read may leave; below a view it stays until
+        # backward.
         with self._using(chunks), saved_tensors_hooks(self.pack, self.unpack):
             for sharded in chunks:
                 self.use(sharded)
@@ -431,7 +430,7 @@ class Gatherer:
 
     @contextmanager
     def _using(self, chunks: Iterable[ShardedChunk]) -> Iterator[None]:
-        """Lets none of some chunks be given back while the others are brought."""
+        """Keeps chunks from being released while others of them are gathered."""
         before, self._now = self._now, [*self._now, *chunks]
         try:
             yield
@@ -442,22 +441,16 @@ class Gatherer:
         """Copies a whole chunk; every rank calls it."""
         return whole_copy(sharded, self.group, self._purpose(sharded))
 
-    def settle_writes(self) -> None:
-        """Brings what was written between passes to the shards; see `_copies.py`.
-
-        Raises:
-            GulliverError: what was written is out of date.
-        """
+    def flush_writes(self) -> None:
+        """Writes dirty copies back to the shards; see `copies.py`."""
         if self.copies.lent or self.copies.left:
-            self.copies.settle(self.step)
+            self.copies.flush(self.step)
 
     # What autograd saves.
 
     def pack(self, tensor: Tensor) -> Any:
-        """Saves a reference instead of a parameter, so that its buffer can be given back.
-
-        It is called for every activation too: what lies in no chunk is told by its address.
-        """
+        """Saves a reference instead of a parameter, so that its buffer can be given back."""
+        # It is called for every activation too: an address tells what lies in no chunk.
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             return tensor
         address = tensor.data_ptr()
@@ -478,7 +471,7 @@ class Gatherer:
         """The tensor that was saved, gathered again where that is needed."""
         if type(saved) is not SavedParameter:
             return saved
-        sharded = self._home[id(saved.parameter)]
+        sharded = self._chunk_of[id(saved.parameter)]
         if saved.step != self.step + sharded.updates:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -492,7 +485,7 @@ class Gatherer:
 
 
 def refer(tensor: Tensor) -> Recomputed | None:
-    """Refers to a parameter that a block is computed again with: its chunk may leave meanwhile."""
+    """Saves a reference to a parameter, so that its chunk can be freed before recomputation."""
     for gatherer in _alone:
         saved = gatherer.pack(tensor)
         if saved is not tensor:

@@ -11,19 +11,12 @@ from gulliver.parallel.zero._shards import ShardedState
 
 
 def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableHandle]) -> None:
-    """Replaces a model's parameters by whole copies; every rank calls it.
-
-    They are new tensors, not the old ones with other memory: nothing that the run has hooked to
-    those can go on, and whoever boosts the model again finds it as if it had never been boosted.
-
-    Args:
-        shards: state of the run, which stays as it is.
-        model: model whose parameters lie in its chunks.
-        hooks: hooks of the run on the model's calls.
-    """
+    """Replaces a model's parameters by whole copies; every rank calls it."""
+    # They are new tensors, not the old ones with other memory: nothing that the run has hooked to
+    # those can go on, and a second boost finds the model as if it had never been boosted.
     shards.gatherer.release_all()
     shards.publish_exact()
-    members = {p for sharded in shards.everything for p in sharded.chunk.members}
+    members = {p for sharded in shards.all_chunks for p in sharded.chunk.members}
     fresh = dict[nn.Parameter, nn.Parameter]()
     for module in model.modules():
         for key, held in module._parameters.items():
@@ -35,4 +28,4 @@ def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableH
             module._parameters[key] = fresh[held]
     for hook in hooks:
         hook.remove()
-    shards.reducer.close()
+    shards.reducer.take(())

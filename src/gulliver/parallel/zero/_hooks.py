@@ -1,6 +1,6 @@
 """Hooks on the model's own call, and around compiled parts of it.
 
-Waiting for parameters needs no hooks, see `_gatherer.py`. Two things do: a pass of stage 3 begins
+Waiting for parameters needs no hooks, see `gather.py`. Two things do: a pass of stage 3 begins
 and ends with the model's call, and a compiled region must find its parameters there when it is
 entered, because what it reads is not seen from Python. Where the model itself is compiled, before
 boost or after, that is all of them. What else is compiled after boost, such as a function, is not
@@ -34,7 +34,7 @@ from gulliver.errors import GulliverError
 from gulliver.memory import PendingParameter, hide_from_compilers
 from gulliver.parallel.zero._gatherer import Gatherer, refer
 from gulliver.parallel.zero._shards import ShardedState
-from gulliver.parallel.zero._unfreezing import wake
+from gulliver.parallel.zero._unfreezing import train_unfrozen
 
 
 class _Calls:
@@ -88,15 +88,17 @@ class _Calls:
 
     def _begin(self, gatherer: Gatherer) -> None:
         assert self._shards is not None
-        if self._shards.sleeping:
-            wake(self._shards)
+        if self._shards.frozen_trainable:
+            train_unfrozen(self._shards)
         for module in self._modules[1:]:
             _wait_before(module, self._shards)
         with outside_transforms():
             gatherer.enter_forward()
-        # Without hooks what is used stays until the step.
+        # Inside of `torch.func` hooks cannot be set: then what is used stays until the step.
         hooks = saved_tensors_hooks(gatherer.pack, gatherer.unpack)
         context = hooks if can_hook_saving() else nullcontext()
+        # Entered here and left in `leave`, which torch calls for failed forwards, too
+        # (`always_call`). Nested calls of the model push one entry each, and pop their own.
         context.__enter__()
         self._open.append((gatherer, context))
 
@@ -136,7 +138,7 @@ def watch_calls(model: nn.Module, shards: ShardedState) -> list[RemovableHandle]
 
 
 def _wait_before(module: nn.Module, shards: ShardedState) -> None:
-    """Lets the compiled call of a module wait for its parameters; once, after boost too."""
+    """Makes the compiled call of a module wait for its parameters; once, after boost too."""
     inner = compiled_call(module)
     if inner is not None and not hasattr(inner, "_waits"):
         call = _after(_waiting(module, shards), inner)

@@ -3,23 +3,6 @@
 Read `InBackward.reduced` first: the reducer calls it for every chunk that it has sent. Updates, and
 with stages 1 and 2 some gathers, then overlap with the backward of earlier layers, and a gradient
 lives from its first term to its update only.
-
-[Note: which chunk when] Gathers are collectives, so all ranks must step chunks at the same place
-among them: a chunk is stepped when `UPDATE_LAG` later ones have been sent, whatever has arrived,
-and the last ones when backward ends. With stages 1 and 2 it is gathered right then, or in the step,
-in the order of use: which of both is told by `gathers_in_backward`, and why. Until then its
-parameters are neither old nor new, and whoever reads them is refused.
-
-[Note: used anywhere] Whether a parameter has a gradient on any rank is voted on before a step, see
-`_reducer.py`. Here every chunk has a vote of its own, which travels beside its gradients; with the
-first go the options of the groups.
-
-[Note: exact or refused] What a loop does between backward and step comes too late for chunks that
-have been stepped: other options, clipping, reading or forgetting gradients, a further backward. All
-of it is refused. What needs all gradients before the first update (a norm to clip to, the overflow
-check of fp16) is given to the optimizer before; nothing is stepped in backward then.
-
-It does not know how gradients are reduced, nor how a chunk is stepped.
 """
 
 from __future__ import annotations
@@ -43,21 +26,30 @@ from gulliver.parallel.zero._updates import Updates
 from gulliver.solve import UPDATE_LAG, gathers_in_backward
 
 
+# [Note: which chunk when] Gathers are collectives, so all ranks must step chunks at the same place
+# among them: a chunk is stepped when `UPDATE_LAG` later ones have been sent, whatever has arrived,
+# and the last ones when backward ends. With stages 1 and 2 it is gathered right then, or in the
+# step, in the order of use: `gathers_in_backward` decides which, and says why. Until then its
+# parameters are neither old nor new, and reading them raises.
+#
+# [Note: used anywhere] Whether a parameter has a gradient on any rank is voted on before a step,
+# see `reduce.py`. Here every chunk has a vote of its own, which is sent next to its gradients;
+# with the first go the options of the groups.
+#
+# [Note: exact or refused] What a loop does between backward and step comes too late for chunks that
+# have been stepped: other options, clipping, reading or forgetting gradients, a further backward.
+# All of it is refused. What needs all gradients before the first update (a norm to clip to, the
+# overflow check of fp16) is given to the optimizer before; nothing is stepped in backward then.
+#
+# It does not know how gradients are reduced, nor how a chunk is stepped.
 class InBackward:
-    """Steps chunks while backward goes on.
-
-    Args:
-        shards: sharded state whose chunks are stepped.
-        updates: steps chunks.
-
-    Attributes:
-        begun: whether a backward has stepped chunks, or could have, and no step has followed.
-    """
+    """Steps chunks while backward goes on."""
 
     def __init__(self, shards: ShardedState, updates: Updates) -> None:
         self._shards, self._updates = shards, updates
+        # Whether a backward has stepped chunks, or could have, and no step has followed.
         self.begun = False
-        self._torn = ""
+        self._torn = self._suspended = ""
         self._numbers: dict[ShardedChunk, int] = {}
         self._sent: deque[tuple[ShardedChunk, Tensor, Handle]] = deque()
         self._stepped: dict[int, ShardedChunk] = {}
@@ -76,25 +68,23 @@ class InBackward:
         self.begun = True
         self._numbers = {c: n for n, c in enumerate(self._shards.chunks)}
         count = len(self._numbers)
-        reducer.sent = self.reduced
         try:
             yield
             while self._sent:
                 self._step(*self._sent.popleft())
-        except BaseException:
+        except BaseException:  # an interrupt leaves the model between two steps, too
             if len(self._numbers) < count:
                 self._torn = f"{count - len(self._numbers)} of {count} chunks"
             self._forget()
             raise
         finally:
-            reducer.sent = None
             self._updates.end()
 
     def reduced(self, sharded: ShardedChunk) -> None:
-        """A chunk's gradients are on their way; steps those of which all is there."""
+        """Called when a chunk's gradients were sent; steps the chunks that are complete."""
         used = self._shards.reducer.used_in(sharded)
         first = not self._sent and len(self._numbers) == len(self._shards.chunks)
-        votes = torch.tensor([*used, *self._shards.watched.votes()] if first else used)
+        votes = torch.tensor([*used, *self._shards.groups.votes()] if first else used)
         votes = votes.to(torch.uint8)
         why = sharded.purpose("votes on", "in a backward")
         # One exchange, where an all-reduce takes two, and the second would wait for what follows.
@@ -109,17 +99,17 @@ class InBackward:
         handle.wait()
         names, answer = list(sharded.chunk.parameters), votes.amax(0).tolist()
         if len(answer) > len(names):
-            self._shards.watched.check_votes(answer[len(names) :])
+            self._shards.groups.check_votes(answer[len(names) :])
             self._begin()
         self._prepare(sharded)
         used = {name for name, vote in zip(names, answer, strict=False) if vote}
-        self._updates.allowed = True
+        self._updates.begin()
         number = self._numbers.pop(sharded)
         later = self._is_gathered_later(number)
         self._updates.step([number], used, gather=not later)
         if later:
             self._stepped[number] = sharded
-        sharded.is_ahead = True  # whoever reads it now is refused, at every stage
+        sharded.is_ahead = True  # reading it now raises, at every stage
         mark_pending(sharded.chunk.members, self._shards.gatherer.touched)
         self._shards.reducer.use_up(sharded)
         # Its buffer was written behind autograd's back: what still refers to it must not be used.
@@ -135,8 +125,8 @@ class InBackward:
 
     def _begin(self) -> None:
         """The first chunk is about to be stepped."""
-        self._options = self._shards.watched.options()
-        self._updates.allowed = True
+        self._options = self._shards.groups.options()
+        self._updates.begin()
         self._hooks.enter_context(step_hooks(self._shards.inner))
 
     def _prepare(self, sharded: ShardedChunk) -> None:
@@ -152,21 +142,13 @@ class InBackward:
     # The step after it.
 
     def finish(self, used: set[str], end: Callable[[], None]) -> None:
-        """Gathers what backward has stepped, steps what it has not; every rank calls it.
-
-        Args:
-            used: names of parameters that have a gradient on any rank.
-            end: ends the step, before the hooks that follow it.
-
-        Raises:
-            GulliverError: an option of a group was changed since.
-        """
+        """Gathers what backward has stepped, steps what it has not; every rank calls it."""
         self._check_options()
         if self._shards.stage == 3:
             self._shards.gatherer.release_all()
         if not self._options:
             self._begin()
-        self._updates.allowed = True
+        self._updates.begin()
         try:
             for _, sharded in sorted(self._stepped.items()):
                 self._shards.gatherer.start(sharded)
@@ -186,7 +168,7 @@ class InBackward:
 
     def _check_options(self) -> None:
         """Refuses options that were changed after chunks had been stepped with others."""
-        found = self._options and first_change(self._options, self._shards.watched.options())
+        found = self._options and first_change(self._options, self._shards.groups.options())
         if found:
             name, then, now = found
             raise GulliverError(
@@ -195,13 +177,9 @@ class InBackward:
             )
 
     def refuse(self, what: str) -> None:
-        """Refuses what comes too late where a backward has begun a step.
-
-        Raises:
-            GulliverError: a step was begun, or one whose ranks have unequal work is under way.
-        """
-        if self._shards.inside:
-            raise GulliverError(self._shards.inside)
+        """Refuses what comes too late where a backward has begun a step."""
+        if self._suspended:
+            raise GulliverError(self._suspended)
         if self.begun:
             raise GulliverError(
                 f"{what} between backward and step: step_in_backward has begun the step already; "
@@ -209,12 +187,12 @@ class InBackward:
                 "leave step_in_backward out"
             )
 
-    def check_whole(self) -> None:
-        """Refuses to go on from the middle of a step.
+    def suspend(self, why: str) -> None:
+        """Makes `refuse` refuse everything with these words; empty ones end that."""
+        self._suspended = why
 
-        Raises:
-            GulliverError: a backward has failed after chunks had been stepped.
-        """
+    def check_whole(self) -> None:
+        """Refuses to go on from the middle of a step."""
         if self._torn:
             raise GulliverError(
                 f"the last backward failed when step_in_backward had stepped {self._torn}: load a "
@@ -235,4 +213,6 @@ class InBackward:
                     mark_ready(sharded.chunk.members)
         self._stepped.clear()
         self._sent.clear()
+        # Drops the hooks that follow a step without calling them: where a backward failed, no step
+        # has ended. `finish` has taken them out before, and calls them itself.
         self._hooks.pop_all()

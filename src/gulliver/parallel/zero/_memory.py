@@ -36,52 +36,41 @@ Event = tuple[str, int]
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """A chunk in numbers.
-
-    Attributes:
-        names: names of its parameters, in order.
-        whole: bytes of all of it.
-        shard: bytes of the part that a rank steps.
-        trained: whether it is stepped.
-        copied: whether the shard is a copy in a wider dtype.
-        packed: bytes of the shard as all ranks have it, where changes of it travel packed.
-    """
+    """A chunk in numbers."""
 
     names: Sequence[str]
     whole: int
+    # Bytes of the part that a rank steps.
     shard: int
     trained: bool = True
+    # Whether the shard is a copy in a wider dtype.
     copied: bool = False
+    # Bytes of the shard as all ranks have it, where changes of it travel packed.
     packed: int = 0
 
 
 def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
-    """Bytes that a rank will hold of what it has, see `held_bytes`; with tiers, in the fast one.
-
-    Args:
-        shards: state of the rank.
-        pipelined: whether micro-batches of a pipeline add up gradients.
-    """
-    record = shards.gatherer.record
+    """Bytes that a rank will hold of what it has, see `held_bytes`; with tiers, in the fast one."""
+    record = shards.record
     chunks = [
         ChunkBytes(
             tuple(c.chunk.parameters),
             c.chunk.nbytes,
-            c.chunk.home.nbytes,
+            c.chunk.master_shard.nbytes,
             c.trained,
             c.chunk.has_master,
             0 if c.chunk.shown_part is None else c.chunk.shown_part.nbytes,
         )
-        for c in shards.everything
+        for c in shards.all_chunks
     ]
     names = {name for chunk in chunks for name in chunk.names}
-    uses = shards.uses if names == set(shards.uses) else ()
+    uses = shards.options.uses if names == set(shards.options.uses) else ()
     events = record.events if record.complete else list(ordinary_step(chunks, uses))
-    options = shards.stage, shards.parts, shards.ahead, _state_bytes(shards)
+    options = shards.stage, shards.parts, shards.options.ahead, _state_bytes(shards)
     found = held_bytes(chunks, *options, events)
     if pipelined and shards.manager is None:
         found = after_micro_batches(found, chunks, *options[:3])
-    if shards.unequal:
+    if shards.options.unequal:
         found = in_unequal_step(found, chunks, *options[:2], shards.manager is not None)
     return found if shards.manager is None else _within(found, shards.manager)
 
@@ -132,18 +121,9 @@ def held_bytes(
 def after_micro_batches(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int
 ) -> dict[str, int]:
-    """Bytes of a rank of a pipeline, of those of a step with one backward.
-
-    Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
-    has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
-
-    Args:
-        found: what `held_bytes` has found.
-        chunks: chunks in the order of use.
-        stage: stage of ZeRO.
-        parts: number of shards of a chunk.
-        ahead: number of chunks that stage 3 gathers ahead.
-    """
+    """Bytes of a rank of a pipeline, of those of a step with one backward."""
+    # Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
+    # has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
     if stage < 2 or parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
@@ -160,18 +140,9 @@ def after_micro_batches(
 def in_unequal_step(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, limited: bool
 ) -> dict[str, int]:
-    """Bytes of a rank whose steps send nothing before their end, of those of an ordinary step.
-
-    Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
-    lie whole there, too. Under a limit these go first.
-
-    Args:
-        found: what `held_bytes` has found.
-        chunks: chunks in the order of use.
-        stage: stage of ZeRO.
-        parts: number of shards of a chunk.
-        limited: whether there is a limit: bytes are those of all tiers.
-    """
+    """Bytes of a rank whose steps send nothing before their end, of those of an ordinary step."""
+    # Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
+    # lie whole there, too. Under a limit these go first.
     if stage < 2 or parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
@@ -186,30 +157,14 @@ def in_unequal_step(
 
 @dataclass(eq=False, kw_only=True)
 class ImaginedChunk(Resident):
-    """A chunk as numbers of bytes.
-
-    Attributes:
-        number: index in the order of use.
-        size: sizes in bytes.
-    """
+    """A chunk as numbers of bytes."""
 
     number: int
     size: ChunkBytes
 
 
 class StepReplay(ABC):
-    """Replays events of a step by the rules of the engines; subclasses say what each does.
-
-    Args:
-        chunks: chunks in the order of use.
-        stage: stage of ZeRO.
-        ahead: number of chunks that stage 3 gathers ahead.
-        in_flight: number of chunks whose gradients travel at once.
-        tight: whether what a pass jumps over is given back at once, see `Prefetcher`.
-
-    Attributes:
-        flying: chunks whose gradients travel.
-    """
+    """Replays events of a step by the rules of the engines; subclasses say what each does."""
 
     def __init__(
         self,
@@ -237,7 +192,7 @@ class StepReplay(ABC):
                 self._reduce(self.chunks[number])
             elif self.stage == 3:
                 self.passes(what, number)
-        self.land_all()
+        self.wait_all_reductions()
 
     def passes(self, what: str, number: int) -> None:
         """What moves parameters."""
@@ -252,7 +207,7 @@ class StepReplay(ABC):
         elif what == "released":
             self.engine.release_all()
         elif what == "prefetched":
-            self.land_all()
+            self.wait_all_reductions()
             self.engine.prefetch()
 
     # What the prefetcher asks for.
@@ -279,31 +234,31 @@ class StepReplay(ABC):
 
     def _collect(self, chunk: ImaginedChunk) -> None:
         if chunk in self.flying:
-            self.land_all()
+            self.wait_all_reductions()
         self.collects(chunk)
 
     def _reduce(self, chunk: ImaginedChunk) -> None:
         self.sends(chunk)
         self.flying.append(chunk)
         if self.stage >= 2 and len(self.flying) > self.in_flight:
-            self.land(self.flying[0])
+            self.wait_reduction(self.flying[0])
 
-    def land(self, chunk: ImaginedChunk) -> None:
-        """Lets the gradients of a chunk arrive, if they travel."""
+    def wait_reduction(self, chunk: ImaginedChunk) -> None:
+        """Ends the reduction of a chunk, if there is one in flight."""
         if chunk in self.flying:
             self.flying.remove(chunk)
             self.lands(chunk)
 
-    def land_all(self) -> None:
-        """Lets all gradients arrive."""
+    def wait_all_reductions(self) -> None:
+        """Ends all reductions in flight."""
         while self.flying:
-            self.land(self.flying[0])
+            self.wait_reduction(self.flying[0])
 
     # What that means.
 
     @abstractmethod
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
-        """The way of its parameters to all ranks begins, `fresh` into a new buffer."""
+        """Starts the chunk's all-gather, `fresh` into a new buffer."""
 
     @abstractmethod
     def gives_back(self, chunk: ImaginedChunk) -> None:
@@ -370,14 +325,7 @@ class _Counted(StepReplay):
 def ordinary_step(
     chunks: Sequence[ChunkBytes], order: Sequence[str] = (), again: Sequence[str] = ()
 ) -> Iterator[Event]:
-    """A step of a model whose modules are used in the order of their parameters.
-
-    Args:
-        chunks: chunks in the order of use.
-        order: names of the parameters in the order of use, one that is used again also there; none
-            for the order of the chunks.
-        again: paths of the blocks that backward computes again.
-    """
+    """A step of a model whose modules are used in the order of their parameters."""
     if not chunks:
         return
     homes = {name: number for number, chunk in enumerate(chunks) for name in chunk.names}
@@ -411,15 +359,7 @@ def ordinary_step(
 def backward_uses(
     names: Sequence[str], again: Sequence[str] = ()
 ) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
-    """Goes backward through the modules that use parameters.
-
-    Args:
-        names: names of the parameters in the order of use.
-        again: paths of the blocks that backward computes again.
-
-    Yields:
-        Names that are read, and those of the module that then have gradients, with their places.
-    """
+    """Goes backward through the modules that use parameters."""
     entered = None
     backwards = reversed(list(enumerate(names)))
     for module, found in groupby(backwards, key=lambda entry: entry[1].rpartition(".")[0]):
@@ -434,11 +374,9 @@ def backward_uses(
 
 def _state_bytes(shards: ShardedState) -> int:
     """Bytes of the optimizer's state, as it will lie in the buffers of chunks."""
-    groups = shards.inner.param_groups
     total = 0
     for sharded in shards.chunks:
         for piece, owned in sharded.pieces:
-            group = groups[shards.group_of(piece.name)]
-            sizes = state_sizes(shards.inner, group, owned.shape)
+            sizes = state_sizes(shards.inner, shards.groups.of(piece.name), owned.shape)
             total += moment_size(sizes) * owned.dtype.itemsize
     return total

@@ -1,4 +1,4 @@
-"""Cuts the chunks of a running optimizer anew: another order, another size, the same numbers.
+"""Cuts the chunks of a running optimizer again: another order, another size, the same numbers.
 
 Between two steps, when there are no gradients. Parameters move chunk by chunk, state tensor by
 tensor, so that never more than one chunk is whole on top of what is held anyway, apart from the
@@ -13,53 +13,34 @@ import torch
 from torch import nn
 
 from gulliver.errors import GulliverError
-from gulliver.memory import ChunkLayout, before_any_write
+from gulliver.memory import before_any_write
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._state import MASTER, run_of, stream_state
 
 
 def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bool:
-    """Lays the parameters out in another order, in chunks of another size; every rank calls it.
-
-    Args:
-        shards: state between steps, without gradients.
-        order: names of the parameters in the order of use.
-        chunk_bytes: size of a chunk, in bytes.
-
-    Returns:
-        Whether anything changed.
-
-    Raises:
-        GulliverError: there are gradients, or the optimizer's groups have other parameters.
-    """
-    if any(c.gradient_shard is not None or c.chunk.gradient_begun for c in shards.chunks):
+    """Lays the parameters out in another order, in chunks of another size; every rank calls it."""
+    if any(c.gradient_shard is not None or c.chunk.gradients.begun for c in shards.chunks):
         raise GulliverError("chunks are cut between steps: call zero_grad first")
-    shards.watched.check_members()  # the groups are filled anew
-    new, old = shards.ordered(order, chunk_bytes), shards.everything
-    shards.chunk_bytes = chunk_bytes
+    shards.groups.check_members()  # the groups are filled again
+    old = shards.all_chunks
+    new = shards.ordered(order, chunk_bytes)
     if [found[0] for found in new] == [c.chunk.layout for c in old]:
         return False
     before_any_write()  # buffers change hands, which a checkpoint may be copying
     shards.take_writes()
     shards.publish_exact()
-    chunks = [_moved(shards, *found) for found in new]
+    chunks = [shards.replaced(*found) for found in new]
     _move_state(shards, old, chunks)
     shards.adopt(chunks)
     shards.pool.clear()  # buffers of the old sizes are not asked for again
     for sharded in shards.chunks:
-        with shards.opened(sharded):
-            shards.place_state(sharded)
-    # While chunks were cut anew there were two of some: no step holds as much.
+        with shards.states.opened(sharded):
+            shards.states.place(sharded)
+    # While chunks were cut there were two of some: no step holds as much.
     shards.pool.counter.restart()
     return True
-
-
-def _moved(
-    shards: ShardedState, layout: ChunkLayout, parameters: dict[str, nn.Parameter], trained: bool
-) -> ShardedChunk:
-    # Reading the parameters gathers them, where they are with their owners.
-    return shards.settled(shards.new_chunk(layout, parameters), trained)
 
 
 def _hand_over(
@@ -71,13 +52,13 @@ def _hand_over(
     for sharded in old:
         for piece, owned in sharded.pieces:
             chunk, target = targets[piece.name]
-            with shards.shown(sharded), shards.opened(chunk):
+            with shards.states.shown(sharded), shards.states.opened(chunk):
                 target.detach().copy_(owned.detach())
                 if owned in inner.state:
                     inner.state[target] = dict(inner.state[owned])
-                    if shards.tiers is not None:
-                        shards.place_state(chunk)  # now that both are there
-            if shards.tiers is not None:  # elsewhere both have one entry, of their parameter
+                    if shards.states.tiered:
+                        shards.states.place(chunk)  # now that both are there
+            if shards.states.tiered:  # elsewhere both have one entry, of their parameter
                 inner.state.pop(owned, None)
 
 
@@ -99,7 +80,7 @@ def _move_state(
         chunk, piece, owned = pieces[name]
         part = run_of(whole, piece, owned)
         if key == MASTER:
-            with shards.opened(chunk):
+            with shards.states.opened(chunk):
                 owned.detach().copy_(part)
         else:
             moved[owned][key] = part.clone()
@@ -107,7 +88,7 @@ def _move_state(
     for owned, state in moved.items():
         if state:
             shards.inner.state[owned] = {
-                # Counters stay where they are, factors go beside their parameter.
+                # Counters stay where they are, factors go to their parameter's device.
                 key: value.to(owned.device if value.ndim else value.device, copy=True)
                 if isinstance(value, torch.Tensor)
                 else value

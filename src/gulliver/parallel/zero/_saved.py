@@ -1,87 +1,364 @@
-"""What a rank has of a sharded model and its optimizer: for checkpoints, with nothing gathered.
+"""Saves and loads what a rank has of a sharded model and its optimizer, with nothing gathered.
 
 Parameters of 16 bits are saved by their float32 copies, which they are rounded from. A parameter
 that holds a region of a whole (a slice of tensor parallelism) is saved and loaded as parts of that
-region; see the note at `BoostedOptimizer` for models that no rank has all of.
+region; see the note at `OptimizerCheckpoint` for models that no rank has all of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, Piece, Presence, before_write, part_of, region_of, whole_shape
-from gulliver.parallel._optimizer import (
+from gulliver.memory import (
+    Part,
+    Presence,
+    ShardPiece,
+    before_write,
+    part_of,
+    region_of,
+    whole_shape,
+)
+from gulliver.parallel._saving import (
     Counter,
     Leaf,
+    OptimizerCheckpoint,
     Saved,
     is_counter,
     persistent_buffers,
     refuse_extra_state,
 )
 from gulliver.parallel.zero._sharded import ShardedChunk
-from gulliver.parallel.zero._shards import ShardedState
+from gulliver.parallel.zero._sizes import shard_dtype
 from gulliver.parallel.zero._state import MASTER
-from gulliver.parallel.zero._unfreezing import wake
+from gulliver.parallel.zero._unfreezing import train_unfrozen
 
-Writes = Callable[[str, Tensor], bool] | None
-"""Whether this rank's group writes a tensor of the model; None where each has the whole model."""
+if TYPE_CHECKING:
+    from gulliver.parallel.zero._optimizer import ZeroOptimizer
 
 SMALL, ALIKE = 2**16, 2**20
 """Bytes: smaller buffers are copied at once; smaller tensors are written by one rank."""
 
 
-def model_leaves(
-    shards: ShardedState, model: nn.Module, writes: Writes, fill: bool = False
-) -> dict[str, Leaf]:
-    """The model's state as far as this rank has it, by the names of its `state_dict`.
+class ZeroCheckpoint(OptimizerCheckpoint):
+    """Saves and loads a ZeRO optimizer and its model, shard by shard."""
 
-    Args:
-        shards: chunks of the model.
-        model: boosted model.
-        writes: what this rank's group is to write, of a model that no rank has all of; None for
-            all that it holds.
-        fill: whether they will be overwritten as wholes, next.
+    def __init__(self, optimizer: ZeroOptimizer, on_load: Callable[[], None]) -> None:
+        super().__init__(optimizer)
+        self._shards = optimizer.shards
+        # Called before all values of the model are replaced.
+        self._on_load = on_load
 
-    Raises:
-        GulliverError: a module keeps state that is no tensor.
-    """
-    refuse_extra_state(model)
-    wake(shards)
-    take_finished_writes(shards)
-    if fill and shards.tiers is not None:
-        shards.gatherer.release_all()  # nothing may move until all is filled
-    mine: dict[str, Leaf] = {}
-    for sharded in shards.everything:
-        with shards.shown(sharded, fill):
-            mine.update(_homes(shards, sharded))
-    found: dict[str, Leaf] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = shards.names.get(parameter) or shards.frozen_names.get(parameter)
-        leaf = _held(parameter) if known is None else mine.get(known)
-        if leaf is None or (writes is not None and not writes(name, parameter)):
-            continue
-        if writes is not None and (known is None or shards.parts == 1):
-            leaf = _share(shards, leaf)
-        if leaf is not None:
-            found[name] = leaf
-    return found | _buffers(shards, model, writes)
+    @property
+    def copy_limit(self) -> int | None:
+        """Bytes of host memory that saving may take, under a memory limit; None for any number."""
+        manager = self._shards.manager
+        return None if manager is None else min(max(manager.budget // 8, 2**23), 2**26)
 
+    def _saves(self, name: str, tensor: Tensor) -> bool:
+        """Whether this rank's group writes a tensor of the model."""
+        return self.has_whole_model or self.writes(name, tensor)
 
-def _buffers(shards: ShardedState, model: nn.Module, writes: Writes) -> dict[str, Leaf]:
-    buffers = persistent_buffers(model)
-    if writes is None:
-        return {name: _held(buffer) for name, buffer in buffers.items()}
-    if shards.rank != 0:
-        # They need not be alike on all ranks: one rank's are taken.
-        return {}
-    mine = {name: part_of(b) for name, b in buffers.items() if writes(name, b)}
-    return {name: _copied(part) for name, part in mine.items()}
+    # The model.
+
+    def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
+        """The model's state as far as this rank saves it; nothing is gathered or waited for."""
+        return self._leaves(model, every=self.has_whole_model)
+
+    def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
+        """Returns the tensors that this rank loads: all that it holds of the model."""
+        return self._leaves(model, every=True, fill=True)
+
+    def _leaves(self, model: nn.Module, every: bool, fill: bool = False) -> dict[str, Leaf]:
+        """The model's state by the names of its `state_dict`.
+
+        Args:
+            model: boosted model.
+            every: whether all that this rank holds is asked for, or what its group writes.
+            fill: whether the leaves will be overwritten as wholes, next.
+        """
+        shards = self._shards
+        refuse_extra_state(model)
+        train_unfrozen(shards)
+        self.take_finished_writes()
+        if fill and shards.states.tiered:
+            shards.gatherer.release_all()  # nothing may move until all is filled
+        mine: dict[str, Leaf] = {}
+        for sharded in shards.all_chunks:
+            with shards.states.shown(sharded, fill):
+                mine.update(self._pieces(sharded))
+        found: dict[str, Leaf] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            known = shards.names.get(parameter) or shards.frozen_names.get(parameter)
+            leaf = _held(parameter) if known is None else mine.get(known)
+            if leaf is None or not (every or self.writes(name, parameter)):
+                continue
+            if not every and (known is None or shards.parts == 1):
+                leaf = self._share(leaf)
+            if leaf is not None:
+                found[name] = leaf
+        return found | self._buffers(model, every)
+
+    def _buffers(self, model: nn.Module, every: bool) -> dict[str, Leaf]:
+        buffers = persistent_buffers(model)
+        if every:
+            return {name: _held(buffer) for name, buffer in buffers.items()}
+        if self._shards.rank != 0:
+            # They need not be alike on all ranks: one rank's are taken.
+            return {}
+        mine = {name: part_of(b) for name, b in buffers.items() if self.writes(name, b)}
+        return {name: _copied(part) for name, part in mine.items()}
+
+    def _share(self, leaf: Leaf) -> Part | None:
+        """This rank's share of what all ranks of the group have: small ones are the first's."""
+        whole = leaf if isinstance(leaf, Part) else part_of(leaf)
+        count, size, rank = whole.value.numel(), self._shards.size, self._shards.rank
+        if size == 1 or whole.value.nbytes < ALIKE:
+            return whole if rank == 0 else None
+        begin, stop = (count * number // size for number in (rank, rank + 1))
+        run = whole.value.reshape(-1)[begin:stop]
+        return replace(whole, value=run, start=whole.start + begin)
+
+    def _pieces(self, sharded: ShardedChunk) -> Iterator[tuple[str, Leaf]]:
+        """This rank's pieces of a chunk's parameters, as the optimizer steps them."""
+        chunk = sharded.chunk
+        for piece in chunk.layout.pieces(chunk.part):
+            parameter = chunk.parameters[piece.name]
+            run = chunk.master_shard[piece.start : piece.end].detach()
+            owner = parameter if chunk.master_is_view else None
+            if self._shards.parts > 1:
+                yield piece.name, _part(parameter, run, piece.offset, owner)
+            elif region_of(parameter) is not None:
+                yield piece.name, _part(parameter, run, 0, owner)
+            else:
+                # What every rank has as a whole is shared out among them like any other tensor.
+                view = owner is not None
+                yield piece.name, parameter.detach() if view else run.view(parameter.shape)
+        if chunk.part == 0:
+            # A parameter without elements lies on no part.
+            for name, parameter in chunk.parameters.items():
+                if parameter.shape.numel() == 0:
+                    yield name, _part(parameter, chunk.master_shard[:0].detach())
+
+    def take_finished_writes(self) -> None:
+        """Brings what was written to parameters to the shards, without waiting for gathers."""
+        # A parameter that is being gathered cannot have been written: touching it waits for it.
+        self._shards.gatherer.flush_writes()
+        for sharded in self._shards.all_chunks:
+            if sharded.presence is Presence.WHOLE and sharded.chunk.buffer is not None:
+                sharded.chunk.take_writes()
+
+    def before_model_load(self) -> None:
+        """Waits for all that is in flight, before the model is filled."""
+        self._shards.gatherer.release_all()
+        before_write(sharded.chunk.master_shard for sharded in self._shards.all_chunks)
+        self._on_load()
+
+    def after_model_load(self) -> None:
+        """Sends what was filled to all ranks; every rank calls it."""
+        self._shards.publish()
+
+    # The optimizer's groups.
+
+    @property
+    def trainable(self) -> Mapping[nn.Parameter, str]:
+        """Parameters that have state, or may have some later, with their names."""
+        return {**self._shards.names, **self._shards.frozen_trainable}
+
+    def take_up(self, names: Collection[str]) -> set[str]:
+        """Makes room for the state of frozen parameters; returns names that will have none."""
+        train_unfrozen(self._shards, names)
+        return set(names) - set(self._shards.names.values())
+
+    def group_names(self) -> list[list[str]]:
+        """Names of the trained parameters of each group, what was unfrozen since included."""
+        train_unfrozen(self._shards)
+        return [list(names) for names in self._shards.groups.names]
+
+    # The optimizer's state.
+
+    def state_dtype(self, parameter: Tensor) -> torch.dtype:
+        """Dtype of the state that belongs to a parameter."""
+        return shard_dtype(parameter.dtype, trained=True)
+
+    @property
+    def has_whole_state(self) -> bool:
+        """Whether a rank has all state of a parameter or none, of whatever shape that is."""
+        return self._shards.whole or (self._shards.parts == 1 and self.has_whole_model)
+
+    def state_leaves(self) -> Saved:
+        """The optimizer's state as far as this rank has it."""
+        found: Saved = {}
+        for sharded in self._shards.chunks:
+            with self._shards.states.shown(sharded):
+                for piece, owned in sharded.pieces:
+                    parameter = sharded.chunk.parameters[piece.name]
+                    if self._saves(piece.name, parameter):
+                        state = self._shards.inner.state.get(owned, {})
+                        found[piece.name] = self._entries(piece, owned, parameter, state)
+        return found
+
+    def _entries(
+        self, piece: ShardPiece, owned: Tensor, parameter: Tensor, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The state of a piece: counters, and leaves as far as this rank saves them."""
+        entries: dict[str, Any] = {}
+        alone = self.has_whole_model and self._shards.parts == 1
+        for key, value in state.items():
+            if value is None:
+                continue
+            if is_counter(key, value, owned):
+                entries[key] = Counter.of(value)
+                continue
+            leaf: Leaf | None
+            if isinstance(value, Tensor) and value.shape == owned.shape:
+                leaf = self._state_leaf(_part(parameter, value.reshape(-1), piece.offset))
+            elif isinstance(value, Tensor) and (self._shards.whole or alone):
+                # Of an optimizer of whole tensors. What all ranks have is shared out later.
+                leaf = value if alone else self._state_leaf(_factor(value))
+            else:
+                kept = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise GulliverError(
+                    f"the optimizer keeps {key!r} of {piece.name!r} as {kept}, not "
+                    f"{tuple(owned.shape)}: only element-wise state can be saved here; "
+                    "TorchDDPPlugin saves any"
+                )
+            if leaf is not None:
+                entries[key] = leaf
+        return entries
+
+    def _state_leaf(self, part: Part) -> Leaf | None:
+        """State as this rank saves it; None where another rank of its group does."""
+        if self._shards.parts > 1:
+            return part
+        if self.has_whole_model:
+            return part.value.view(part.shape) if part.region is None else part
+        return self._share(part)
+
+    def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
+        """Gives the optimizer state of the kinds that a checkpoint has, to be filled.
+
+        Args:
+            entries: counters, or whatever stands for a tensor, by parameter and kind.
+
+        Returns:
+            The tensors to fill, by parameter and kind.
+        """
+        shards, states = self._shards, self._shards.states
+        capturing = shards.groups.capturing()
+        states.drop(shards.chunks)
+        for sharded in shards.chunks:
+            with states.opened(sharded):
+                for piece, owned in sharded.pieces:
+                    found = self._empty(entries.get(piece.name, {}), owned, owned in capturing)
+                    if found:
+                        shards.inner.state[owned] = found
+                states.place(sharded)
+        wanted: dict[tuple[str, str], Leaf] = {}
+        for sharded in shards.chunks:
+            with states.shown(sharded, fill=True):
+                wanted.update(self._to_fill(sharded, entries))
+        return wanted
+
+    def _empty(self, entries: Mapping[str, Any], owned: Tensor, captured: bool) -> dict[str, Any]:
+        """State of a piece, to be filled; on meta where it will lie in buffers of its chunk."""
+        found: dict[str, Any] = {}
+        for key, value in entries.items():
+            if isinstance(value, Counter):
+                # torch wants counters on the parameter's device only where kernels read them.
+                found[key] = value.to_value(owned.device if captured else None)
+                continue
+            whole = self.has_whole_state
+            shape = tuple(getattr(value, "shape", owned.shape)) if whole else owned.shape
+            dtype = value.dtype if shape != tuple(owned.shape) else owned.dtype
+            stand_in = torch.empty(shape, dtype=dtype, device="meta")
+            placed = self._shards.states.places(key, stand_in, owned)
+            found[key] = stand_in if placed else torch.empty_like(stand_in, device=owned.device)
+        return found
+
+    def _to_fill(
+        self, sharded: ShardedChunk, entries: Mapping[str, Mapping[str, Any]]
+    ) -> Iterator[tuple[tuple[str, str], Leaf]]:
+        for piece, owned in sharded.pieces:
+            parameter = sharded.chunk.parameters[piece.name]
+            state = self._shards.inner.state.get(owned, {})
+            for key, value in entries.get(piece.name, {}).items():
+                if not isinstance(value, Counter):
+                    alike = state[key].shape == owned.shape
+                    part = _part(parameter, state[key].view(-1), piece.offset) if alike else None
+                    yield (piece.name, key), state[key] if part is None else part
+
+    # An optimizer without its model: state, and the float32 copies of parameters of 16 bits.
+
+    def export_leaves(self) -> Saved:
+        """State and, of parameters of 16 bits, their float32 copies, as this rank saves them."""
+        found = self.state_leaves()
+        for name, part, parameter in self._masters(fill=False):
+            if self._saves(name, parameter):
+                leaf = self._state_leaf(part)
+                if leaf is not None:
+                    found.setdefault(name, {})[MASTER] = leaf
+        return found
+
+    def import_leaves(
+        self, entries: Mapping[str, Mapping[str, Any]]
+    ) -> dict[tuple[str, str], Leaf]:
+        """Gives the tensors to fill for what `export_leaves` gave: state, and float32 copies."""
+        state = {n: {k: v for k, v in found.items() if k != MASTER} for n, found in entries.items()}
+        wanted = self.make_state(state)
+        before_write(sharded.chunk.master_shard for sharded in self._shards.chunks)
+        for name, part, _ in self._masters(fill=True):
+            if MASTER in entries.get(name, {}):
+                wanted[name, MASTER] = part
+        return wanted
+
+    def _masters(self, fill: bool) -> Iterator[tuple[str, Part, Tensor]]:
+        """This rank's pieces of float32 copies, and the parameters that they are of."""
+        for sharded in self._shards.chunks:
+            chunk = sharded.chunk
+            if chunk.has_master:
+                with self._shards.states.shown(sharded, fill):
+                    for piece, owned in sharded.pieces:
+                        parameter = chunk.parameters[piece.name]
+                        run = owned.detach().view(-1)
+                        yield piece.name, _part(parameter, run, piece.offset), parameter
+
+    # Parameters whose changes travel packed, below stage 3: all ranks have others than the shards.
+
+    def exact_parameters(self, model: nn.Module) -> dict[str, Tensor]:
+        """Copies of these parameters from the shards, by the names of the model's `state_dict`.
+
+        Every rank calls it.
+        """
+        found: dict[nn.Parameter, Tensor] = {}
+        self.take_finished_writes()
+        for sharded in self._shards.all_chunks:
+            if sharded.chunk.shown_part is not None:
+                views = sharded.chunk.named_views(self._shards.gatherer.copied(sharded))
+                found |= {p: views[name] for name, p in sharded.chunk.parameters.items()}
+        named = model.named_parameters(remove_duplicate=False)
+        return {name: found[p] for name, p in named if p in found}
+
+    def shown_parts(self) -> dict[str, Tensor]:
+        """This rank's parts of these chunks as all ranks have them, by first name."""
+        found: dict[str, Tensor] = {}
+        for sharded in self._shards.all_chunks:
+            self._shards.gatherer.finish(sharded)
+            if sharded.chunk.shown_part is not None:
+                found[sharded.chunk.layout.slots[0].name] = sharded.chunk.shown_part
+        return found
+
+    def take_shown_parts(self, found: Mapping[str, Tensor]) -> None:
+        """Gives parameters the values that all ranks had; shards stay. Every rank calls it."""
+        for sharded in self._shards.all_chunks:
+            part = found.get(sharded.chunk.layout.slots[0].name)
+            if part is not None:
+                self._shards.gatherer.show(sharded, part)
 
 
 def _copied(part: Part) -> Part:
@@ -96,216 +373,11 @@ def _held(tensor: Tensor) -> Leaf:
     return tensor.detach() if region_of(tensor) is None else part_of(tensor)
 
 
-def _share(shards: ShardedState, leaf: Leaf) -> Part | None:
-    """This rank's share of what all ranks of the group have alike: small ones are the first's."""
-    whole = leaf if isinstance(leaf, Part) else part_of(leaf)
-    count, size = whole.value.numel(), shards.size
-    if size == 1 or whole.value.nbytes < ALIKE:
-        return whole if shards.rank == 0 else None
-    begin, stop = (count * number // size for number in (shards.rank, shards.rank + 1))
-    run = whole.value.reshape(-1)[begin:stop]
-    return replace(whole, value=run, start=whole.start + begin)
-
-
-def _homes(shards: ShardedState, sharded: ShardedChunk) -> Iterator[tuple[str, Leaf]]:
-    """This rank's pieces of a chunk's parameters, as the optimizer steps them."""
-    chunk = sharded.chunk
-    for piece in chunk.layout.pieces(chunk.part):
-        parameter = chunk.parameters[piece.name]
-        run = chunk.home[piece.start : piece.end].detach()
-        owner = parameter if chunk.home_is_view else None
-        if shards.parts > 1:
-            yield piece.name, _part(parameter, run, piece.offset, owner)
-        elif region_of(parameter) is not None:
-            yield piece.name, _part(parameter, run, 0, owner)
-        else:
-            # What every rank has as a whole is shared out among them like any other tensor.
-            view = owner is not None
-            yield piece.name, parameter.detach() if view else run.view(parameter.shape)
-    if chunk.part == 0:
-        # A parameter without elements lies on no part.
-        for name, parameter in chunk.parameters.items():
-            if parameter.shape.numel() == 0:
-                yield name, _part(parameter, chunk.home[:0].detach())
-
-
 def _part(parameter: Tensor, run: Tensor, start: int = 0, owner: Tensor | None = None) -> Part:
-    """Elements of a parameter, or of what has its shape, in the whole that it is of."""
+    """Elements from `start` of a parameter, or of its state, as a part of the whole tensor."""
     return Part(run, whole_shape(parameter), start, owner, region_of(parameter))
-
-
-def take_finished_writes(shards: ShardedState) -> None:
-    """Brings what was written to parameters to the shards, without waiting for gathers.
-
-    A parameter that is on its way cannot have been written: whoever touches it waits for it.
-    """
-    shards.gatherer.settle_writes()
-    for sharded in shards.everything:
-        if sharded.presence is Presence.WHOLE and sharded.chunk.buffer is not None:
-            sharded.chunk.take_writes()
-
-
-def state_leaves(shards: ShardedState, writes: Writes) -> Saved:
-    """The optimizer's state by parameter and kind, as far as this rank has it.
-
-    Raises:
-        GulliverError: state that is neither element-wise nor one value.
-    """
-    found: Saved = {}
-    for sharded in shards.chunks:
-        with shards.shown(sharded):
-            for piece, owned in sharded.pieces:
-                parameter = sharded.chunk.parameters[piece.name]
-                if writes is None or writes(piece.name, parameter):
-                    state = shards.inner.state.get(owned, {})
-                    entries = _entries(shards, piece, owned, parameter, state, writes)
-                    found[piece.name] = entries
-    return found
-
-
-def _entries(
-    shards: ShardedState,
-    piece: Piece,
-    owned: Tensor,
-    parameter: Tensor,
-    state: Mapping[str, Any],
-    writes: Writes,
-) -> dict[str, Any]:
-    """The state of a piece: counters, and leaves as far as this rank saves them."""
-    entries: dict[str, Any] = {}
-    for key, value in state.items():
-        if value is None:
-            continue
-        if is_counter(key, value, owned):
-            entries[key] = Counter.of(value)
-            continue
-        alone = shards.whole or (writes is None and shards.parts == 1)
-        if alone and isinstance(value, Tensor) and value.shape != owned.shape:
-            # Of an optimizer of whole tensors. What all ranks have is shared out later.
-            every = writes is None and shards.parts == 1
-            leaf = value if every else _state_leaf(shards, _factor(value), writes)
-            if leaf is not None:
-                entries[key] = leaf
-            continue
-        if not isinstance(value, Tensor) or value.shape != owned.shape:
-            kept = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise GulliverError(
-                f"the optimizer keeps {key!r} of {piece.name!r} as {kept}, not "
-                f"{tuple(owned.shape)}: only element-wise state can be saved here; "
-                "TorchDDPPlugin saves any"
-            )
-        part = _part(parameter, value.reshape(-1), piece.offset)
-        leaf = _state_leaf(shards, part, writes)
-        if leaf is not None:
-            entries[key] = leaf
-    return entries
 
 
 def _factor(value: Tensor) -> Part:
     """State of a shape of its own, which only the owner of its parameter has."""
     return part_of(value if value.is_contiguous() else value.contiguous())
-
-
-def _state_leaf(shards: ShardedState, part: Part, writes: Writes) -> Leaf | None:
-    """State as this rank saves it; None where another rank of its group does."""
-    if shards.parts > 1:
-        return part
-    if writes is None:
-        return part.value.view(part.shape) if part.region is None else part
-    return _share(shards, part)
-
-
-def make_state(
-    shards: ShardedState, entries: Mapping[str, Mapping[str, Any]], whole: bool
-) -> dict[tuple[str, str], Leaf]:
-    """Gives the optimizer state of the kinds that a checkpoint has, to be filled.
-
-    Args:
-        shards: sharded state whose optimizer's state is replaced.
-        entries: counters, or whatever stands for a tensor, by parameter and kind.
-        whole: whether every rank has all state of each parameter, which may be of any shape then.
-
-    Returns:
-        The tensors to fill, by parameter and kind.
-    """
-    capturing = shards.capturing()
-    shards.drop_state()
-    for sharded in shards.chunks:
-        with shards.opened(sharded):
-            for piece, owned in sharded.pieces:
-                captured = owned in capturing
-                found = _empty(shards, entries.get(piece.name, {}), owned, captured, whole)
-                if found:
-                    shards.inner.state[owned] = found
-            shards.place_state(sharded)
-    wanted: dict[tuple[str, str], Leaf] = {}
-    for sharded in shards.chunks:
-        with shards.shown(sharded, fill=True):
-            wanted.update(_to_fill(shards, sharded, entries))
-    return wanted
-
-
-def _empty(
-    shards: ShardedState, entries: Mapping[str, Any], owned: Tensor, captured: bool, whole: bool
-) -> dict[str, Any]:
-    """State of a piece, to be filled; on meta where it will be placed in buffers of its chunk."""
-    found: dict[str, Any] = {}
-    for key, value in entries.items():
-        if isinstance(value, Counter):
-            # torch wants counters beside the parameter only where kernels read them.
-            found[key] = value.to_value(owned.device if captured else None)
-            continue
-        shape = tuple(getattr(value, "shape", owned.shape)) if whole else owned.shape
-        dtype = value.dtype if shape != tuple(owned.shape) else owned.dtype
-        stand_in = torch.empty(shape, dtype=dtype, device="meta")
-        placed = shards.places(key, stand_in, owned)
-        found[key] = stand_in if placed else torch.empty_like(stand_in, device=owned.device)
-    return found
-
-
-def _to_fill(
-    shards: ShardedState, sharded: ShardedChunk, entries: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[tuple[str, str], Leaf]]:
-    for piece, owned in sharded.pieces:
-        state, parameter = shards.inner.state.get(owned, {}), sharded.chunk.parameters[piece.name]
-        for key, value in entries.get(piece.name, {}).items():
-            if not isinstance(value, Counter):
-                alike = state[key].shape == owned.shape
-                part = _part(parameter, state[key].view(-1), piece.offset) if alike else None
-                yield (piece.name, key), state[key] if part is None else part
-
-
-def export_leaves(shards: ShardedState, writes: Writes) -> Saved:
-    """State and, of parameters of 16 bits, their float32 copies, as far as this rank saves them."""
-    found = state_leaves(shards, writes)
-    for name, part, parameter in _masters(shards, fill=False):
-        if writes is None or writes(name, parameter):
-            leaf = _state_leaf(shards, part, writes)
-            if leaf is not None:
-                found.setdefault(name, {})[MASTER] = leaf
-    return found
-
-
-def import_leaves(
-    shards: ShardedState, entries: Mapping[str, Mapping[str, Any]], whole: bool
-) -> dict[tuple[str, str], Leaf]:
-    """Gives the tensors to fill for what `export_leaves` gave: state, and float32 copies too."""
-    state = {n: {k: v for k, v in found.items() if k != MASTER} for n, found in entries.items()}
-    wanted = make_state(shards, state, whole)
-    before_write(sharded.chunk.home for sharded in shards.chunks)
-    for name, part, _ in _masters(shards, fill=True):
-        if MASTER in entries.get(name, {}):
-            wanted[name, MASTER] = part
-    return wanted
-
-
-def _masters(shards: ShardedState, fill: bool) -> Iterator[tuple[str, Part, Tensor]]:
-    """This rank's pieces of float32 copies, and the parameters that they are of."""
-    for sharded in shards.chunks:
-        chunk = sharded.chunk
-        if chunk.has_master:
-            with shards.shown(sharded, fill):
-                for piece, owned in sharded.pieces:
-                    parameter = chunk.parameters[piece.name]
-                    run = owned.detach().view(-1)
-                    yield piece.name, _part(parameter, run, piece.offset), parameter

@@ -7,24 +7,18 @@ from dataclasses import dataclass
 
 @dataclass
 class LossScaler:
-    """The factor that keeps small gradients from vanishing in float16.
-
-    Attributes:
-        scale: factor of the next loss.
-        growth: factor of the scale after `interval` steps without overflow.
-        backoff: factor of the scale after an overflow, whose step is skipped.
-        interval: number of steps without overflow after which the scale grows.
-        smallest: least value of the scale.
-        largest: greatest value of the scale.
-        good_steps: number of steps since the last overflow or growth.
-    """
+    """The factor that keeps small gradients from vanishing in float16."""
 
     scale: float = 2.0**16
+    # Factor of the scale after `interval` steps without overflow.
     growth: float = 2.0
+    # Factor of the scale after an overflow, whose step is skipped.
     backoff: float = 0.5
+    # Number of steps without overflow after which the scale grows.
     interval: int = 1000
     smallest: float = 1.0
     largest: float = 2.0**32
+    # Number of steps since the last overflow or growth.
     good_steps: int = 0
 
     def update(self, finite: bool) -> None:

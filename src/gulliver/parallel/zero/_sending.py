@@ -1,17 +1,8 @@
-"""Sends gradients on their way, in a wire format where one is chosen, and watches what that costs.
+"""Sends gradients, in a wire format where one is chosen, and watches what that costs.
 
 `GradientSender.send` begins the reduction of a chunk. In a wire format it may keep what packing has
 lost and add it to the next gradient (error feedback). That is kept by parameter, where chunks are
 cut anew and in checkpoints.
-
-[Note: the gate] A format that harms does so silently: the loss goes down, more slowly. So in the
-first steps, and in every hundredth after them, gradients are also reduced as they are, and compared
-for every parameter: the cosine between the two, and the ratio of their norms. A parameter that is
-off ends the run on all ranks, with its name. What is too small to matter beside the error of all is
-passed over: the bias of an attention's keys has no gradient but rounding errors.
-
-Where smaller blocks might do, the same steps reduce gradients in those as well, so that a run that
-is stopped can be told whether they would have passed.
 """
 
 from __future__ import annotations
@@ -49,25 +40,29 @@ COSINE, COSINE_WITH_FEEDBACK = 0.995, 0.9
 NORM = 0.1
 """Most that a norm may differ, relative."""
 FINER = min(BLOCKS)
-"""Elements of a block that is tried beside larger ones."""
+"""Elements of a block that is tried next to larger ones."""
 MATTERS = 1e-3
-"""Share of the whole error from which on that of a parameter is looked at."""
+"""Share of the whole error from which on that of a parameter matters."""
 
 
+# [Note: the gate] A format that harms does so silently: the loss goes down, more slowly. So in the
+# first steps, and in every hundredth after them, gradients are also reduced as they are, and
+# compared for every parameter: the cosine between the two, and the ratio of their norms. A
+# parameter that is off ends the run on all ranks, with its name. What is too small to matter in
+# the error of all is passed over: the bias of an attention's keys has no gradient but rounding
+# errors.
+#
+# Where smaller blocks might do, the same steps reduce gradients in those as well, so that the
+# error that stops a run can say whether they would have passed.
 @dataclass(frozen=True)
 class ZeroWires:
-    """Formats in which chunks travel.
-
-    Attributes:
-        reduce: format of gradients.
-        gather: format of parameters.
-        feedback: whether what packing loses of a gradient is added to the next one.
-        gate: whether gradients are compared with unpacked ones now and then.
-    """
+    """Formats in which chunks travel."""
 
     reduce: WireFormat = IDENTITY
     gather: WireFormat = IDENTITY
+    # Whether what packing loses of a gradient is added to the next one.
     feedback: bool = False
+    # Whether gradients are compared with unpacked ones now and then.
     gate: bool = True
 
     def of_parameters(self, parts: int, part_size: int, dtype: torch.dtype) -> WireFormat:
@@ -77,16 +72,7 @@ class ZeroWires:
 
 
 class GradientSender:
-    """Begins the reductions of chunks.
-
-    Args:
-        group: process group to average over.
-        wires: formats.
-
-    Attributes:
-        gate: compares gradients with unpacked ones.
-        feeds: whether what packing loses is added to the next gradient.
-    """
+    """Begins the reductions of chunks."""
 
     def __init__(self, group: Group, wires: ZeroWires) -> None:
         self.group, self.wires = group, wires
@@ -94,21 +80,23 @@ class GradientSender:
         self._given: dict[str, Tensor] = {}
         self._references: dict[int, tuple[Tensor, Tensor | None]] = {}
         packs = wires.reduce.name != "identity" and group_size(group) > 1
+        # Whether what packing loses is added to the next gradient.
         self.feeds = packs and wires.feedback
+        # Compares gradients with unpacked ones.
         self.gate = GradientGate(wires.reduce, wires.feedback, packs and wires.gate)
 
     def send(self, sharded: ShardedChunk) -> tuple[Tensor, Handle]:
         """Sends a chunk's gradients; returns where their mean will be, and when."""
         chunk, why = sharded.chunk, sharded.purpose("reduces", "in a backward")
-        assert chunk.gradient is not None
-        lost = self._lost_of(sharded, chunk.gradient) if self.feeds else None
+        assert chunk.gradients.buffer is not None
+        lost = self._lost_of(sharded, chunk.gradients.buffer) if self.feeds else None
         if chunk.layout.parts == 1:
             if sharded.reduced_in_place:
-                buffer = chunk.take_gradient()
+                buffer = chunk.gradients.take()
             else:
                 # The optimizer steps float32: an all-reduce has no wider sum, so float32 travels.
-                buffer = chunk.take_reduced()
-                buffer.copy_(chunk.gradient)
+                buffer = chunk.gradients.take_reduced()
+                buffer.copy_(chunk.gradients.buffer)
 
             def whole(wire: WireFormat) -> Tensor:
                 copy = buffer.clone()
@@ -121,8 +109,8 @@ class GradientSender:
             return buffer, all_reduce(
                 buffer, "mean", self.group, async_op=True, purpose=why, wire=wire, error=lost
             )
-        incoming = chunk.take_reduced()
-        gradient, dtype = chunk.gradient, chunk.home.dtype
+        incoming = chunk.gradients.take_reduced()
+        gradient, dtype = chunk.gradients.buffer, chunk.master_shard.dtype
 
         def shard(wire: WireFormat) -> Tensor:
             part = torch.empty_like(incoming)
@@ -171,7 +159,7 @@ class GradientSender:
         """Whether the gradients of this step are compared."""
         return self.gate.checking
 
-    def landed(self, sharded: ShardedChunk, incoming: Tensor) -> None:
+    def check_reduced(self, sharded: ShardedChunk, incoming: Tensor) -> None:
         """Compares a chunk's gradient that has arrived."""
         if id(sharded) not in self._references:
             return
@@ -181,34 +169,18 @@ class GradientSender:
             other = None if finer is None else finer[run]
             self.gate.add(piece.name, incoming[run], exact[run], other)
 
-    def settled(self, names: Sequence[str], cut: bool) -> None:
-        """A step has all its gradients; every rank calls it.
-
-        Args:
-            names: names of all parameters, the same on all ranks of the group.
-            cut: whether each rank has a part of them.
-
-        Raises:
-            GulliverError: what was packed is too far from what it was, on all ranks.
-        """
+    def end_step(self, names: Sequence[str], cut: bool) -> None:
+        """A step has all its gradients; every rank calls it."""
         self.gate.end_step(names, self.group if cut else ALONE)
 
 
 class GradientGate:
-    """Compares gradients that were packed with those that were not; see the note above.
-
-    Args:
-        wire: format of gradients.
-        feedback: whether what packing loses is made up for later.
-        on: whether anything is compared.
-
-    Attributes:
-        compared: least cosine and largest relative difference of norms of the last check, with the
-            names of their parameters; empty before one.
-    """
+    """Compares gradients that were packed with those that were not; see the note above."""
 
     def __init__(self, wire: WireFormat, feedback: bool, on: bool) -> None:
         self.wire, self.feedback, self.on = wire, feedback, on
+        # Least cosine and largest relative difference of norms of the last check, with the names of
+        # their parameters; empty before one.
         self.compared: dict[str, tuple[str, float]] = {}
         self._steps = 0
         self._sums: dict[str, Tensor] = {}
@@ -221,7 +193,7 @@ class GradientGate:
 
     @property
     def finer(self) -> WireFormat | None:
-        """The format in smaller blocks that is tried beside it, if any."""
+        """The format in smaller blocks that is tried next to it, if any."""
         wire = self.wire
         more = wire.scaled and wire.block > FINER and not self.feedback
         return replace(wire, block=FINER) if more else None
@@ -242,15 +214,7 @@ class GradientGate:
         self._sums[name] = taken if known is None else known + taken
 
     def end_step(self, names: Sequence[str] = (), group: Group | RankGroup = ALONE) -> None:
-        """Judges what was taken in a step; every rank calls it.
-
-        Args:
-            names: names of the parameters, the same on all ranks of the group.
-            group: process group whose ranks have a part each; `ALONE` where each has the whole.
-
-        Raises:
-            GulliverError: a gradient is too far off, on all ranks of the world.
-        """
+        """Judges what was taken in a step; every rank calls it."""
         checked, self._steps = self.checking, self._steps + 1
         if not checked:
             return
@@ -276,12 +240,7 @@ class GradientGate:
         raise self._error(harmed, tried["cosine"][1] if fits else None)
 
     def _error(self, harmed: bool, passing: float | None) -> GulliverError:
-        """Makes the message: of this rank's parameters, or that others' are harmed.
-
-        Args:
-            harmed: whether those of this rank are.
-            passing: cosine with smaller blocks, where those pass on all ranks.
-        """
+        """Makes the message: of this rank's parameters, or that others' are harmed."""
         advice = (
             f"take {self.finer}, which passed in this step (cosine {passing:.4f}), or "
             if passing
@@ -317,13 +276,7 @@ def _first(names: Sequence[str], which: Tensor) -> str:
 
 
 def _worst(names: Sequence[str], exact: Tensor, packed: Tensor) -> dict[str, tuple[str, float]]:
-    """Returns the least cosine and the largest difference of norms, with their parameters.
-
-    Args:
-        names: names of the parameters.
-        exact: squares of their gradients' norms ``[parameters]``.
-        packed: products of packed gradients with the exact ones, and squares ``[parameters, 2]``.
-    """
+    """Returns the least cosine and the largest difference of norms, with their parameters."""
     errors = (exact + packed[:, 1] - 2 * packed[:, 0]).clamp(min=0)
     worst = {"cosine": ("", 1.0), "norm": ("", 0.0)}
     least = MATTERS * float(errors.nan_to_num(0.0, 0.0, 0.0).sum())

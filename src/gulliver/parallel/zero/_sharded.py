@@ -1,7 +1,7 @@
 """A chunk of ZeRO: where its parameters and gradients are, and the shard that this rank owns.
 
 Two small state machines together: `Phase` here, and `Presence` of `gulliver.memory`. Who moves
-them: the gradients `_reducer.py`, the parameters `_gatherer.py`.
+them: the gradients `reduce.py`, the parameters `gather.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gulliver.comm import Handle, Purpose
 from gulliver.errors import GulliverError
-from gulliver.memory import Chunk, Piece, Resident, reduced_gradient
+from gulliver.memory import Chunk, Resident, ShardPiece, reduced_gradient
 
 
 class Phase(Enum):
@@ -50,65 +50,59 @@ _KINDS = (
 
 @dataclass(eq=False)
 class ShardedChunk(Resident):
-    """A chunk, the pieces of parameters that this rank owns of it, and its state.
-
-    Frozen parameters have chunks too where parameters are sharded; those have no pieces.
-
-    Attributes:
-        chunk: the chunk in memory, with its buffers.
-        pieces: this rank's pieces: which part of which parameter, and the flat tensor that the
-            optimizer steps.
-        stand_ins: what the pieces have for gradients outside of a step.
-        waiting: parameters that the present backward has not reached yet.
-        gradient_shard: this rank's shard of the mean gradient, flat; None without any. Where chunks
-            lie in tiers, what stands for it outside of `gradients`.
-        factor: what the gradient is still to be multiplied by, since it was clipped; None for 1.
-        squared: what it adds to the squared norm of all gradients, in float64, where it is known.
-        incoming: buffer that a reduction under way writes.
-        number: index among the optimizer's chunks, counted from a start that differs between
-            optimizers.
-        placed: names of parameters whose optimizer state lies in the chunk's buffers.
-        updates: number of updates inside of backward.
-        used_up: whether such an update has taken the gradient, and no zero_grad has followed.
-        is_ahead: whether it was updated inside of backward, and the step has not followed.
-        asked: whether operations on its parameters are seen although it is here.
-        users: number of tensors that look at the parameters' buffer where nobody computes with it.
-    """
+    """A chunk, the pieces of parameters that this rank owns of it, and its state."""
 
     chunk: Chunk
-    pieces: list[tuple[Piece, nn.Parameter]]
+    # This rank's pieces: which part of which parameter, and the flat tensor that the optimizer
+    # steps.
+    pieces: list[tuple[ShardPiece, nn.Parameter]]
     trained: bool = True
     phase: Phase = Phase.EMPTY
+    # Parameters that the present backward has not reached yet.
     waiting: dict[str, nn.Parameter] = field(default_factory=dict)
+    # This rank's shard of the mean gradient, flat; None without any. Where chunks lie in tiers,
+    # what stands for it outside of `gradients`.
     gradient_shard: Tensor | None = None
+    # What the gradient is still to be multiplied by, since it was clipped; None for 1.
     factor: Tensor | None = None
+    # What it adds to the squared norm of all gradients, in float64, where it is known.
     squared: Tensor | None = None
+    # Buffer that a reduction in flight writes.
     incoming: Tensor | None = None
     reduction: Handle | None = None
     gathering: Handle | None = None
+    index: int = -1
+    # The same, counted from a start that differs between optimizers: collectives are known by it.
     number: int = 0
+    # Names of parameters whose optimizer state lies in the chunk's buffers.
     placed: set[str] = field(default_factory=set)
+    # Number of updates inside of backward.
     updates: int = 0
+    # Whether such an update has taken the gradient, and no zero_grad has followed.
     used_up: bool = False
+    # Whether it was updated inside of backward, and the step has not followed.
     is_ahead: bool = False
+    # Whether operations on its parameters are seen although it is here.
     asked: bool = False
+    # Tensors that share the parameters' buffer where no computation uses it.
     users: int = 0
 
     def __post_init__(self) -> None:
         self._purposes: dict[tuple[str, str], Purpose] = {}
         self.own(self.pieces)
 
-    def own(self, pieces: Iterable[tuple[Piece, nn.Parameter]]) -> None:
+    def own(self, pieces: Iterable[tuple[ShardPiece, nn.Parameter]]) -> None:
         """Takes the pieces that this rank steps."""
         self.pieces = list(pieces)
         self.owned = [owned for _, owned in self.pieces]
+        # What the pieces have for gradients outside of a step.
         self.stand_ins = [reduced_gradient(owned) for owned in self.owned]
         self.hide_gradients()
 
     def take_assigned(self) -> None:
-        """Copies to `home` what an optimizer assigned (``p.data = ...``) instead of writing it."""
+        """Copies to the shard what an optimizer assigned (``p.data = ...``) instead of writing."""
         for piece, owned in self.pieces:
-            run = self.chunk.home[piece.start : piece.end]
+            run = self.chunk.master_shard[piece.start : piece.end]
             if owned.data_ptr() != run.data_ptr():
                 run = run.view(owned.shape)
                 run.copy_(owned.detach())
@@ -134,7 +128,7 @@ class ShardedChunk(Resident):
         if self.gradient_shard is None:
             return
         write = write or self.factor is not None
-        with self.chunk.reduced(self.gradient_shard, write) as gradient:
+        with self.chunk.gradients.reduced(self.gradient_shard, write) as gradient:
             if self.factor is not None:
                 gradient.mul_(self.factor.to(gradient.dtype))
             if write:
@@ -143,23 +137,21 @@ class ShardedChunk(Resident):
 
     @contextmanager
     def stepped_gradient(self) -> Iterator[None]:
-        """Brings the gradient shard for a step of the optimizer, which does not change it.
-
-        [Note: clipped in tiers] To scale gradients where they lie would bring each and write it
-        back, only for the step to bring it again. So clipping leaves a factor, which the step
-        applies while the gradient is here. Where the store has the gradient, that copy is not
-        written: what was scaled goes, and the factor stays.
-        """
+        """Brings the gradient shard for a step of the optimizer, which does not change it."""
+        # [Note: clipped in tiers] To scale gradients where they lie would bring each and write it
+        # back, only for the step to bring it again. So clipping leaves a factor, which the step
+        # applies while the gradient is here. Where the store has the gradient, that copy is not
+        # written: what was scaled goes, and the factor stays.
         parked, factor = self.gradient_shard, self.factor
         if parked is None:
             yield
             return
         try:
             if factor is None:
-                with self.chunk.reduced(parked) as self.gradient_shard:
+                with self.chunk.gradients.reduced(parked) as self.gradient_shard:
                     yield
             else:
-                with self.chunk.scaled(parked, factor) as (self.gradient_shard, stays):
+                with self.chunk.gradients.scaled(parked, factor) as (self.gradient_shard, stays):
                     if stays:
                         self.factor = self.squared = None
                     yield
@@ -173,12 +165,7 @@ class ShardedChunk(Resident):
         return sum(measure(self, gradient) for gradient in self.gradients())
 
     def clip(self, factor: Tensor, later: bool) -> None:
-        """Multiplies the gradient shard by a factor, if there is one.
-
-        Args:
-            factor: scalar.
-            later: whether that can wait until somebody brings the gradient.
-        """
+        """Multiplies the gradient shard by a factor, if there is one."""
         if later and self.gradient_shard is not None and self.factor is None:
             self.factor = factor
             return
@@ -188,7 +175,7 @@ class ShardedChunk(Resident):
     def forget_gradient(self) -> None:
         """Gives the reduced gradient up."""
         if self.gradient_shard is not None:
-            self.chunk.give_reduced(self.gradient_shard)
+            self.chunk.gradients.give_reduced(self.gradient_shard)
         self.gradient_shard = self.factor = self.squared = None
 
     def zero_gradients(self, names: Collection[str]) -> None:
@@ -206,7 +193,7 @@ class ShardedChunk(Resident):
         return self.chunk.layout.parts == 1 and not self.chunk.has_master
 
     def hide_gradients(self) -> None:
-        """Lets the gradients of pieces read as reduced; they stay until zero_grad."""
+        """Puts stand-ins in place of the pieces' gradients, which stay until zero_grad."""
         for owned, stand_in in zip(self.owned, self.stand_ins, strict=True):
             owned.grad = stand_in
 
@@ -222,11 +209,7 @@ class ShardedChunk(Resident):
 
 
 def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
-    """Refuses to read parameters that are neither old nor new.
-
-    Raises:
-        GulliverError: one was updated inside of backward, and no step has followed.
-    """
+    """Refuses to read parameters that are neither old nor new."""
     for sharded in chunks:
         if sharded.is_ahead:
             raise GulliverError(
@@ -240,7 +223,7 @@ def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
 NORM_BLOCK = 1 << 16
 """Elements of a gradient that are widened at once: they stay in the processor's cache."""
 Squared = Callable[[ShardedChunk, Tensor], Tensor]
-"""Tells what the gradient shard of a chunk adds to the squared norm of all, in float64."""
+"""Returns what the gradient shard of a chunk adds to the squared norm of all, in float64."""
 
 
 def squared_norm(_: ShardedChunk, gradient: Tensor) -> Tensor:

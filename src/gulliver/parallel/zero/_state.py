@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gulliver.comm import Group, all_gather, gather_objects
 from gulliver.errors import GulliverError
-from gulliver.memory import Piece
-from gulliver.parallel._optimizer import State, is_counter
+from gulliver.memory import ShardPiece
+from gulliver.parallel._saving import State, is_counter
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
 
@@ -24,15 +24,7 @@ MASTER = "master"
 
 
 def gather_state(shards: ShardedState, keep: bool) -> State:
-    """The whole state of an optimizer that steps shards; every rank calls it.
-
-    Args:
-        shards: chunks, and the optimizer that steps this rank's pieces.
-        keep: whether this rank wants the result; others get an empty one.
-
-    Raises:
-        GulliverError: state that is neither element-wise nor one value.
-    """
+    """The whole state of an optimizer that steps shards; every rank calls it."""
     counters, entries = stream_state(shards, shards.chunks)
     state = counters
     for name, key, whole in entries:
@@ -58,14 +50,14 @@ def stream_state(
     counters: State = {}
     present = {(name, MASTER) for c in chunks if c.chunk.has_master for name in c.chunk.parameters}
     for sharded in chunks:
-        with shards.shown(sharded) if shards.whole else nullcontext():
+        with shards.states.shown(sharded) if shards.whole else nullcontext():
             for piece, owned in sharded.pieces:
                 for key, value in optimizer.state.get(owned, {}).items():
                     if is_counter(key, value, owned):
                         counters.setdefault(piece.name, {})[key] = value
                     elif shards.has_whole and not _is_elementwise(value, owned):
                         # An optimizer of whole tensors keeps other shapes, and None.
-                        counters.setdefault(piece.name, {})[key] = _copied(value)
+                        counters.setdefault(piece.name, {})[key] = _on_cpu(value)
                     elif value is not None:
                         _check_elementwise(piece.name, key, value, owned)
                         present.add((piece.name, key))
@@ -76,7 +68,7 @@ def stream_state(
     return state, _entries(shards, chunks, everywhere)
 
 
-def _copied(value: Any) -> Any:
+def _on_cpu(value: Any) -> Any:
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
@@ -88,7 +80,7 @@ def _entries(
             names = [name for name in sharded.chunk.parameters if (name, key) in present]
             if not names:
                 continue
-            with shards.shown(sharded):
+            with shards.states.shown(sharded):
                 whole = _gathered(shards.inner, sharded, key, shards.group)
             views = sharded.chunk.named_views(whole)
             for name in names:
@@ -97,19 +89,23 @@ def _entries(
 
 def scatter_state(shards: ShardedState, state: State) -> None:
     """Gives an optimizer this rank's pieces of a whole state, in place of what it has."""
-    optimizer, capturing = shards.inner, shards.capturing()
-    shards.drop_state()
+    optimizer, capturing = shards.inner, shards.groups.capturing()
+    shards.states.drop(shards.chunks)
     for sharded in shards.chunks:
-        with shards.opened(sharded):
+        with shards.states.opened(sharded):
             for piece, owned in sharded.pieces:
                 if piece.name in state:
                     found = _scattered(state[piece.name], sharded, piece, owned, owned in capturing)
                     optimizer.state[owned] = found
-            shards.place_state(sharded)
+            shards.states.place(sharded)
 
 
 def _scattered(
-    state: Mapping[str, Any], sharded: ShardedChunk, piece: Piece, owned: Tensor, captured: bool
+    state: Mapping[str, Any],
+    sharded: ShardedChunk,
+    piece: ShardPiece,
+    owned: Tensor,
+    captured: bool,
 ) -> dict[str, Any]:
     """This rank's piece of the state of a parameter; its float32 values are written at once."""
     whole, found = sharded.chunk.parameters[piece.name], dict[str, Any]()
@@ -119,7 +115,7 @@ def _scattered(
         elif not isinstance(value, Tensor):
             found[key] = value
         elif is_counter(key, value, whole):
-            # torch wants counters beside the parameter only where kernels read them.
+            # torch wants counters on the parameter's device only where kernels read them.
             found[key] = value.to(owned.device if captured else value.device).clone()
         elif value.shape != whole.shape and owned.shape == whole.shape:
             found[key] = value.to(owned.device).clone()  # of an optimizer of whole tensors
@@ -128,7 +124,7 @@ def _scattered(
     return found
 
 
-def run_of(whole: Tensor, piece: Piece, owned: Tensor) -> Tensor:
+def run_of(whole: Tensor, piece: ShardPiece, owned: Tensor) -> Tensor:
     """The elements of a whole tensor that a piece has, in the shape of what is stepped."""
     return whole.reshape(-1)[piece.offset : piece.offset + piece.numel].view(owned.shape)
 
@@ -155,8 +151,8 @@ def _gathered(
     group: Group,
 ) -> Tensor:
     if key == MASTER:
-        return _whole(sharded.chunk.home, sharded, group)
-    shard = torch.zeros_like(sharded.chunk.home)
+        return _whole(sharded.chunk.master_shard, sharded, group)
+    shard = torch.zeros_like(sharded.chunk.master_shard)
     for piece, owned in sharded.pieces:
         value = optimizer.state.get(owned, {}).get(key)
         if _is_elementwise(value, owned):  # factors of another shape may have the same key

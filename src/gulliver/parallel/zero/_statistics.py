@@ -21,12 +21,7 @@ MESSAGE_BYTES = 1 << 25
 
 
 class BufferSync:
-    """Gives all ranks rank 0's values of the buffers.
-
-    Args:
-        model: model with the same buffers on all ranks.
-        group: process group of the ranks that train it.
-    """
+    """Gives all ranks rank 0's values of the buffers."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._group = group
@@ -39,11 +34,9 @@ class BufferSync:
         self._own: Sequence[int] = [1] * len(self._places)
 
     def votes(self) -> list[int]:
-        """This rank's part of a vote: 1 for a buffer that is its own.
-
-        These are buffers that it has resized, such as caches, and expanded ones, whose elements
-        share memory and cannot be written.
-        """
+        """Input of this rank to a max all-reduce: 1 for a buffer that is its own."""
+        # These are buffers that it has resized, such as caches, and expanded ones, whose elements
+        # share memory and cannot be written.
         now = [(module._buffers.get(key), shape) for module, key, shape in self._places]
         return [
             int(b is None or b.shape != shape or (0 in b.stride() and b.numel() > 1))

@@ -48,7 +48,7 @@ PROFILED_AT_MOST = 10
 """Steps after which tuning ends where none of them was seen as a whole."""
 
 
-class Stage(Enum):
+class TuningStage(Enum):
     """What the tuner does with the present step."""
 
     RECORDING = auto()
@@ -59,25 +59,19 @@ class Stage(Enum):
 
 @dataclass
 class Tuning:
-    """The result of tuning.
-
-    Attributes:
-        chosen: bytes of a chunk.
-        predicted: seconds of a step by size, from the model of its timeline.
-        measured: seconds of a step by the clock, for the sizes that were tried.
-        link: seconds that a reduce-scatter and an all-gather occupy the link beside their bytes,
-            and seconds per byte.
-        latency_s: seconds until a transfer that has the link to itself is there.
-        order: names of the parameters in the order of use.
-        reused: whether it was taken from an earlier job.
-    """
+    """The result of tuning."""
 
     chosen: int
+    # Seconds of a step by size, from the model of its timeline.
     predicted: dict[int, float] = field(default_factory=dict)
+    # Seconds of a step by the clock, for the sizes that were tried.
     measured: dict[int, float] = field(default_factory=dict)
+    # Latency in seconds, and seconds per byte, of a reduce-scatter and an all-gather.
     link: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # Seconds until a transfer that has the link to itself is there.
     latency_s: float = 0.0
     order: list[str] = field(default_factory=list)
+    # Whether it was taken from an earlier job.
     reused: bool = False
 
     def summary(self) -> str:
@@ -105,16 +99,7 @@ class Tuning:
 
 
 class BucketTuner:
-    """Tunes the chunks of an optimizer while it trains.
-
-    Args:
-        shards: sharded state whose chunks are cut anew.
-        model: module whose calls are recorded.
-        folder: place for ``chunks.json`` and ``chunks.png``; None writes neither.
-        report: told the result in a line, on rank 0.
-        again: tune although an earlier job did.
-        in_backward: whether chunks are stepped during backward.
-    """
+    """Tunes the chunks of an optimizer while it trains."""
 
     def __init__(
         self,
@@ -127,7 +112,7 @@ class BucketTuner:
     ) -> None:
         self.shards, self.folder, self.in_backward = shards, folder, in_backward
         self.report = report or (lambda _: None)
-        self.stage = Stage.RECORDING
+        self.stage = TuningStage.RECORDING
         self.result: Tuning | None = None
         self._names = {**shards.names, **shards.frozen_names}
         self._sizes = {name: p.nbytes for p, name in self._names.items()}
@@ -139,7 +124,7 @@ class BucketTuner:
         self._path = cache_folder() / "chunks" / f"{self._key()}.json"
         found = broadcast_object(None if again else _read(self._path))
         if found is not None:
-            self.result, self.stage = found, Stage.DONE
+            self.result, self.stage = found, TuningStage.DONE
             self._recorder = None
             relayout(shards, found.order, found.chosen)
             self._tell()
@@ -148,18 +133,18 @@ class BucketTuner:
 
     def mark(self, name: str) -> None:
         """A moment of the step: ``backward``, ``backward ended``, ``step`` or ``stepped``."""
-        if self._recorder is not None and self.stage is not Stage.TRYING:
+        if self._recorder is not None and self.stage is not TuningStage.TRYING:
             self._recorder.mark(name)
 
     @property
     def profiling(self) -> bool:
         """Whether parts of this step are timed: they should not wait for the link then."""
-        return self.stage is Stage.PROFILING
+        return self.stage is TuningStage.PROFILING
 
     @property
     def tuning(self) -> bool:
-        """Whether it goes on: it sends messages of its own then, and cuts chunks anew."""
-        return self.stage is not Stage.DONE
+        """Whether it goes on: it sends messages of its own then, and cuts the chunks again."""
+        return self.stage is not TuningStage.DONE
 
     def updated(self, seconds: float) -> None:
         """Notes what the updates of a profiled step took."""
@@ -168,22 +153,22 @@ class BucketTuner:
     def gradient(self, name: str) -> None:
         """A gradient has come, perhaps of a backward that went through another optimizer."""
         self.mark("backward")
-        if self._recorder is not None and self.stage is not Stage.TRYING:
+        if self._recorder is not None and self.stage is not TuningStage.TRYING:
             self._recorder.gradient(name)
 
     def stepped(self) -> None:
         """Called between steps, when there are no gradients; every rank calls it."""
-        if self.stage is Stage.DONE or self._recorder is None:
+        if self.stage is TuningStage.DONE or self._recorder is None:
             return
         self._steps += 1
-        if self.stage is Stage.RECORDING:
+        if self.stage is TuningStage.RECORDING:
             order = broadcast_object(self._recorder.order(self._sizes))
             relayout(self.shards, order, self.shards.chunk_bytes)
             self.result = Tuning(self.shards.chunk_bytes, order=order)
-            self._next(Stage.PROFILING)
-        elif self.stage is Stage.PROFILING and self._steps >= 2:
+            self._next(TuningStage.PROFILING)
+        elif self.stage is TuningStage.PROFILING and self._steps >= 2:
             self._profiled(self._recorder)
-        elif self.stage is Stage.TRYING:
+        elif self.stage is TuningStage.TRYING:
             self._tick()
         if self._recorder is not None:
             self._recorder.clear()
@@ -192,18 +177,18 @@ class BucketTuner:
         """Goes on to trials where rank 0 saw all of the step: others may train other parts."""
         if broadcast_object(_is_whole(recorder)):
             self._predict()
-            self._next(Stage.TRYING)
+            self._next(TuningStage.TRYING)
             self._try_next()
         elif self._steps < PROFILED_AT_MOST:
             return
         else:
-            self.stage, self._recorder = Stage.DONE, None
+            self.stage, self._recorder = TuningStage.DONE, None
             if self.shards.rank == 0:
                 size = f"{self.shards.chunk_bytes / 2**20:.3g} MiB"
                 self.report(f"chunks stay at {size}: no step was a forward, a backward and a step")
         recorder.close()
 
-    def _next(self, stage: Stage) -> None:
+    def _next(self, stage: TuningStage) -> None:
         self.stage, self._steps = stage, 0
 
     def _predict(self) -> None:
@@ -226,7 +211,7 @@ class BucketTuner:
                 lambda count: link.seconds("gather", count),
                 link.latency_s,
                 self.shards.stage == 3,
-                self.shards.ahead,
+                self.shards.options.ahead,
                 in_backward=self.in_backward,
             )
         self._tried = candidates(self.result.predicted)
@@ -238,7 +223,7 @@ class BucketTuner:
         return sorted([numbers[slot.name] for slot in layout.slots] for layout, _ in layouts)
 
     def _step_times(self, gather_cpu_s: float) -> StepTimes:
-        """The parts of the step just recorded; its forward had no gathers beside it."""
+        """The parts of the step just recorded; no gathers ran during its forward."""
         recorder, shards = self._recorder, self.shards
         assert recorder is not None
         assert self.result is not None
@@ -313,9 +298,9 @@ class BucketTuner:
     def _finish(self) -> None:
         assert self.result is not None
         self.result.chosen = min(self.result.measured, key=self.result.measured.__getitem__)
-        self.stage = Stage.DONE
+        self.stage = TuningStage.DONE
         relayout(self.shards, self.result.order, self.result.chosen)
-        self.stage, self._recorder = Stage.DONE, None
+        self.stage, self._recorder = TuningStage.DONE, None
         if self.shards.rank == 0:
             try:
                 write_text(self._path, self.result.to_json())

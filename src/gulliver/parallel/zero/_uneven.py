@@ -1,34 +1,27 @@
 """Steps in which ranks call forward and backward as often as each has work: never, or many times.
 
+The loop of a step looks like this:
+
     with uneven_step(optimizer) as uneven:
         for batch in mine:
             uneven.backward(loss(batch), last=batch is mine[-1])
     optimizer.step()
-
-[Note: one reduction] Collectives over all ranks have to be issued in one order everywhere, and a
-backward of stages 2 and 3 issues some. So inside such a step nothing is sent: gradients are added
-up where they are made, whatever the stage, and travel once, with each rank's last backward. A rank
-without any sends zeros. Of stage 3 all parameters are gathered when the step begins and given back
-when it ends; so inside it takes the memory of stage 1, and between steps that of its own stage.
-
-Under a memory limit they are gathered into copies that may leave (`_step_copies.py`), and what is
-sent waits until these have gone.
-
-The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but lets all
-ranks wait for the longest at every micro-batch; steps are balanced as wholes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from gulliver.comm import guard
 from gulliver.errors import GulliverError
-from gulliver.parallel.zero._optimizer import ZeroOptimizer
-from gulliver.parallel.zero._unfreezing import wake
+from gulliver.parallel.zero._unfreezing import train_unfrozen
+
+if TYPE_CHECKING:
+    from gulliver.parallel.zero._optimizer import ZeroOptimizer
 
 UNFINISHED = (
     "a step whose ranks have unequal work is under way: call its own backward(loss) inside the "
@@ -46,25 +39,38 @@ OUTSIDE = (
 )
 
 
+# [Note: one reduction] Collectives over all ranks have to be issued in one order everywhere, and a
+# backward of stages 2 and 3 issues some. So inside such a step nothing is sent: gradients are added
+# up where they are made, whatever the stage, and travel once, with each rank's last backward. A
+# rank without any sends zeros. Of stage 3 all parameters are gathered when the step begins and
+# given back when it ends; so inside it takes the memory of stage 1, and between steps that of its
+# own stage.
+#
+# Under a memory limit they are gathered into copies that may leave (`copies.py`), and what is
+# sent waits until these have gone.
+#
+# The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but makes all
+# ranks wait for the longest at every micro-batch; steps are balanced as wholes.
 class UnevenStep:
     """One step's backwards on this rank."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer, self.sent = optimizer, False
+        self._reducer = optimizer.shards.reducer
+        # Under a limit gradients are sent when the copies of parameters have left their room.
         self.waits = optimizer.shards.manager is not None
 
-    def backward(self, loss: Tensor, last: bool) -> None:
-        """Backward of a loss; the last one of the step sends what was added up.
+    @property
+    def _scale(self) -> float:
+        scaler = self._optimizer.scaler
+        return 1.0 if scaler is None else scaler.scale
 
-        Raises:
-            GulliverError: it was sent already.
-        """
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Backward of a loss; the last one of the step sends what was added up."""
         if self.sent:
             raise GulliverError("a backward follows the last one of a step: call it once for each")
-        last = last and not self.waits
-        scaler, reducer = self._optimizer.scaler, self._optimizer.shards.reducer
-        reducer.scale = scale = 1.0 if scaler is None else scaler.scale
-        with self._open(), reducer.backward(reduce=last), self._passes():
+        last, scale = last and not self.waits, self._scale
+        with guard(), self._reducer.backward(last, scale), self._passes():
             (loss if scale == 1.0 else loss * scale).backward()
         self.sent = last
 
@@ -72,33 +78,14 @@ class UnevenStep:
     def several(self) -> Iterator[float]:
         """Wraps backwards that something else calls, such as the schedule of a pipeline.
 
-        Gives the factor of their losses. What they add up is sent when the step ends.
+        Yields the factor of their losses. What they add up is sent when the step ends.
         """
-        scaler, reducer = self._optimizer.scaler, self._optimizer.shards.reducer
-        reducer.scale = scale = 1.0 if scaler is None else scaler.scale
-        with self._open(), reducer.backward(reduce=False):
-            yield scale
-
-    @contextmanager
-    def _open(self) -> Iterator[None]:
-        """Lets gradients come, which at any other time of a step are nobody's.
-
-        Raises:
-            GulliverError: one has come before.
-        """
-        reducer = self._optimizer.shards.reducer
-        if reducer.spoilt:
-            raise GulliverError(OUTSIDE)
-        closed, reducer.closed = reducer.closed, ""
-        try:
-            with guard():
-                yield
-        finally:
-            reducer.closed = closed
+        with guard(), self._reducer.backward(reduce=False, scale=self._scale):
+            yield self._scale
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
-        """Lets parameters come and go in a backward, where they do."""
+        """Gathers and releases parameters in a backward, where they are not whole."""
         if self._optimizer.shards.manager is None:
             yield
             return
@@ -112,15 +99,19 @@ class UnevenStep:
 
     def finish(self) -> None:
         """Sends what was added up, if no backward did: zeros where there was none."""
-        if self._optimizer.shards.reducer.spoilt:
-            raise GulliverError(OUTSIDE)
+        self._reducer.check_stray()
         if self.waits:
             return
         if not self.sent:
             self._optimizer.join_copies()
-            with self._open(), self._optimizer.shards.reducer.backward(reduce=True):
+            with guard(), self._reducer.backward(reduce=True, scale=self._scale):
                 pass
         self.sent = True
+
+    def finish_waiting(self) -> None:
+        """Sends what had to wait for room."""
+        self.waits = False
+        self.finish()
 
 
 @contextmanager
@@ -137,37 +128,22 @@ def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
     if optimizer.unfinished:  # what was added up before would count in this step, too
         raise GulliverError(optimizer.unfinished)
     shards = optimizer.shards
-    wake(shards)
-    optimizer.unfinished = shards.inside = UNFINISHED
-    reducer = shards.reducer
-    reducer.closed = OUTSIDE
-    try:
+    train_unfrozen(shards)
+    with optimizer.suspended(UNFINISHED, LEFT), shards.reducer.refusing(OUTSIDE):
         step = UnevenStep(optimizer)
         with shards.gatherer.whole():
             yield step
             step.finish()
-        step.waits = False  # copies of parameters have left their room by now
-        step.finish()
-    except BaseException:  # a loop that is left closes its generator: that is no Exception
-        optimizer.unfinished = LEFT
-        raise
-    else:
-        optimizer.unfinished = ""
-    finally:
-        shards.inside = reducer.closed = ""
+        step.finish_waiting()
 
 
 def check_uneven(optimizer: ZeroOptimizer) -> None:
-    """Refuses what needs backwards that are alike on all ranks.
-
-    Raises:
-        GulliverError: naming it.
-    """
+    """Refuses what needs backwards that are alike on all ranks."""
     limited = optimizer.shards.manager is not None
     found = {
-        "step_in_backward": optimizer.step_in_backward,
+        "step_in_backward": optimizer.options.step_in_backward,
         "a memory limit that was planned for equal work: boost with "
-        "DataCentricPlugin(memory_limit=...)": limited and not optimizer.shards.unequal,
+        "DataCentricPlugin(memory_limit=...)": limited and not optimizer.shards.options.unequal,
         "the tuning of chunks (give chunk_mb a number)": optimizer.tuner is not None,
     }
     for what, there in found.items():
