@@ -20,12 +20,7 @@ Times = Callable[[Hashable, int, int], float]
 
 
 def halves(step: BalancedStep, times: Times) -> Iterator[tuple[BalancedStep, BalancedStep]]:
-    """Yields ways to cut a step in two; groups and their order are the same in both halves.
-
-    Args:
-        step: step of groups that run several micro-batches each.
-        times: seconds of a micro-batch.
-    """
+    """Yields ways to cut a step in two; groups and their order are the same in both halves."""
     works = [_batches(work, times) for work in step.groups]
     if not works or min(map(len, works)) < 2:
         return
