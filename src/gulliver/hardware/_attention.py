@@ -59,28 +59,24 @@ GATHER_LAUNCHES = 5
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention.
-
-    Attributes:
-        batch: rows.
-        heads: number of query heads.
-        kv_heads: number of key and value heads.
-        length: tokens of the whole sequence.
-        head_dim: dims of a query and of a key.
-        key_length: tokens of the keys; None is `length`.
-        value_dim: dims of a value; None is `head_dim`.
-        dtype: float64, float32, bfloat16 or float16.
-        causal: half of the pairs are computed.
-    """
+    """One attention."""
 
     batch: int
+    # Number of query heads.
     heads: int
+    # Number of key and value heads.
     kv_heads: int
+    # Tokens of the whole sequence.
     length: int
+    # Dims of a query and of a key.
     head_dim: int
+    # Tokens of the keys; None is `length`.
     key_length: int | None = None
+    # Dims of a value; None is `head_dim`.
     value_dim: int | None = None
+    # Float64, float32, bfloat16 or float16.
     dtype: str = "float32"
+    # Half of the pairs are computed.
     causal: bool = False
 
     @property
@@ -106,21 +102,18 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """How a sequence is split over ranks, in numbers.
+    """How a sequence is split over ranks, in numbers."""
 
-    Attributes:
-        ulysses: ranks that exchange sequence for heads.
-        outer: places of the outer ring.
-        inner: places of the inner ring.
-        kv_heads: KV heads of the ranks of one place together; one that several ranks need counts
-            for each of them.
-        balanced: every rank computes as many pairs of a causal mask.
-    """
-
+    # Ranks that exchange sequence for heads.
     ulysses: int
+    # Places of the outer ring.
     outer: int
+    # Places of the inner ring.
     inner: int
+    # KV heads of the ranks of one place together; one that several ranks need counts for each of
+    # them.
     kv_heads: int
+    # Every rank computes as many pairs of a causal mask.
     balanced: bool = True
 
     @property
@@ -136,22 +129,19 @@ class SequenceSplit:
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """Bytes that each rank sends, the mean of all ranks.
+    """Bytes that each rank sends, the mean of all ranks."""
 
-    Attributes:
-        ulysses_forward: bytes of the exchanges of heads in the forward.
-        ulysses_backward: bytes of those in the backward.
-        inner_forward: bytes along the inner ring in the forward.
-        inner_backward: bytes along it in the backward.
-        outer_forward: bytes along the outer ring in the forward.
-        outer_backward: bytes along it in the backward.
-    """
-
+    # Bytes of the exchanges of heads in the forward.
     ulysses_forward: float = 0.0
+    # Bytes of those in the backward.
     ulysses_backward: float = 0.0
+    # Bytes along the inner ring in the forward.
     inner_forward: float = 0.0
+    # Bytes along it in the backward.
     inner_backward: float = 0.0
+    # Bytes along the outer ring in the forward.
     outer_forward: float = 0.0
+    # Bytes along it in the backward.
     outer_backward: float = 0.0
 
     @property
@@ -172,29 +162,20 @@ class AttentionBytes:
 
 @dataclass(frozen=True)
 class AttentionSeconds:
-    """Seconds of a forward and a backward.
+    """Seconds of a forward and a backward."""
 
-    Attributes:
-        total: seconds of both, with what they wait for.
-        compute: seconds if nothing had to be sent.
-        exchanges: seconds of the exchanges of heads.
-    """
-
+    # Seconds of both, with what they wait for.
     total: float
+    # Seconds if nothing had to be sent.
     compute: float
+    # Seconds of the exchanges of heads.
     exchanges: float
 
 
 def split_attention_bytes(
     split: SequenceSplit, shape: AttentionShape, circulate: str = "kv"
 ) -> AttentionBytes:
-    """Bytes that each rank sends in one attention; see the top of the file.
-
-    Args:
-        split: how the sequence lies over ranks.
-        shape: sizes of the attention.
-        circulate: "kv" or "q", what goes round the ring.
-    """
+    """Bytes that each rank sends in one attention; see the top of the file."""
     forward, backward = _hop_bytes(split, shape, circulate)
     inner, outer = split.outer * (split.inner - 1), split.outer - 1
     exchanged = head_exchange_bytes(split, shape)
@@ -214,28 +195,19 @@ def head_exchange_bytes(split: SequenceSplit, shape: AttentionShape) -> float:
 
 
 def exchange_launches(ranks: int) -> float:
-    """Operations that pack and unpack one exchange of heads.
-
-    Args:
-        ranks: ranks that exchange.
-    """
+    """Operations that pack and unpack one exchange of heads."""
     return EXCHANGE_LAUNCHES + EXCHANGE_RANK_LAUNCHES * ranks
 
 
 def hop_launches(ranks: int) -> float:
-    """Operations of one hop of a ring and its attention, beside those of a whole attention.
-
-    Args:
-        ranks: ranks of the ring, several.
-    """
+    """Operations of one hop of a ring and its attention, beside those of a whole attention."""
     return (RING_LAUNCHES + RING_RANK_LAUNCHES * ranks) / (2 * (ranks - 1))
 
 
 def two_ring_bytes(ranks: int, shape: AttentionShape) -> AttentionBytes:
-    """Bytes of ring self-attention: rings of K and of V, again in the backward, and all-reduces.
-
-    8 (N - 1) units of B H (L / N) D elements (Li et al., Sequence Parallelism, 2021, section 3.2).
-    """
+    """Bytes of ring self-attention: rings of K and of V, again in the backward, and all-reduces."""
+    # 8 (N - 1) units of B H (L / N) D elements (Li et al., Sequence Parallelism, 2021, section
+    # 3.2).
     unit = shape.batch * shape.heads * shape.length / ranks * shape.head_dim * shape.item
     hops = (ranks - 1) * unit
     return AttentionBytes(inner_forward=2 * hops, inner_backward=6 * hops)

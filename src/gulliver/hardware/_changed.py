@@ -16,17 +16,7 @@ _RATE = re.compile(r"([0-9.]+)\s*([KMGTP]?)(b|B|F|)(?:/s|ps|it/s)?")
 
 
 def changed_cluster(cluster: Cluster, changes: Sequence[str]) -> Cluster:
-    """Changes figures of a cluster; curves that were measured give way to the changed rate.
-
-    Args:
-        cluster: machines.
-        changes: ``link=400Gb`` (outermost link, bits/s; ``400GB`` are bytes), ``inner=`` (the
-            innermost), ``memory=141GiB``, ``flops=x1.5`` (all rates) or ``flops=990T``; each may be
-            a factor, ``x2``.
-
-    Raises:
-        GulliverError: an unknown name, no value of its kind, or a link that is not there.
-    """
+    """Changes figures of a cluster; curves that were measured give way to the changed rate."""
     for text in changes:
         name, _, value = text.partition("=")
         if name not in CHANGES or not value:

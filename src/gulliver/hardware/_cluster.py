@@ -32,89 +32,75 @@ from gulliver.io import named_errors, to_yaml, write_text
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on.
+    """What one rank computes on."""
 
-    Attributes:
-        name: name of the model.
-        matmul: FLOP/s of large matrix products by dtype.
-        memory_rate: bytes/s read and written by a large element-wise operation.
-        memory_bytes: size of its memory.
-        launch_s: before an operation begins.
-        to_device_rate: bytes/s of copies from pinned host memory.
-        to_host_rate: and to it.
-        matmul_curves: seconds of square products by their operations, by dtype, where measured.
-        memory_curve: seconds of an element-wise operation by its bytes, where measured: what fits
-            a cache is faster.
-        overlap: share of messages that travel while it computes as if it did not, where known; None
-            for all on a GPU, and on a CPU for none as soon as ranks leave no core free.
-    """
-
+    # Name of the model.
     name: str
+    # FLOP/s of large matrix products by dtype.
     matmul: dict[str, float]
+    # Bytes/s read and written by a large element-wise operation.
     memory_rate: float
+    # Size of its memory.
     memory_bytes: int
+    # Before an operation begins.
     launch_s: float = 0.0
+    # Bytes/s of copies from pinned host memory.
     to_device_rate: float | None = None
+    # And to it.
     to_host_rate: float | None = None
+    # Seconds of square products by their operations, by dtype, where measured.
     matmul_curves: dict[str, Curve] = field(default_factory=dict)
+    # Seconds of an element-wise operation by its bytes, where measured: what fits a cache is
+    # faster.
     memory_curve: Curve | None = None
+    # Share of messages that travel while it computes as if it did not, where known; None for all on
+    # a GPU, and on a CPU for none as soon as ranks leave no core free.
     overlap: float | None = None
 
 
 @dataclass(frozen=True)
 class Along:
-    """Collectives as they were measured along a number of ranks.
+    """Collectives as they were measured along a number of ranks."""
 
-    Attributes:
-        ranks: number of ranks that took part.
-        collectives: seconds by bytes of the whole tensor, by name.
-        busy: the same of ranks that come from computing, each at its own moment: what a step waits.
-    """
-
+    # Number of ranks that took part.
     ranks: int
+    # Seconds by bytes of the whole tensor, by name.
     collectives: dict[str, Curve]
+    # The same of ranks that come from computing, each at its own moment: what a step waits.
     busy: dict[str, Curve] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What messages between two ranks of an axis travel on, in each direction at once.
+    """What messages between two ranks of an axis travel on, in each direction at once."""
 
-    Attributes:
-        alpha_s: seconds until the first byte is there.
-        bandwidth: bytes/s afterwards.
-        error: largest relative error of the fit, where it was measured.
-        ring: collectives pass from neighbour to neighbour, with a latency for each (NCCL), rather
-            than from each rank to all others at once (what Gulliver does over gloo).
-        messages: seconds by bytes, where measured: what is short may travel otherwise.
-        along: collectives that were measured; on the outermost link those of all ranks at once too.
-    """
-
+    # Seconds until the first byte is there.
     alpha_s: float
     bandwidth: float
+    # Largest relative error of the fit, where it was measured.
     error: float | None = None
+    # Collectives pass from neighbour to neighbour, with a latency for each (NCCL), rather than from
+    # each rank to all others at once (what Gulliver does over gloo).
     ring: bool = False
+    # Seconds by bytes, where measured: what is short may travel otherwise.
     messages: Curve | None = None
+    # Collectives that were measured; on the outermost link those of all ranks at once too.
     along: tuple[Along, ...] = ()
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder's disk, past the page cache where the system has a way.
+    """A folder's disk, past the page cache where the system has a way."""
 
-    Attributes:
-        write_rate: bytes/s written, until they are on the disk.
-        read_rate: bytes/s read.
-        latency_s: seconds for an empty file.
-        both_rate: bytes/s of reading and writing as much at once, both counted; None where that is
-            not known: they share the disk then.
-        folder: folder that was measured; empty where it is not known.
-    """
-
+    # Bytes/s written, until they are on the disk.
     write_rate: float
     read_rate: float
+    # Seconds for an empty file.
     latency_s: float = 0.0
+    # Bytes/s of reading and writing as much at once, both counted; None where that is not known:
+    # they share the disk then.
     both_rate: float | None = None
+    # Folder that was measured; empty where it is not known.
     folder: str = ""
 
     def has(self, folder: Path | str) -> bool:

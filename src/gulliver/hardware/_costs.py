@@ -42,21 +42,13 @@ it saves (ranks of one thread over loopback, see docs/collectives.md)."""
 
 
 def matmul_seconds(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> float:
-    """A product of ``[m, k]`` and ``[k, n]``: 2 m k n operations, or its bytes if slower.
-
-    Raises:
-        GulliverError: the device has no rate for the dtype.
-    """
+    """A product of ``[m, k]`` and ``[k, n]``: 2 m k n operations, or its bytes if slower."""
     size = ITEM_BYTES.get(dtype, 1 if dtype.startswith("float8") else 4)
     return roofline_seconds(device, 2 * m * k * n, size * (m * k + k * n + m * n), dtype)
 
 
 def roofline_seconds(device: Device, operations: float, count: int, dtype: str) -> float:
-    """Products of matrices of so many FLOPs and bytes: what takes longer (Williams et al. 2009).
-
-    Raises:
-        GulliverError: the device has no rate for the dtype.
-    """
+    """Products of matrices of so many FLOPs and bytes: what takes longer (Williams et al. 2009)."""
     if dtype not in device.matmul:
         raise GulliverError(
             f"{device.name} has no rate for {dtype}, only for {', '.join(device.matmul)}: convert "
@@ -87,22 +79,16 @@ def linear_seconds(
 
 
 def memory_seconds(device: Device, count: int) -> float:
-    """An operation that moves `count` bytes between processor and memory and computes little.
-
-    On a CPU a tensor that is written without having been read counts twice: its cache lines are
-    fetched before they are written.
-    """
+    """An operation that moves `count` bytes between processor and memory and computes little."""
+    # On a CPU a tensor that is written without having been read counts twice: its cache lines are
+    # fetched before they are written.
     if device.memory_curve is not None:
         return device.memory_curve.at(count)
     return device.launch_s + count / device.memory_rate
 
 
 def copy_seconds(device: Device, count: int, to_device: bool) -> float:
-    """A copy between pinned host memory and the device.
-
-    Raises:
-        GulliverError: the device is the host.
-    """
+    """A copy between pinned host memory and the device."""
     rate = device.to_device_rate if to_device else device.to_host_rate
     if rate is None:
         raise GulliverError(f"{device.name} has no copy rate: it computes in host memory")
@@ -174,16 +160,7 @@ def packing_seconds(
     unpack_s: float,
     call_s: float = 0.0,
 ) -> float:
-    """Seconds that a rank packs and unpacks for a collective in a wire format.
-
-    Args:
-        collective: name of the collective, or "sends" for a message that comes and one that goes.
-        axes: size and link of each axis.
-        elements: elements of the whole tensor.
-        pack_s: seconds of packing an element.
-        unpack_s: seconds of unpacking one.
-        call_s: seconds of packing and unpacking next to nothing.
-    """
+    """Seconds that a rank packs and unpacks for a collective in a wire format."""
     ranks = max(1, math.prod(size for size, _ in axes))
     others = 1 - 1 / ranks
     packed, unpacked, parts = {
@@ -200,13 +177,8 @@ def broadcast_seconds(axes: Axes, count: int) -> float:
 
 
 def wire_bytes(axes: Axes, count: int, collective: Collective) -> list[float]:
-    """Bytes that each rank sends along each axis, in the order of `axes`.
-
-    Of a broadcast, those of the busiest rank, which is the root.
-
-    Raises:
-        GulliverError: an unknown collective.
-    """
+    """Bytes that each rank sends along each axis, in the order of `axes`."""
+    # Of a broadcast, those of the busiest rank, which is the root.
     _check_collective(collective)
     if collective == "broadcast":
         return [count * (1.0 if link.ring else _tree_depth(n)) * (n > 1) for n, link in axes]
@@ -232,17 +204,11 @@ def resharding_bytes(before: Sequence[int], after: Sequence[int], item: float) -
 
 
 def zero_collectives(stage: int, chunks: Sequence[int]) -> list[tuple[Collective, int]]:
-    """Collectives of a step of ZeRO, with the bytes of the whole tensor of each.
-
-    Gradients of a chunk are reduced and scattered and its parameters gathered, at stage 3 once for
-    the forward and once for the backward, but for the last chunk, which backward uses first and
-    finds there; stage 0 reduces gradients on all ranks instead (Rajbhandari et al., ZeRO, 2020,
-    section 7).
-
-    Args:
-        stage: 0 to 3.
-        chunks: bytes of each chunk.
-    """
+    """Collectives of a step of ZeRO, with the bytes of the whole tensor of each."""
+    # Gradients of a chunk are reduced and scattered and its parameters gathered, at stage 3 once
+    # for the forward and once for the backward, but for the last chunk, which backward uses first
+    # and finds there; stage 0 reduces gradients on all ranks instead (Rajbhandari et al., ZeRO,
+    # 2020, section 7).
     names: dict[int, tuple[Collective, ...]] = {
         0: ("all_reduce",),
         3: ("reduce_scatter", "all_gather", "all_gather"),
@@ -256,16 +222,7 @@ def zero_collectives(stage: int, chunks: Sequence[int]) -> list[tuple[Collective
 
 
 def conversion_seconds(device: Device, kind: str, axes: Axes, before: int, after: int) -> float:
-    """A step from one layout of a tensor to another: its message, and reading and writing.
-
-    Args:
-        device: device of every rank.
-        kind: slice, split (no message), gather, exchange (all-to-all), reduce, scatter, or swap
-            (each rank sends all that it has to one).
-        axes: size and link of what the message goes along.
-        before: bytes that a rank has.
-        after: bytes that it has then.
-    """
+    """A step from one layout of a tensor to another: its message, and reading and writing."""
     local = memory_seconds(device, before + after)
     if kind == "swap":
         return local + max(point_to_point_seconds(link, before) for _, link in axes)
@@ -281,11 +238,7 @@ def conversion_seconds(device: Device, kind: str, axes: Axes, before: int, after
 
 
 def collective_seconds(axes: Axes, collective: str, count: int) -> float:
-    """Seconds of a collective of `count` bytes, by its name.
-
-    Raises:
-        GulliverError: an unknown collective.
-    """
+    """Seconds of a collective of `count` bytes, by its name."""
     _check_collective(collective)
     return _SECONDS[collective](axes, count)
 

@@ -16,16 +16,12 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds that something took, by size.
+    """Seconds that something took, by size."""
 
-    Attributes:
-        sizes: ascending, in bytes (of matrix products, operations).
-        seconds: medians.
-        spread: the distance between the quartiles, relative to the median, of the middle point.
-    """
-
+    # Ascending, in bytes (of matrix products, operations).
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
+    # The distance between the quartiles, relative to the median, of the middle point.
     spread: float | None = None
 
     def __post_init__(self) -> None:

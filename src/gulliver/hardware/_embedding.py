@@ -14,34 +14,22 @@ written as a gradient, read and written by the update."""
 
 @dataclass(frozen=True)
 class LookupLoad:
-    """Work of one rank in a step.
+    """Work of one rank in a step."""
 
-    Attributes:
-        rows: rows used, with repetitions.
-        width: elements of a row.
-        state: elements of optimizer state of a row.
-        missed: rows that are brought from the host, and as many sent back.
-        sent: bytes to other ranks, forward; as many come back as gradients.
-    """
-
+    # Rows used, with repetitions.
     rows: float
+    # Elements of a row.
     width: float
+    # Elements of optimizer state of a row.
     state: float
+    # Rows that are brought from the host, and as many sent back.
     missed: float
+    # Bytes to other ranks, forward; as many come back as gradients.
     sent: float
 
 
 def lookup_seconds(cluster: Cluster, load: LookupLoad) -> dict[str, float]:
-    """Returns the seconds of a step's lookups by what takes them.
-
-    Args:
-        cluster: machines; a device that computes in host memory has no host link.
-        load: work of the rank.
-
-    Returns:
-        Seconds of ``memory``, of ``fetch``, which can be hidden behind compute, and of
-        ``exchange``.
-    """
+    """Returns the seconds of a step's lookups by what takes them."""
     device = cluster.device
     touched = int(4 * load.rows * (PASSES * load.width + 2 * load.state))
     record = int(4 * load.missed * (load.width + load.state))

@@ -25,31 +25,24 @@ SIZES = (2**22, 2**24, 2**26)
 
 @dataclass(frozen=True)
 class MovePoint:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        bytes: bytes that moved.
-        to_host: whether they left the device; else they came.
-        seconds: median seconds.
-    """
-
+    # Bytes that moved.
     bytes: int
+    # Whether they left the device; else they came.
     to_host: bool
     seconds: float
 
 
 @dataclass(frozen=True)
 class MoveFit:
-    """Seconds of a byte each way, fitted to points.
+    """Seconds of a byte each way, fitted to points."""
 
-    Attributes:
-        to_host_s: seconds of a byte that leaves the device.
-        from_host_s: seconds of a byte that comes back.
-        error: largest relative error of the points.
-    """
-
+    # Seconds of a byte that leaves the device.
     to_host_s: float
+    # Seconds of a byte that comes back.
     from_host_s: float
+    # Largest relative error of the points.
     error: float
 
 
@@ -72,11 +65,7 @@ def measure_moves(
 
 
 def fit_moves(points: Sequence[MovePoint]) -> MoveFit:
-    """Fits seconds of a byte to points, by their relative errors.
-
-    Raises:
-        GulliverError: a way has no points, or points are no measurements.
-    """
+    """Fits seconds of a byte to points, by their relative errors."""
     found, errors = list[float](), list[float]()
     for to_host in (True, False):
         own = [point for point in points if point.to_host == to_host]

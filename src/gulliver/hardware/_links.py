@@ -4,15 +4,6 @@ Every pair of ranks exchanges messages of several sizes, both ways at once, in r
 share no rank: n ranks take n - 1 rounds. All rounds are gone through several times, so that a busy
 moment meets each pair once; alpha and bandwidth are fitted to the medians. Then the collectives
 themselves are timed along each axis: many talk at once there, and a processor may be the link.
-
-[Note: from a meeting] All ranks meet before each message that is timed, as before each collective.
-Without it a message of 1 KiB among four ranks on two cores took 4 ms instead of 0.4: where the
-thread that posts is put aside in the middle of a call, it keeps the lock of its connection, and
-gloo's own thread, woken by the peer's next message, asks for it over and over, on the core that the
-other one needs, until its time slice ends.
-
-Read `probe_links`, `pair_rounds`, `fit_line`, `group_into_nodes`, `proposed_axes`. There are nodes
-and ranks in them; that nodes lie in racks is not found out.
 """
 
 from __future__ import annotations
@@ -50,12 +41,16 @@ SEEN_BY = 1 << 20
 """Bytes of the message that links are compared by."""
 
 
+# [Note: from a meeting] All ranks meet before each message that is timed, as before each
+# collective. Without it a message of 1 KiB among four ranks on two cores took 4 ms instead of 0.4:
+# where the thread that posts is put aside in the middle of a call, it keeps the lock of its
+# connection, and gloo's own thread, woken by the peer's next message, asks for it over and over, on
+# the core that the other one needs, until its time slice ends.
+#
+# Read `probe_links`, `pair_rounds`, `fit_line`, `group_into_nodes`, `proposed_axes`. There are
+# nodes and ranks in them; that nodes lie in racks is not found out.
 def probe_links(progress: Progress = lambda _: None) -> dict[Pair, Link]:
-    """Measures the link of every pair of ranks; every rank calls it and gets all of them.
-
-    Raises:
-        GulliverError: there is one rank only.
-    """
+    """Measures the link of every pair of ranks; every rank calls it and gets all of them."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise GulliverError(
             "links need several ranks: torchrun --nproc-per-node 2 -m gulliver.cli probe"
@@ -89,18 +84,7 @@ def probe_collectives(
     busy: bool = False,
     sizes: Sequence[int] | None = None,
 ) -> dict[str, Curve]:
-    """Times collectives along an axis; every rank of the world calls it, and gets the same.
-
-    Args:
-        operations: makers by name; given bytes, each makes what runs the collective once.
-        ranks: size of the axis; the bytes are multiples of so many numbers of 4 bytes.
-        progress: told what is being measured.
-        turns: number of turns of each; what takes long gets fewer, and nothing larger is measured.
-        busy: every rank computes for some milliseconds after the ranks have met, and comes to the
-            collective when it has done: as in a step, some wait for others, caches hold other
-            tensors, and threads that carry messages have slept.
-        sizes: bytes of whole tensors, rounded up.
-    """
+    """Times collectives along an axis; every rank of the world calls it, and gets the same."""
     compute = _computing(link_device()) if busy else None
     device, item = link_device(), 4 * ranks
     wanted = sizes or COLLECTIVE_BYTES
@@ -142,11 +126,9 @@ def pair_rounds(size: int) -> list[list[Pair]]:
 
 
 def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
-    """Alpha and bandwidth by least squares of relative errors, and the largest that is left.
-
-    On a busy machine large messages may take no longer than small ones: the bandwidth is then the
-    largest that a file may hold, and the error says what such a line is worth.
-    """
+    """Alpha and bandwidth by least squares of relative errors, and the largest that is left."""
+    # On a busy machine large messages may take no longer than small ones: the bandwidth is then the
+    # largest that a file may hold, and the error says what such a line is worth.
     # Weights 1 / seconds: a small message's microseconds count as much as a large one's.
     weights = [1 / s for s in seconds]
     a = sum(w * w for w in weights)
@@ -164,14 +146,12 @@ def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
 
 
 def group_into_nodes(size: int, links: Mapping[Pair, Link]) -> list[list[int]]:
-    """Ranks that are near each other, as nodes of one size; all in one where none differ.
-
-    Pairs are joined from the fastest on (single linkage). Groups of one size are nodes if the next
-    join, which is the fastest link between them, takes at least `NEAR` times as long as the one
-    before, the slowest that was needed inside; of several such moments the last counts, which has
-    the fewest groups. So noise makes no nodes, and pairs that are joined faster inside a node do
-    not hide it. A near pair that was measured as slow does no harm: others join the two.
-    """
+    """Ranks that are near each other, as nodes of one size; all in one where none differ."""
+    # Pairs are joined from the fastest on (single linkage). Groups of one size are nodes if the
+    # next join, which is the fastest link between them, takes at least `NEAR` times as long as the
+    # one before, the slowest that was needed inside; of several such moments the last counts, which
+    # has the fewest groups. So noise makes no nodes, and pairs that are joined faster inside a node
+    # do not hide it. A near pair that was measured as slow does no harm: others join the two.
     seconds = {pair: _seen_seconds(link) for pair, link in links.items()}
     group_of = [[rank] for rank in range(size)]
     best, before = [list(range(size))], float("inf")
@@ -191,10 +171,8 @@ def group_into_nodes(size: int, links: Mapping[Pair, Link]) -> list[list[int]]:
 def proposed_axes(
     size: int, links: Mapping[Pair, Link]
 ) -> tuple[tuple[Axis, ...], tuple[int, ...] | None]:
-    """Axes for ranks with these links, and the order in which the ranks fill them.
-
-    An axis is as fast as its slowest link.
-    """
+    """Axes for ranks with these links, and the order in which the ranks fill them."""
+    # An axis is as fast as its slowest link.
     nodes = group_into_nodes(size, links)
     inside = {pair for node in nodes for pair in itertools.combinations(node, 2)}
     axes = []
@@ -224,12 +202,7 @@ def _computing(device: torch.device) -> Callable[[], object]:
 
 
 def _exchanges(peer: int | None, count: int) -> list[float]:
-    """Seconds of messages both ways at once in all pairs of a round; every rank calls it.
-
-    Args:
-        peer: other rank of the pair; None for a rank that is left over.
-        count: bytes of each message.
-    """
+    """Seconds of messages both ways at once in all pairs of a round; every rank calls it."""
     device = link_device()
     out = torch.ones(count, dtype=torch.uint8, device=device)
     into = torch.empty_like(out)

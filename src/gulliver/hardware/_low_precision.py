@@ -30,16 +30,13 @@ STEP, LARGEST = 16, 1 << 16
 
 @dataclass(frozen=True)
 class Fp8Seconds:
-    """Seconds of a linear layer, forward and backward.
+    """Seconds of a linear layer, forward and backward."""
 
-    Attributes:
-        plain: seconds in 16 bits.
-        products: seconds of the products in FP8.
-        casts: seconds of magnitudes and casts.
-    """
-
+    # Seconds in 16 bits.
     plain: float
+    # Seconds of the products in FP8.
     products: float
+    # Seconds of magnitudes and casts.
     casts: float
 
     @property
@@ -76,13 +73,7 @@ def fp8_seconds(
 
 
 def fp8_break_even(device: Device, tokens: int, scaling: str = "tensorwise") -> int | None:
-    """Least side of a square layer that is faster in FP8; None where none is.
-
-    Args:
-        device: device with rates of bfloat16 and of FP8.
-        tokens: number of rows.
-        scaling: ``tensorwise``, ``rowwise`` or ``delayed``.
-    """
+    """Least side of a square layer that is faster in FP8; None where none is."""
 
     def pays(side: int) -> bool:
         return fp8_seconds(device, tokens, side, side, scaling).gain > 1

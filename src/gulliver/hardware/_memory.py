@@ -28,24 +28,13 @@ def memory_bytes(device: str) -> int:
 
 
 def planned_memory(kind: str, size: int | None = None) -> tuple[float, str]:
-    """Bytes of a rank that data-centric steps are planned with unless told otherwise, and why.
-
-    Args:
-        kind: ``cuda`` or ``cpu``. Of a machine's memory each rank has a tenth, however many there
-            are: which samples a step has must not depend on their number.
-        size: bytes of that memory; None: of the device at hand.
-    """
+    """Bytes of a rank that data-centric steps are planned with unless told otherwise, and why."""
     share, whose = PLANNED[kind]
     return float(math.floor(share * (size or memory_bytes(kind)))), f"{share:.0%} of {whose}"
 
 
 def group_limits(root: Path = _ROOT, member: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Limits in bytes of the control groups that this process is in, from its own outwards.
-
-    Args:
-        root: folder that the groups are mounted in.
-        member: file that says which groups the process is in.
-    """
+    """Limits in bytes of the control groups that this process is in, from its own outwards."""
     limits = list[int]()
     for line in _lines(member):
         _, kinds, path = line.split(":", 2)

@@ -24,16 +24,7 @@ MOST = 1 << 14
 
 
 def named_cluster(text: str, ranks: int | None = None) -> Cluster:
-    """A cluster by its name.
-
-    Args:
-        text: ``h100x64`` (64 ranks of described machines; ``h100`` is one), a described name, a
-            file of ``gulliver probe``'s form, or ``here`` for the machines at hand.
-        ranks: ranks that the cluster is resized to; None for as many as its name says.
-
-    Raises:
-        GulliverError: an unknown name, a count of no sense, or a file that is no cluster.
-    """
+    """A cluster by its name."""
     if text == "here":
         return current_cluster(ranks or 1)
     if text.endswith((".yaml", ".yml")) or "/" in text:

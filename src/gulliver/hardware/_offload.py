@@ -5,11 +5,6 @@ chunk's forward, its backward, its update. One unit computes, visit after visit;
 what visits need, and takes away what must make room. Nothing else is assumed; which bytes move,
 and when they are sent on their way, is decided by whoever plans (`gulliver.solve` knows the rules
 of replacement), not here.
-
-[Note: reads and writes at once] Each direction is a queue of its own. While both have something to
-do, both go on, slower by what was measured of moving as much of both at once: a disk that both
-share does each at half its rate, a bus with two directions each at its own. Memory that is written
-is not free until its write has ended, so what comes may have to wait for what leaves.
 """
 
 from __future__ import annotations
@@ -29,31 +24,31 @@ REPEATS = 4
 DISK, HOST = "disk", "host"
 
 
+# [Note: reads and writes at once] Each direction is a queue of its own. While both have something
+# to do, both go on, slower by what was measured of moving as much of both at once: a disk that both
+# share does each at half its rate, a bus with two directions each at its own. Memory that is
+# written is not free until its write has ended, so what comes may have to wait for what leaves.
 @dataclass(frozen=True)
 class TierRates:
-    """The link to the memory behind the first one.
+    """The link to the memory behind the first one."""
 
-    Attributes:
-        name: ``disk`` or ``host``.
-        read_rate: bytes/s from there.
-        write_rate: bytes/s to there.
-        latency_s: seconds of a transfer beside its bytes.
-        both_rate: bytes/s of reading and writing as much at once, both counted; None where they
-            share the link.
-        visit_s: seconds of the processor that computes for a use of state, beside its compute.
-        transfer_s: seconds of it for a transfer.
-        memory_rate: bytes/s that it goes through in memory; None where that is not counted.
-        behind: link from there to a third memory; None where there is none.
-    """
-
+    # ``disk`` or ``host``.
     name: str
+    # Bytes/s from there.
     read_rate: float
+    # Bytes/s to there.
     write_rate: float
+    # Seconds of a transfer beside its bytes.
     latency_s: float = 0.0
+    # Bytes/s of reading and writing as much at once, both counted; None where they share the link.
     both_rate: float | None = None
+    # Seconds of the processor that computes for a use of state, beside its compute.
     visit_s: float = 0.0
+    # Seconds of it for a transfer.
     transfer_s: float = 0.0
+    # Bytes/s that it goes through in memory; None where that is not counted.
     memory_rate: float | None = None
+    # Link from there to a third memory; None where there is none.
     behind: TierRates | None = None
 
     def seconds(self, transfer: Transfer) -> float:
@@ -82,56 +77,47 @@ class TierRates:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that a visit sends on their way.
+    """Bytes that a visit sends on their way."""
 
-    Attributes:
-        bytes: number of bytes.
-        write: whether they leave the first memory, rather than come.
-        until: number of visits until they are needed; 0 for the visit itself.
-        room: bytes of writes under way beside which there is memory for what comes; None for any.
-    """
-
+    # Number of bytes.
     bytes: int
+    # Whether they leave the first memory, rather than come.
     write: bool = False
+    # Number of visits until they are needed; 0 for the visit itself.
     until: int = 0
+    # Bytes of writes under way beside which there is memory for what comes; None for any.
     room: int | None = None
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A use of state by a step.
+    """A use of state by a step."""
 
-    Attributes:
-        seconds: seconds of compute from its begin to its end.
-        transfers: what is sent on its way as it begins, in order.
-        uses: number of uses of state that it is, each with hooks and decisions of its own.
-        passed: bytes of state that are gone through to copy or compare them.
-    """
-
+    # Seconds of compute from its begin to its end.
     seconds: float
+    # What is sent on its way as it begins, in order.
     transfers: tuple[Transfer, ...] = ()
+    # Number of uses of state that it is, each with hooks and decisions of its own.
     uses: int = 1
+    # Bytes of state that are gone through to copy or compare them.
     passed: int = 0
 
 
 @dataclass(frozen=True)
 class TieredSeconds:
-    """Seconds of a step.
+    """Seconds of a step."""
 
-    Attributes:
-        step: seconds from one step to the next.
-        compute: seconds of compute.
-        reads: seconds of reads.
-        writes: seconds of writes.
-        link: name of the link that is busier than others.
-        busy: seconds for which it is busy.
-    """
-
+    # Seconds from one step to the next.
     step: float
+    # Seconds of compute.
     compute: float
+    # Seconds of reads.
     reads: float
+    # Seconds of writes.
     writes: float
+    # Name of the link that is busier than others.
     link: str
+    # Seconds for which it is busy.
     busy: float
 
     @property
@@ -147,16 +133,10 @@ class TieredSeconds:
 
 
 def tiered_seconds(visits: Sequence[Visit], rates: TierRates) -> TieredSeconds:
-    """Seconds of a step that repeats.
-
-    A visit begins when the one before it has ended; then its transfers are queued, and it computes
-    as soon as all that it needs is there. The link takes the transfers of each direction in their
-    order.
-
-    Args:
-        visits: uses of state in their order.
-        rates: link to where the state lies.
-    """
+    """Seconds of a step that repeats."""
+    # A visit begins when the one before it has ended; then its transfers are queued, and it
+    # computes as soon as all that it needs is there. The link takes the transfers of each direction
+    # in their order.
     compute = sum(v.seconds for v in visits)
     visits = [replace(visit, seconds=visit.seconds + rates.handling(visit)) for visit in visits]
     seconds = [[(t, rates.seconds(t)) for t in visit.transfers] for visit in visits]
@@ -191,15 +171,7 @@ class _Moving:
 
 
 class _Link:
-    """Transfers under way, each direction in its order.
-
-    Args:
-        at_once: share of its rate that each direction has while both are busy.
-
-    Attributes:
-        clock: seconds since it began.
-        sent: number of reads that were queued so far.
-    """
+    """Transfers under way, each direction in its order."""
 
     def __init__(self, at_once: float) -> None:
         self._at_once = at_once

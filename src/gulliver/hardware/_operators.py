@@ -69,13 +69,7 @@ def operator_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 def operator_bytes(
     operator: Any, taken: Sequence[Tensor], given: Sequence[Tensor]
 ) -> tuple[int, int]:
-    """Bytes that a call of an operator reads and writes, if each is touched once.
-
-    Args:
-        operator: operator that is no view.
-        taken: tensors that it reads.
-        given: tensors that it writes.
-    """
+    """Bytes that a call of an operator reads and writes, if each is touched once."""
     packet = operator.overloadpacket
     if packet in EMPTY:
         return 0, 0
@@ -96,19 +90,7 @@ def touched_bytes(tensor: Tensor) -> int:
 def operator_seconds(
     device: Device, flops: int, read: int, written: int, fresh: bool, dtype: str
 ) -> float:
-    """Seconds of a call of an operator that is no view.
-
-    Args:
-        device: device that computes.
-        flops: FLOPs of products of matrices; 0 where there are none.
-        read: bytes that are read.
-        written: bytes that are written.
-        fresh: whether what is written was not read.
-        dtype: dtype of the products.
-
-    Raises:
-        GulliverError: the device has no rate for the dtype.
-    """
+    """Seconds of a call of an operator that is no view."""
     # A CPU fetches the lines of its cache before they are written; GPUs do not.
     twice = fresh and device.to_device_rate is None and not flops
     moved = read + (2 if twice else 1) * written

@@ -21,15 +21,7 @@ RANKS = (1, 1e6), "ranks", "64 nodes are 64"
 def check_plausible(
     values: Iterable[tuple[str, float | None, tuple[tuple[float, float], str, str]]], where: str
 ) -> None:
-    """Refuses values that no machine has.
-
-    Args:
-        values: name of each entry, its value (None where it is not known) and bounds of its kind.
-        where: file that they stand in, which begins the error.
-
-    Raises:
-        GulliverError: a value lies beyond the bounds of its kind.
-    """
+    """Refuses values that no machine has."""
     for name, value, ((least, most), unit, example) in values:
         if value is not None and not least <= value <= most:
             raise GulliverError(

@@ -183,11 +183,10 @@ def _empty_file_seconds(folder: Path) -> float:
 
 
 class _DiskFile:
-    """A file without a name that is read and written as those of a memory manager are.
+    """A file without a name that is read and written as those of a memory manager are."""
 
-    Each direction has an engine of its own. Blocks are written once before anything is timed: the
-    file system gives them their places then.
-    """
+    # Each direction has an engine of its own. Blocks are written once before anything is timed: the
+    # file system gives them their places then.
 
     def __init__(self, folder: Path, count: int) -> None:
         # What is read is of no interest: all blocks come to the same place, beside what is written.

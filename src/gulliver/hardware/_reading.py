@@ -20,16 +20,7 @@ ZERO_ALLOWED = {"alpha_s", "launch_s", "latency_s", "error", "spread", "rank_ord
 
 
 def read(kind: Any, values: Any, where: str) -> Any:
-    """A dataclass of some kind.
-
-    Args:
-        kind: the dataclass.
-        values: entries as YAML gives them.
-        where: begins every message.
-
-    Raises:
-        GulliverError: an entry is unknown, missing, or makes no sense.
-    """
+    """A dataclass of some kind."""
     if not isinstance(values, dict):
         raise GulliverError(f"{where} holds no {kind.__name__.lower()}")
     known = {f.name: f for f in fields(kind)}

@@ -70,31 +70,15 @@ class Scaling:
 
 
 def batch_efficiency(noise: float, base: int, batch: int) -> float:
-    """Share of a sample at batch size `base` that a sample at `batch` is worth.
-
-    Args:
-        noise: gradient noise scale in samples.
-        base: batch size at which work is counted.
-        batch: batch size of the step.
-    """
+    """Share of a sample at batch size `base` that a sample at `batch` is worth."""
     return (noise + base) / (noise + batch)
 
 
 def best_batch(scaling: Scaling, slots: int, noise: float, base: int, least: int, most: int) -> int:
-    """Finds the batch size of the highest goodput, exactly.
-
-    Among batches of equal step time the largest is best, so it is k samples on every slot, or
-    `most`. Over k the goodput rises and then falls; with real numbers its top is where
-    k^2 = overhead x noise / (sample_seconds x slots).
-
-    Args:
-        scaling: costs of the job's step.
-        slots: number of slots.
-        noise: gradient noise scale in samples.
-        base: batch size at which work is counted.
-        least: smallest batch size that is allowed.
-        most: largest batch size that is allowed.
-    """
+    """Finds the batch size of the highest goodput, exactly."""
+    # Among batches of equal step time the largest is best, so it is k samples on every slot, or
+    # `most`. Over k the goodput rises and then falls; with real numbers its top is where k^2 =
+    # overhead x noise / (sample_seconds x slots).
     overhead = scaling.seconds(slots, 0)
     first, last = math.ceil(least / slots), most // slots
     tried = {least, most}

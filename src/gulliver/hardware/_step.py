@@ -3,21 +3,6 @@
 A step is compute, messages and the optimizer's update. Messages that may travel while a rank
 computes are hidden as far as it computes that long; the others, and what is left of the first, are
 exposed. A rank of a pipeline waits for the others besides.
-
-[Note: what cannot hide] Gradients of a chunk are there when backward has computed them, and those
-of the last chunk when it ends; the first chunk's parameters are needed as forward begins. So of N
-equal messages one never hides, and the others have (N - 1) / N of the pass. A hop of a ring hides
-behind the part of its attention that is computed meanwhile, not behind other layers. And the
-processor posts every message, which takes as long as launching an operation.
-
-[Note: one queue] Over sockets all messages of a rank leave by one queue. So a rank that stops for a
-message, while others are under way beside its computing, stops until those have left, too: of each
-of those it can compute beside no more than lies between two stops. (On shaped links a forward with
-exchanges of heads takes as long as the gathers beside it and its computing one after the other,
-docs/lab-notes.md.) Links that are rings, as of NCCL, have queues of their own.
-
-The bytes are those of ZeRO (Rajbhandari et al. 2020): shards, whole chunks of those that are needed
-at once, and buffers under way.
 """
 
 from __future__ import annotations
@@ -43,33 +28,44 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send
 Pass = Literal["forward", "backward"]
 
 
+# [Note: what cannot hide] Gradients of a chunk are there when backward has computed them, and those
+# of the last chunk when it ends; the first chunk's parameters are needed as forward begins. So of N
+# equal messages one never hides, and the others have (N - 1) / N of the pass. A hop of a ring hides
+# behind the part of its attention that is computed meanwhile, not behind other layers. And the
+# processor posts every message, which takes as long as launching an operation.
+#
+# [Note: one queue] Over sockets all messages of a rank leave by one queue. So a rank that stops for
+# a message, while others are under way beside its computing, stops until those have left, too: of
+# each of those it can compute beside no more than lies between two stops. (On shaped links a
+# forward with exchanges of heads takes as long as the gathers beside it and its computing one after
+# the other, docs/lab-notes.md.) Links that are rings, as of NCCL, have queues of their own.
+#
+# The bytes are those of ZeRO (Rajbhandari et al. 2020): shards, whole chunks of those that are
+# needed at once, and buffers under way.
 @dataclass(frozen=True)
 class Message:
-    """Equal messages of a step.
+    """Equal messages of a step."""
 
-    Attributes:
-        kind: collective, or sends from rank to rank.
-        bytes: size of the whole tensor.
-        axes: size and link of each axis that they go along, outer to inner.
-        count: number of them.
-        hidden: whether the rank may compute meanwhile.
-        beside: pass that all of them travel beside.
-        part: share of that pass in which they may: of several micro-batches the last alone.
-        behind_s: seconds of computing that hide one of them, whatever pass that is in; None for
-            those of the pass, which all share.
-        launches: number of operations that pack and unpack one of them.
-        packing_s: seconds in which the rank packs and unpacks one of them, and does not compute.
-    """
-
+    # Collective, or sends from rank to rank.
     kind: Kind
+    # Size of the whole tensor.
     bytes: int
+    # Size and link of each axis that they go along, outer to inner.
     axes: Axes
+    # Number of them.
     count: float = 1
+    # Whether the rank may compute meanwhile.
     hidden: bool = False
+    # Pass that all of them travel beside.
     beside: Pass = "backward"
+    # Share of that pass in which they may: of several micro-batches the last alone.
     part: float = 1.0
+    # Seconds of computing that hide one of them, whatever pass that is in; None for those of the
+    # pass, which all share.
     behind_s: float | None = None
+    # Number of operations that pack and unpack one of them.
     launches: float = 0.0
+    # Seconds in which the rank packs and unpacks one of them, and does not compute.
     packing_s: float = 0.0
 
     @property
@@ -118,24 +114,21 @@ class Message:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step of one rank.
+    """Seconds of a step of one rank."""
 
-    Attributes:
-        compute: seconds of forward and backward.
-        recompute: seconds of forwards that backward repeats.
-        messages: seconds of all messages by kind, hidden or not.
-        sent: bytes of all messages.
-        exposed: seconds of messages, packing included, in which the rank does not compute.
-        bubble: seconds that it waits for other stages.
-        update: seconds of the optimizer.
-    """
-
+    # Seconds of forward and backward.
     compute: float
+    # Seconds of forwards that backward repeats.
     recompute: float
+    # Seconds of all messages by kind, hidden or not.
     messages: dict[str, float]
+    # Bytes of all messages.
     sent: float
+    # Seconds of messages, packing included, in which the rank does not compute.
     exposed: float
+    # Seconds that it waits for other stages.
     bubble: float
+    # Seconds of the optimizer.
     update: float
 
     @property
@@ -153,19 +146,7 @@ def predict_step(
     free: float = 1.0,
     launch_s: float = 0.0,
 ) -> StepCosts:
-    """Seconds of a step.
-
-    Args:
-        passes_s: seconds of the forward and of the backward of this rank.
-        recompute_s: seconds of what backward computes again.
-        update_s: seconds of the optimizer's step.
-        messages: everything that the rank sends in a step.
-        bubble_s: seconds that it waits for other stages.
-        free: share of messages that need nothing that computes: 1 on GPUs, 0 where every core
-            computes and carries messages as well.
-        launch_s: seconds of the processor for launching an operation, or for posting a message that
-            is not waited for.
-    """
+    """Seconds of a step."""
     spent: dict[str, float] = {}
     for message in messages:
         spent[message.kind] = spent.get(message.kind, 0.0) + message.seconds
@@ -188,13 +169,7 @@ def predict_step(
 def exposed_seconds(
     messages: Sequence[Message], window_s: float, between_s: float = math.inf
 ) -> float:
-    """Seconds of messages beside a pass in which the rank does not compute.
-
-    Args:
-        messages: messages that travel beside the pass, one after the other.
-        window_s: seconds that the pass computes.
-        between_s: seconds that it computes between two messages that it stops for.
-    """
+    """Seconds of messages beside a pass in which the rank does not compute."""
     own = [m for m in messages if m.behind_s is not None and m.count]
     hops = sum(max(0.0, m.seconds - m.count * (m.behind_s or 0.0)) for m in own)
     shared = [m for m in messages if m.behind_s is None and m.seconds]
@@ -216,21 +191,12 @@ def pipeline_seconds(
     chunks: int = 1,
     link_s: float = 0.0,
 ) -> float:
-    """Seconds of a pipeline's step, in closed form.
-
-    Every micro-batch passes the slowest rank, and the first and the last the others besides: as a
-    whole (GPipe, 1F1B), a chunk of them (interleaved: Narayanan et al. 2021), or but for gradients
-    of weights, which are computed while ranks would wait (Qi et al. 2024: ZB-H1, and for schedules
-    that are folded ZB-V). A simulation of the schedule is exact, and costs seconds for large ones.
-
-    Args:
-        schedule: name of the schedule.
-        stages: seconds of a forward and backward of a micro-batch on each rank.
-        backward: share of the backward in those.
-        micro_batches: number of them.
-        chunks: stages on each rank.
-        link_s: seconds of a message between two ranks.
-    """
+    """Seconds of a pipeline's step, in closed form."""
+    # Every micro-batch passes the slowest rank, and the first and the last the others besides: as a
+    # whole (GPipe, 1F1B), a chunk of them (interleaved: Narayanan et al. 2021), or but for
+    # gradients of weights, which are computed while ranks would wait (Qi et al. 2024: ZB-H1, and
+    # for schedules that are folded ZB-V). A simulation of the schedule is exact, and costs seconds
+    # for large ones.
     slowest = max(stages)
     others = sum(stages) - slowest
     # Folded schedules wait for nothing once each rank has micro-batches for both its stages.
@@ -248,14 +214,12 @@ def pipeline_seconds(
 
 
 def _hops(schedule: str, ranks: int, chunks: int, micro_batches: int) -> float:
-    """Messages between ranks that a step waits for one after the other.
-
-    [Note: what a schedule waits for] GPipe waits while the pipeline fills and empties. Under 1F1B a
-    rank has p - i micro-batches under way, and each comes back two messages late: (p - 1) / p of
-    them show for every micro-batch. More micro-batches under way, of chunks or of a split backward,
-    hide those. The numbers are the slopes of a simulation of the schedules, exact but for
-    DualPipeV, whose slope rises with the link's seconds.
-    """
+    """Messages between ranks that a step waits for one after the other."""
+    # [Note: what a schedule waits for] GPipe waits while the pipeline fills and empties. Under 1F1B
+    # a rank has p - i micro-batches under way, and each comes back two messages late: (p - 1) / p
+    # of them show for every micro-batch. More micro-batches under way, of chunks or of a split
+    # backward, hide those. The numbers are the slopes of a simulation of the schedules, exact but
+    # for DualPipeV, whose slope rises with the link's seconds.
     ends = 2 * (ranks - 1)
     one = max(ends, ends * micro_batches / ranks + 2 * (ranks - 2))
     turned = 2 * ends if micro_batches < 2 * ranks else 5 * ranks - 7
@@ -286,11 +250,9 @@ memory, by the states of an element: SGD, with momentum, and AdamW."""
 
 
 def update_seconds(device: Device, parameter_bytes: int, states: float) -> float:
-    """Seconds of an element-wise optimizer: reads all, writes all but the gradients.
-
-    On a CPU each operation of it is a pass of its own: of AdamW a decay, averages, a root and their
-    quotient, three times as much.
-    """
+    """Seconds of an element-wise optimizer: reads all, writes all but the gradients."""
+    # On a CPU each operation of it is a pass of its own: of AdamW a decay, averages, a root and
+    # their quotient, three times as much.
     passes = 3 + 2 * states
     if device.to_device_rate is None:
         passes = UNFUSED.get(int(states), 3 * passes)

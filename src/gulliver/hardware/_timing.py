@@ -48,10 +48,8 @@ def once(operation: Callable[[], object], device: torch.device, calls: int = 1) 
 
 
 def curve_of(times: Mapping[int, Sequence[float]]) -> Curve:
-    """Medians by size, and the usual spread between quartiles.
-
-    A size that took longer than a larger one was disturbed: it gets the larger one's seconds.
-    """
+    """Medians by size, and the usual spread between quartiles."""
+    # A size that took longer than a larger one was disturbed: it gets the larger one's seconds.
     sizes = tuple(sorted(times))
     medians = [statistics.median(times[size]) for size in sizes]
     rising = list(itertools.accumulate(reversed(medians), min))[::-1]

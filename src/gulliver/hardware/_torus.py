@@ -1,10 +1,4 @@
-"""What the collectives of a step cost on a torus of any shape, laid over a cluster's places.
-
-[Note: like with like] A cluster that was measured knows its own collectives on its own axes and on
-all ranks at once, and of other shapes only what alpha and bandwidth say, which leave out what
-processors do. So a shape that was not measured is not compared with one that was: its seconds are
-those of all ranks at once, as measured, in the proportion in which the formulas see the two.
-"""
+"""What the collectives of a step cost on a torus of any shape, laid over a cluster's places."""
 
 from __future__ import annotations
 
@@ -20,6 +14,10 @@ Collectives = Sequence[tuple[str, int]]
 """Names of collectives, and bytes of the whole tensor of each."""
 
 
+# [Note: like with like] A cluster that was measured knows its own collectives on its own axes and
+# on all ranks at once, and of other shapes only what alpha and bandwidth say, which leave out what
+# processors do. So a shape that was not measured is not compared with one that was: its seconds are
+# those of all ranks at once, as measured, in the proportion in which the formulas see the two.
 def torus_seconds(cluster: Cluster, sizes: Sequence[int], collectives: Collectives) -> float:
     """Seconds of collectives, one after the other, over all places of a cluster.
 

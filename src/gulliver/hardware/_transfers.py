@@ -77,11 +77,9 @@ def probe_transfers(
 
 
 def line_through(took: Mapping[int, float]) -> Link:
-    """Latency and bandwidth through two points, seconds by bytes; neither is negative.
-
-    Between the points, and not by least squares: a shaped link lets small messages pass at once,
-    which says nothing of its rate.
-    """
+    """Latency and bandwidth through two points, seconds by bytes; neither is negative."""
+    # Between the points, and not by least squares: a shaped link lets small messages pass at once,
+    # which says nothing of its rate.
     (small, low), (large, high) = sorted(took.items())
     slope = max(high - low, 1e-9 * high) / (large - small)
     return Link(max(0.0, low - slope * small), 1 / slope)

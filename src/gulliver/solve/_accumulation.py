@@ -13,19 +13,10 @@ import numpy as np
 
 
 def accumulated(seconds: np.ndarray, most: int) -> np.ndarray:
-    """Seconds of 0, 1, ... samples on one group, cut into micro-batches.
-
-    Samples are cut evenly, into as few micro-batches as fit or into those of the best rate, or into
-    whole ones of the best rate and a rest. The first is best where seconds grow faster and faster
-    with a batch, the last where they grow slower and slower.
-
-    Args:
-        seconds: seconds of micro-batches of 1, 2, ... samples: [B].
-        most: most samples.
-
-    Returns:
-        Seconds [most + 1], never falling.
-    """
+    """Seconds of 0, 1, ... samples on one group, cut into micro-batches."""
+    # Samples are cut evenly, into as few micro-batches as fit or into those of the best rate, or
+    # into whole ones of the best rate and a rest. The first is best where seconds grow faster and
+    # faster with a batch, the last where they grow slower and slower.
     counts = np.arange(most + 1)
     _, found = _ways(seconds, counts)
     return np.maximum.accumulate(np.min(found, axis=0))
@@ -50,19 +41,9 @@ def split_batches(seconds: np.ndarray, count: int) -> tuple[int, ...]:
 
 
 def covering(rank_seconds: Mapping[int, np.ndarray], most: int) -> tuple[np.ndarray, float]:
-    """The least rank seconds of 0, 1, ... samples in micro-batches on groups of any size.
-
-    Exact: least(n) = min over b of least(n - b) + w(b), where w(b) is the least over degrees. It
-    is a bound for every way in which a step may deal the samples.
-
-    Args:
-        rank_seconds: rank seconds of micro-batches of 1, 2, ... samples by degree: each [B].
-        most: most samples that are looked at exactly.
-
-    Returns:
-        Rank seconds [n + 1] for n up to `most` or 1024, and the least of one sample in the best
-        micro-batch: from there on n times that is a bound.
-    """
+    """The least rank seconds of 0, 1, ... samples in micro-batches on groups of any size."""
+    # Exact: least(n) = min over b of least(n - b) + w(b), where w(b) is the least over degrees. It
+    # is a bound for every way in which a step may deal the samples.
     size = max(map(len, rank_seconds.values()))
     one = np.full(size, np.inf)
     for row in rank_seconds.values():

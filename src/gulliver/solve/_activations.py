@@ -35,68 +35,54 @@ QUICK, STATES = 64, 1024
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """Activations of one block.
+    """Activations of one block."""
 
-    Attributes:
-        saved: bytes that its forward saves for its backward, its output aside.
-        output: bytes of its output.
-        working: bytes that its backward (or forward, if more) needs besides, while it runs.
-        movable: bytes of `saved` that can be moved to a slower tier.
-        recompute_s: seconds of its forward.
-    """
-
+    # Bytes that its forward saves for its backward, its output aside.
     saved: int
+    # Bytes of its output.
     output: int
+    # Bytes that its backward (or forward, if more) needs besides, while it runs.
     working: int = 0
+    # Bytes of `saved` that can be moved to a slower tier.
     movable: int = 0
+    # Seconds of its forward.
     recompute_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds of a step without recompute and moves of activations.
+    """Seconds of a step without recompute and moves of activations."""
 
-    Attributes:
-        forward: seconds of compute of the forward.
-        backward: seconds of compute of the backward.
-        writes: seconds for which the slower tier is busy in forward already.
-        reads: seconds for which it is busy in backward already.
-        write_s: seconds per byte that is written to it.
-        read_s: seconds per byte that is read from it.
-    """
-
+    # Seconds of compute of the forward.
     forward: float = 0.0
+    # Seconds of compute of the backward.
     backward: float = 0.0
+    # Seconds for which the slower tier is busy in forward already.
     writes: float = 0.0
+    # Seconds for which it is busy in backward already.
     reads: float = 0.0
+    # Seconds per byte that is written to it.
     write_s: float = 0.0
+    # Seconds per byte that is read from it.
     read_s: float = 0.0
 
     def seconds(self, moved: int, recomputed: float) -> float:
-        """Seconds of both passes.
-
-        Args:
-            moved: bytes that are moved away in forward, and back in backward.
-            recomputed: seconds of forwards that backward repeats.
-        """
+        """Seconds of both passes."""
         out = max(self.forward, self.writes + moved * self.write_s)
         return out + max(self.backward + recomputed, self.reads + moved * self.read_s)
 
 
 @dataclass(frozen=True)
 class ActivationChoice:
-    """What becomes of each block's activations.
+    """What becomes of each block's activations."""
 
-    Attributes:
-        choices: choice of each block.
-        seconds: predicted seconds of forward and backward.
-        peak: most bytes of activations at once.
-        exact: whether no choice takes less; else it is the best of those that were looked at.
-    """
-
+    # Choice of each block.
     choices: tuple[Choice, ...]
+    # Predicted seconds of forward and backward.
     seconds: float
+    # Most bytes of activations at once.
     peak: int
+    # Whether no choice takes less; else it is the best of those that were looked at.
     exact: bool
 
 
@@ -154,16 +140,7 @@ def _search(
     most: int,
     bound: float,
 ) -> tuple[_State, bool]:
-    """The best state that was found, and whether it is the best there is.
-
-    Args:
-        blocks: blocks in the order of forward.
-        room: bytes that activations may take.
-        costs: seconds of the step without recompute and moves.
-        allowed: choices to choose from.
-        most: number of states that are kept from block to block.
-        bound: seconds of some choice that works; what takes more is dropped.
-    """
+    """The best state that was found, and whether it is the best there is."""
     states, exact = [_START], True
     for number, block in enumerate(blocks):
         fitting = [state for state in states if _need(state, block) <= room]
@@ -185,12 +162,7 @@ def _seconds(costs: PassCosts, state: _State) -> float:
 
 
 def activations_peak(blocks: Sequence[BlockActivations], choices: Sequence[Choice]) -> int:
-    """Most bytes of activations at once.
-
-    Args:
-        blocks: blocks in the order of forward.
-        choices: choice of each.
-    """
+    """Most bytes of activations at once."""
     state = _START
     for block, choice in zip(blocks, choices, strict=True):
         state = _leave(state, block, choice)
@@ -227,10 +199,8 @@ def _leave(state: _State, block: BlockActivations, choice: Choice) -> _State:
 
 
 def _undominated(states: list[_State]) -> list[_State]:
-    """Drops states that another one beats: in bytes now and later, bytes moved, and seconds.
-
-    Bytes later are `left`, bytes for the next block are `left + coming`: both are in the order.
-    """
+    """Drops states that another one beats: in bytes now and later, bytes moved, and seconds."""
+    # Bytes later are `left`, bytes for the next block are `left + coming`: both are in the order.
     kept: list[_State] = []
     # By coming: with 0, and each size that is on its way.
     for coming in sorted({state.coming for state in states}):

@@ -22,17 +22,7 @@ MINUS = -np.inf
 def allocate(
     values: np.ndarray, groups: Sequence[Sequence[int]] = (), limits: Sequence[int] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Shares slots so that the sum of values is highest.
-
-    Args:
-        values: value of every number of slots, [worlds, jobs, slots + 1]; -inf where a job cannot
-            have so many. 0 slots must be possible.
-        groups: jobs by group, which together hold all jobs; by default one group.
-        limits: most slots of each group.
-
-    Returns:
-        Slots of each job, [worlds, jobs], and the sum of their values, [worlds].
-    """
+    """Shares slots so that the sum of values is highest."""
     worlds, jobs, _ = values.shape
     groups = groups or [range(jobs)]
     curves, choices = [], []
@@ -87,12 +77,7 @@ def _traced(choices: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def relaxed_value(values: np.ndarray, slots: int) -> float:
-    """Returns a sum that no allocation is above: slots may be cut, values are their hulls.
-
-    Args:
-        values: value of every number of slots, [jobs, slots + 1]; finite at 0.
-        slots: number of slots.
-    """
+    """Returns a sum that no allocation is above: slots may be cut, values are their hulls."""
     total, steps = 0.0, []
     for row in values:
         hull = concave_hull(row)

@@ -46,13 +46,7 @@ CHANGED = 0.8
 
 
 class StepArranger:
-    """Chooses samples for steps.
-
-    Args:
-        solver: packs them; its ranks are those that are arranged for.
-        weights: what a sample of each shape takes of a step's budget.
-        budget: what a mean step takes.
-    """
+    """Chooses samples for steps."""
 
     def __init__(
         self, solver: StepSolver, weights: Mapping[Hashable, float], budget: float
@@ -60,14 +54,7 @@ class StepArranger:
         self._solver, self._weights, self._budget = solver, weights, budget
 
     def arrange(self, counts: Mapping[Hashable, int]) -> list[dict[Hashable, int]]:
-        """Steps of waiting samples: how many of each shape; the same for the same counts.
-
-        Args:
-            counts: waiting samples of each shape.
-
-        Returns:
-            The steps; fewer than two steps' worth of samples are in none of them.
-        """
+        """Steps of waiting samples: how many of each shape; the same for the same counts."""
         names = sorted((shape for shape, n in counts.items() if n), key=repr)
         if not names:
             return []

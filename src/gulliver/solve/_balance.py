@@ -13,15 +13,7 @@ from gulliver.errors import GulliverError
 
 
 def balanced_parts(costs: Sequence[int], parts: int) -> list[int]:
-    """Returns the part that each cost goes to; the same for the same costs in the same order.
-
-    Args:
-        costs: costs, none negative.
-        parts: number of parts, at least 1.
-
-    Raises:
-        GulliverError: there are no parts.
-    """
+    """Returns the part that each cost goes to; the same for the same costs in the same order."""
     if parts < 1:
         raise GulliverError(f"parts={parts}: deal costs to at least 1 part")
     loads, found = [0] * parts, [0] * len(costs)

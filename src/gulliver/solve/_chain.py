@@ -7,11 +7,6 @@ answer is exact, by dynamic programming over (parts so far, costs so far):
 
 in O(parts x costs^2). Source: the linear partition problem, e.g. Skiena, The Algorithm Design
 Manual, 10.7; times of parts and limits on them are as in PipeDream (Harlap et al., 2018), 2.2.
-
-[Note: two passes] Many cuts reach the least maximum, and some leave the other parts needlessly
-uneven. So a second pass looks, among the cuts whose parts all keep within that maximum, for the
-least sum of squared times. One pass that minimised the sum of squares from the start could end with
-a larger maximum.
 """
 
 from __future__ import annotations
@@ -27,22 +22,23 @@ _SLACK = 1e-12
 """Relative tolerance: sums of floats that should be equal differ by so much."""
 
 
+# [Note: two passes] Many cuts reach the least maximum, and some leave the other parts needlessly
+# uneven. So a second pass looks, among the cuts whose parts all keep within that maximum, for the
+# least sum of squared times. One pass that minimised the sum of squares from the start could end
+# with a larger maximum.
 @dataclass(frozen=True)
 class ChainPartition:
-    """Consecutive parts of a chain.
+    """Consecutive parts of a chain."""
 
-    Attributes:
-        bounds: first cost of each part, and the count of all costs at the end: part k has the costs
-            from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
-        times: time of each part, in the unit of the costs over that of the speeds.
-        value: largest of the times.
-        lower: bound that no partition can be below: all costs over all speeds, or the largest cost
-            on the fastest machine.
-    """
-
+    # First cost of each part, and the count of all costs at the end: part k has the costs from
+    # ``bounds[k]`` up to, without, ``bounds[k + 1]``.
     bounds: tuple[int, ...]
+    # Time of each part, in the unit of the costs over that of the speeds.
     times: tuple[float, ...]
+    # Largest of the times.
     value: float
+    # Bound that no partition can be below: all costs over all speeds, or the largest cost on the
+    # fastest machine.
     lower: float
 
     @property
@@ -102,14 +98,7 @@ def chain_times(
     speeds: Sequence[float] | None = None,
     crossing: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
-    """Returns the times of the parts of a given cut.
-
-    Args:
-        costs: costs in the order of the chain.
-        bounds: cut, as in `ChainPartition`.
-        speeds: speed of each part's machine; None: all 1.
-        crossing: time that a cut before each cost adds to both its sides.
-    """
+    """Returns the times of the parts of a given cut."""
     parts = len(bounds) - 1
     time = _times(costs, list(speeds or [1.0] * parts), crossing)
     return tuple(time(k, bounds[k], bounds[k + 1]) for k in range(parts))

@@ -2,25 +2,6 @@
 
 A *position* is the number of an event of the step. What is held "at" a position is held after its
 event, until the next. Positions beyond the last belong to the next repetition.
-
-[Note: margins] An object that leaves is still being written for a while, and has to be on its way
-back before it is needed. So every gap between two uses has two *margins*, in which the object has
-its room whether it stays or not: one after the use before it, one ahead of the use after it. They
-are measured in bytes used, not in seconds: what is decided must not depend on how fast a disk is.
-Between the margins, `plan_residency` decides.
-
-Where objects are few and large, the room of margins may cost many moves. With :math:`c` seconds of
-compute and :math:`m` of moves a step takes :math:`max(c, m)` with margins, and at most
-:math:`c + m_0` without. Whatever :math:`c` is, the worse choice is at most :math:`m / m_0` times as
-slow without compute, and :math:`1 + m_0 / m` times where compute covers the moves: both are equal
-at the golden ratio, from which on there are no margins.
-
-[Note: taking turns] Where few objects compete for the same room, less moves if one stays in this
-step and another in the next: of three, in memory for two, one after another, three loads do for two
-steps. `plan_cycle` looks for such plans over a few steps while the problem is small, and the bound,
-which holds for any number of steps, says that there is something to win. With many objects there is
-next to nothing: of n equal ones, in memory for k, n - k + 1 loads a step in place of n (n - k) / (n
-- 1).
 """
 
 from __future__ import annotations
@@ -46,6 +27,24 @@ FEW, TURNS = 60, 6
 What = Literal["use", "done", "discard", "lend", "give", "budget"]
 
 
+# [Note: margins] An object that leaves is still being written for a while, and has to be on its way
+# back before it is needed. So every gap between two uses has two *margins*, in which the object has
+# its room whether it stays or not: one after the use before it, one ahead of the use after it. They
+# are measured in bytes used, not in seconds: what is decided must not depend on how fast a disk is.
+# Between the margins, `plan_residency` decides.
+#
+# Where objects are few and large, the room of margins may cost many moves. With :math:`c` seconds
+# of compute and :math:`m` of moves a step takes :math:`max(c, m)` with margins, and at most
+# :math:`c + m_0` without. Whatever :math:`c` is, the worse choice is at most :math:`m / m_0` times
+# as slow without compute, and :math:`1 + m_0 / m` times where compute covers the moves: both are
+# equal at the golden ratio, from which on there are no margins.
+#
+# [Note: taking turns] Where few objects compete for the same room, less moves if one stays in this
+# step and another in the next: of three, in memory for two, one after another, three loads do for
+# two steps. `plan_cycle` looks for such plans over a few steps while the problem is small, and the
+# bound, which holds for any number of steps, says that there is something to win. With many objects
+# there is next to nothing: of n equal ones, in memory for k, n - k + 1 loads a step in place of n
+# (n - k) / (n - 1).
 class Event(NamedTuple):
     """Something that happens in a step.
 
@@ -80,27 +79,7 @@ class Span:
 
 
 class Cycle:
-    """The schedule of a step, and the plan for it.
-
-    Args:
-        events: events of the step.
-        sizes: sizes of the objects, in bytes.
-        budget: size of the fast tier where the step begins.
-        held: bytes that are lent where the step begins.
-        pins: number of uses of each object that were not over where the step begins.
-        ahead: bytes of the margins; None for a share of the room.
-        repeats: number of steps that are planned together.
-        rounds: steps towards the bound, as of `plan_residency`.
-        prices: prices of the room of a step that are known to give a good bound.
-
-    Attributes:
-        step: number of events of a step.
-        length: number of events of all steps that are planned together.
-        closed: whether the step ends as it begins.
-        outer: positions of the uses of objects that are not in use already.
-        residency: plan of what stays.
-        slack: bytes of two repetitions that nothing has been planned for.
-    """
+    """The schedule of a step, and the plan for it."""
 
     def __init__(
         self,
@@ -115,6 +94,7 @@ class Cycle:
         prices: Sequence[float] = (),
     ) -> None:
         self.events, self.repeats, self.step = list(events) * repeats, repeats, len(events)
+        # Number of events of all steps that are planned together.
         self.length = len(self.events)
         self._sizes = sizes
         self._prices = np.array([*prices] * repeats) if prices else None
@@ -125,6 +105,7 @@ class Cycle:
         self._ends: dict[Hashable, list[int]] = {}  # of gaps: uses, and where content is forgotten
         self._marks: dict[Hashable, list[tuple[int, str, bool, bool]]] = {}
         self._spans: dict[int, Span] = {}
+        # Positions of the uses of objects that are not in use already.
         self.outer: set[int] = set()
         room = self._follow(budget, held, dict(pins or {}))
         self._plan(room, ahead, rounds)
@@ -201,6 +182,7 @@ class Cycle:
                         pinned -= self._sizes[key]
                         marks.append((position, "done", False, False))
             room.append(max(budget - pinned - held, 0))
+        # Whether the step ends as it begins.
         self.closed = begun == (budget, held, {key: count for key, count in pins.items() if count})
         return room
 
@@ -210,6 +192,7 @@ class Cycle:
         margin = ahead if ahead is not None else min(room, default=0) // (2 * MARGIN_SHARE)
         edges, free = self._margins(gaps, writes, room, margin)
         inner = _between(gaps, edges)
+        # Plan of what stays.
         self.residency = self._decide(inner, writes, free, rounds)
         if ahead is None and self.margin:
             bare = [(0, 0)] * len(gaps)
@@ -226,6 +209,7 @@ class Cycle:
             span = Span(gap.end - gap.begin, lead, stays, fresh)
             self._spans[gap.end % self.length] = span
         self.base: Ints = slack
+        # Bytes of two repetitions that nothing has been planned for.
         self.slack: Ints = slack.copy()
 
     def _margins(
@@ -321,16 +305,7 @@ def plan_cycle(
     pins: Mapping[Hashable, int] | None = None,
     ahead: int | None = None,
 ) -> Cycle:
-    """Plans a step, or a few together where objects that take turns move less.
-
-    Args:
-        events: events of the step.
-        sizes: sizes of the objects, in bytes.
-        budget: size of the fast tier where the step begins.
-        held: bytes that are lent where the step begins.
-        pins: number of uses of each object that were not over where the step begins.
-        ahead: bytes of the margins; None for a share of the room.
-    """
+    """Plans a step, or a few together where objects that take turns move less."""
     once = best = Cycle(events, sizes, budget, held, pins, ahead)
     most = min(FEW // max(len(once.residency.keep), 1), TURNS) if once.closed else 1
     for repeats in range(2, most + 1):

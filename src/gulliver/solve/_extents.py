@@ -6,10 +6,6 @@ take each other's place. Of the holes that are large enough the smallest is take
 them if several are; what is left over stays a hole.
 
 It does not know what a slab is made of, nor when a block is no longer needed.
-
-[Note: best fit] Taking the first hole that is large enough would break up the large ones for small
-blocks. The smallest that is large enough is, with few size classes, most often one that a block of
-the same class has left: it is filled whole.
 """
 
 from __future__ import annotations
@@ -22,6 +18,9 @@ STEPS = 8
 """Size classes per doubling."""
 
 
+# [Note: best fit] Taking the first hole that is large enough would break up the large ones for
+# small blocks. The smallest that is large enough is, with few size classes, most often one that a
+# block of the same class has left: it is filled whole.
 def size_class(size: int) -> int:
     """Returns the bytes of a block for `size` > 0 bytes: less than ``size * 9 / 8 + PAGE``."""
     step = max(PAGE, (1 << (size.bit_length() - 1)) // STEPS)
@@ -29,11 +28,10 @@ def size_class(size: int) -> int:
 
 
 class Extents:
-    """The holes of a set of slabs.
+    """The holes of a set of slabs."""
 
-    Each call takes time logarithmic in the number of holes, apart from shifting a list of as many
-    entries.
-    """
+    # Each call takes time logarithmic in the number of holes, apart from shifting a list of as many
+    # entries.
 
     def __init__(self) -> None:
         self._slabs: dict[int, int] = {}
@@ -68,14 +66,7 @@ class Extents:
         self._close(slab, 0, self._slabs.pop(slab))
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """Places a block in the smallest hole that holds it.
-
-        Args:
-            size: bytes of the block, as `size_class` gave them.
-
-        Returns:
-            The slab and the byte offset in it; None where no hole is large enough.
-        """
+        """Places a block in the smallest hole that holds it."""
         place = bisect_left(self._by_size, (size, -1, -1))
         if place == len(self._by_size):
             return None
@@ -86,13 +77,7 @@ class Extents:
         return slab, start
 
     def give(self, slab: int, start: int, size: int) -> None:
-        """Makes a block, or a part of one, a hole, and joins it with the holes at its ends.
-
-        Args:
-            slab: slab of the block.
-            start: byte offset in the slab.
-            size: bytes to give back.
-        """
+        """Makes a block, or a part of one, a hole, and joins it with the holes at its ends."""
         after = self._size_from.get((slab, start + size))
         if after is not None:
             self._close(slab, start + size, after)

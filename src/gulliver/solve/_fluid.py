@@ -28,14 +28,7 @@ from gulliver.solve._allocation import concave_hull
 def fluid_bound(
     work: Sequence[float], rates: np.ndarray, releases: Sequence[float], slots: int
 ) -> float:
-    """Bounds the sum of completion times from below, in closed form.
-
-    Args:
-        work: work of each job.
-        rates: work a second of every number of slots, [jobs, slots + 1]; 0 at 0.
-        releases: seconds before which a job cannot run.
-        slots: number of slots.
-    """
+    """Bounds the sum of completion times from below, in closed form."""
     if not len(work):
         return 0.0
     amount, rates = np.asarray(work, float), np.asarray(rates, float)
@@ -52,11 +45,7 @@ def fluid_bound(
 def _one_machine(
     lengths: np.ndarray, releases: Sequence[float], remaining: bool
 ) -> tuple[float, float]:
-    """Runs jobs on one machine, least remaining or least whole length first.
-
-    Returns:
-        Sum of ends, and sum of mean busy times.
-    """
+    """Runs jobs on one machine, least remaining or least whole length first."""
     left = lengths.astype(float).copy()
     times = sorted({float(release) for release in releases})
     now, ends, middles = times[0], 0.0, 0.0
@@ -89,18 +78,7 @@ def fluid_bound_by_lp(
     slots: int,
     intervals: int = 40,
 ) -> float:
-    """Bounds the sum of completion times from below, by a linear programme (HiGHS).
-
-    Args:
-        work: work of each job.
-        rates: work a second of every number of slots, [jobs, slots + 1]; 0 at 0.
-        releases: seconds before which a job cannot run.
-        slots: number of slots.
-        intervals: number of intervals that time is cut into; more are tighter.
-
-    Raises:
-        GulliverError: scipy is missing.
-    """
+    """Bounds the sum of completion times from below, by a linear programme (HiGHS)."""
     quick = fluid_bound(work, rates, releases, slots)
     amount, rates = np.asarray(work, float), np.asarray(rates, float)
     if not amount.all():

@@ -20,12 +20,7 @@ Times = Callable[[Hashable, int, int], float]
 
 
 def halves(step: BalancedStep, times: Times) -> Iterator[tuple[BalancedStep, BalancedStep]]:
-    """Yields ways to cut a step in two; groups and their order are the same in both halves.
-
-    Args:
-        step: step of groups that run several micro-batches each.
-        times: seconds of a micro-batch.
-    """
+    """Yields ways to cut a step in two; groups and their order are the same in both halves."""
     works = [_batches(work, times) for work in step.groups]
     if not works or min(map(len, works)) < 2:
         return
@@ -42,7 +37,7 @@ def halves(step: BalancedStep, times: Times) -> Iterator[tuple[BalancedStep, Bal
             [_work(work.degree, part[half]) for work, part in zip(step.groups, parts, strict=True)]
             for half in (0, 1)
         )
-        yield _step(early, step), _step(late, step)
+        yield _time_of_step(early, step), _time_of_step(late, step)
 
 
 _Batch = tuple[Hashable, int, float]
@@ -73,6 +68,6 @@ def _work(degree: int, batches: list[_Batch]) -> GroupWork:
     return GroupWork(degree, sum(seconds for *_, seconds in batches), pieces)
 
 
-def _step(works: list[GroupWork], whole: BalancedStep) -> BalancedStep:
+def _time_of_step(works: list[GroupWork], whole: BalancedStep) -> BalancedStep:
     longest = max(work.seconds for work in works)
     return BalancedStep(tuple(works), longest, min(longest, whole.bound), {})

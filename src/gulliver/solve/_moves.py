@@ -10,12 +10,7 @@ from gulliver.errors import GulliverError
 
 
 class NoRoom(GulliverError):
-    """What is needed does not fit beside what is in use.
-
-    Args:
-        message: what is too small, and what would be right.
-        budget: least budget that would do; 0 where it is not known.
-    """
+    """What is needed does not fit beside what is in use."""
 
     def __init__(self, text: str, budget: int = 0) -> None:
         super().__init__(text)
@@ -39,16 +34,13 @@ class Move(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """A move of one object.
+    """A move of one object."""
 
-    Attributes:
-        move: kind of move.
-        key: object that moves.
-        reason: why, in a few words.
-        zero: whether memory that is made has to be filled with zeros.
-    """
-
+    # Kind of move.
     move: Move
+    # Object that moves.
     key: Hashable
+    # Why, in a few words.
     reason: str = ""
+    # Whether memory that is made has to be filled with zeros.
     zero: bool = False

@@ -29,11 +29,7 @@ def rounded(values: Floats) -> Floats:
 
 
 def kinds_of(keys: NDArray[Any]) -> Ints:
-    """Numbers that are the same for rows with the same key.
-
-    Args:
-        keys: keys [rows, parts], whole numbers.
-    """
+    """Numbers that are the same for rows with the same key."""
     found = np.zeros(len(keys), dtype=np.int64)
     for column in keys.T:
         least = column.min(initial=0)
@@ -53,14 +49,10 @@ def groups_of(kinds: Ints) -> list[Ints]:
 
 
 def undominated(values: Floats) -> Ints:
-    """Numbers of the rows that no other row is at most equal to in all columns; of equals, one.
-
-    Few rows are compared pair by pair. Many are looked at by the sum of their columns, each divided
-    by its largest: a row can only be beaten by one before it. O(rows x rows that are left).
-
-    Args:
-        values: measures [rows, columns], of which less is better.
-    """
+    """Numbers of the rows that no other row is at most equal to in all columns; of equals, one."""
+    # Few rows are compared pair by pair. Many are looked at by the sum of their columns, each
+    # divided by its largest: a row can only be beaten by one before it. O(rows x rows that are
+    # left).
     least = values.min(axis=0)
     scale = values.max(axis=0) - least
     varied = np.flatnonzero(scale)
@@ -85,14 +77,7 @@ def undominated(values: Floats) -> Ints:
 
 
 def boxed(kinds: Ints, peak: Floats, priced: Floats, bins: int) -> Ints:
-    """Numbers of the rows that are the best of their kind and bin at one of several prices.
-
-    Args:
-        kinds: kind of each row.
-        peak: what the rows of a kind are put into bins by, from its least to its most.
-        priced: seconds of each row, its bytes included [prices, rows].
-        bins: number of bins.
-    """
+    """Numbers of the rows that are the best of their kind and bin at one of several prices."""
     if not len(kinds):
         return np.zeros(0, dtype=np.intp)
     order, starts, sizes = _sorted(kinds)

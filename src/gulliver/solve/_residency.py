@@ -9,15 +9,6 @@ one write to the next) has changed, the cheapest plan is::
                 sum_{g covers t} s_g (1 - x_g) <= room_t             for each position t
 
 Time is a circle: a gap may reach from the end of a cycle into the next.
-
-[Note: bound and plan] The rows of `room` are relaxed with prices per byte and position; what is
-left falls apart into periods, and is solved exactly. The best prices (subgradient steps of Polyak)
-give the linear relaxation's value, below which no policy comes in the long run, however it moves.
-The same prices rank what to keep. Of the plans made by them, and by a sweep that lets go of the
-farthest next use (Belady's rule, exact for equal sizes and costs on a line), the cheapest is taken.
-What is left between it and the bound is searched in depth: gap after gap stays or leaves, as long
-as what is decided fits and the prices leave something to win. Where that ends before `STATES`
-states were looked at, the plan is the best that there is.
 """
 
 from __future__ import annotations
@@ -42,42 +33,44 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
+# [Note: bound and plan] The rows of `room` are relaxed with prices per byte and position; what is
+# left falls apart into periods, and is solved exactly. The best prices (subgradient steps of
+# Polyak) give the linear relaxation's value, below which no policy comes in the long run, however
+# it moves. The same prices rank what to keep. Of the plans made by them, and by a sweep that lets
+# go of the farthest next use (Belady's rule, exact for equal sizes and costs on a line), the
+# cheapest is taken. What is left between it and the bound is searched in depth: gap after gap stays
+# or leaves, as long as what is decided fits and the prices leave something to win. Where that ends
+# before `STATES` states were looked at, the plan is the best that there is.
 @dataclass(frozen=True)
 class Gap:
-    """A time in which an object is not in use, between two uses.
+    """A time in which an object is not in use, between two uses."""
 
-    Attributes:
-        begin: first position at which it is not in use.
-        end: position of its next use, which is not part of the gap; of a gap that reaches into the
-            next cycle it is beyond the last position.
-        nbytes: size of the object.
-        read: cost of bringing it back at the end; 0 where its content is not needed then.
-        period: number of the period: leaving in any of its gaps costs one write.
-    """
-
+    # First position at which it is not in use.
     begin: int
+    # Position of its next use, which is not part of the gap; of a gap that reaches into the next
+    # cycle it is beyond the last position.
     end: int
+    # Size of the object.
     nbytes: int
+    # Cost of bringing it back at the end; 0 where its content is not needed then.
     read: float
+    # Number of the period: leaving in any of its gaps costs one write.
     period: int
 
 
 @dataclass(frozen=True)
 class Residency:
-    """A plan of what stays.
+    """A plan of what stays."""
 
-    Attributes:
-        keep: whether the object stays in each gap.
-        cost: cost of a cycle.
-        bound: no policy has a lower cost per cycle in the long run.
-        states: states that the search in depth looked at.
-        prices: prices of each position's room that give the bound.
-    """
-
+    # Whether the object stays in each gap.
     keep: tuple[bool, ...]
+    # Cost of a cycle.
     cost: float
+    # No policy has a lower cost per cycle in the long run.
     bound: float
+    # States that the search in depth looked at.
     states: int = 0
+    # Prices of each position's room that give the bound.
     prices: tuple[float, ...] = ()
 
 
@@ -88,18 +81,7 @@ def plan_residency(
     rounds: int = ROUNDS,
     prices: Floats | None = None,
 ) -> Residency:
-    """Chooses the gaps in which objects stay.
-
-    Args:
-        gaps: gaps of one cycle.
-        writes: cost of writing back, by period; 0 for one in which nothing was changed.
-        room: bytes at each position of the cycle that are not in use.
-        rounds: steps towards the bound; without any only the quick plans are made.
-        prices: prices of each position's room that are known to give a good bound.
-
-    Returns:
-        The best plan that was found.
-    """
+    """Chooses the gaps in which objects stay."""
     if not gaps:
         return Residency((), 0.0, 0.0)
     problem = _Problem(gaps, writes, room)
@@ -260,19 +242,7 @@ class _Problem:
 
 
 class _Search:
-    """Looks for a cheaper plan in depth, gap after gap.
-
-    Args:
-        problem: problem to solve.
-        prices: prices of the room that give a good bound.
-        best: plan that is known.
-        cost: cost of it.
-
-    Attributes:
-        best: cheapest plan that was found.
-        cost: cost of it.
-        states: states that were looked at.
-    """
+    """Looks for a cheaper plan in depth, gap after gap."""
 
     def __init__(self, problem: _Problem, prices: Floats, best: Flags, cost: float) -> None:
         self.best, self.cost, self.states = best, cost, 0

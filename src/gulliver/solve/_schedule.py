@@ -19,14 +19,11 @@ Work = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step of a pipeline.
+    """A step of a pipeline."""
 
-    Attributes:
-        seconds: time until the last rank is done.
-        busy: seconds that each rank computes.
-    """
-
+    # Time until the last rank is done.
     seconds: float
+    # Seconds that each rank computes.
     busy: tuple[float, ...]
 
     @property
@@ -41,14 +38,7 @@ def schedule_seconds(
     rank_of: Mapping[int, int],
     link: float = 0.0,
 ) -> Prediction:
-    """Walks through the orders of all ranks.
-
-    Args:
-        orders: work of each rank, in its order.
-        times: seconds of each stage, by kind of work.
-        rank_of: rank of each stage.
-        link: seconds of a message between ranks.
-    """
+    """Walks through the orders of all ranks."""
     clocks, busy = [0.0] * len(orders), [0.0] * len(orders)
     done: dict[Work, float] = {}
     following = [0] * len(orders)

@@ -13,16 +13,11 @@ from gulliver.solve._replacement import Policy, Replacement
 
 @dataclass(frozen=True)
 class Moved:
-    """Moves of one step.
+    """Moves of one step."""
 
-    Attributes:
-        loads: number of objects read.
-        writes: number of objects written.
-        bytes_in: bytes read.
-        bytes_out: bytes written.
-    """
-
+    # Number of objects read.
     loads: int = 0
+    # Number of objects written.
     writes: int = 0
     bytes_in: int = 0
     bytes_out: int = 0

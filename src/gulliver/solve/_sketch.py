@@ -3,10 +3,6 @@
 A count-min sketch (Cormode and Muthukrishnan, 2005) with conservative update (Estan and Varghese,
 2002): each row has a counter in each of a few tables, which it shares with others; the smallest of
 them is its estimate, never too low.
-
-[Note: decay] Counts of long ago weigh less by making those of now weigh more: the unit grows by a
-factor with every tick. What is not used keeps its number, so that numbers which were read at
-different times may be compared. When the unit becomes large all are divided by it.
 """
 
 from __future__ import annotations
@@ -20,23 +16,18 @@ _ODD = np.array(
 LARGE = 2.0**20
 
 
+# [Note: decay] Counts of long ago weigh less by making those of now weigh more: the unit grows by a
+# factor with every tick. What is not used keeps its number, so that numbers which were read at
+# different times may be compared. When the unit becomes large all are divided by it.
 class DecayedCounts:
-    """A sketch of decayed counts.
-
-    Args:
-        width: counters of a table; rounded up to a power of two.
-        half_life: ticks after which a use counts half.
-        depth: number of tables, at most 4.
-
-    Attributes:
-        tables: counters, (depth, width).
-        unit: weight of one use now.
-    """
+    """A sketch of decayed counts."""
 
     def __init__(self, width: int, half_life: float, depth: int = 4) -> None:
         self._bits = max(width - 1, 1).bit_length()
+        # Counters, (depth, width).
         self.tables = np.zeros((depth, 1 << self._bits), np.float32)
         self._growth = 2.0 ** (1.0 / half_life)
+        # Weight of one use now.
         self.unit = 1.0
 
     @property

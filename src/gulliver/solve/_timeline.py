@@ -3,20 +3,6 @@
 The computing unit does forward, backward and update in their order and waits where it must. The
 link does one transfer at a time, in the order in which they are handed in. Steps repeat until the
 time from one to the next is that of a step; nothing else is assumed.
-
-[Note: which gathers during backward] With updates during backward a chunk can be gathered as soon
-as it is updated. If every chunk was, gathers that nobody waits for yet would be sent before the
-last reductions, which the next forward waits for first; if none was, the link would have nothing
-but reductions to do in backward, and forward would wait for gathers. The link is as busy in forward
-as in backward if of the gathers a share (B - F) / (B + F) goes during backward, where F and B are
-the times of both, so a third if backward takes twice as long: that is right for slow links, which
-are busy all the time then, as for fast ones. So every third chunk is gathered during backward, and
-none of the last, which would delay what forward waits for first. It is a rule of numbers, and not
-of clocks, because gathers are collectives, which all ranks have to begin in one order.
-
-[Note: why a simulation] No formula such as max(compute, transfer) holds here: what a transfer hides
-behind depends on the order of the chunks, and what one step's gathers leave over delays the next
-step's first use. Going through a few steps event by event costs microseconds for each chunk.
 """
 
 from __future__ import annotations
@@ -25,28 +11,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
+# [Note: which gathers during backward] With updates during backward a chunk can be gathered as soon
+# as it is updated. If every chunk was, gathers that nobody waits for yet would be sent before the
+# last reductions, which the next forward waits for first; if none was, the link would have nothing
+# but reductions to do in backward, and forward would wait for gathers. The link is as busy in
+# forward as in backward if of the gathers a share (B - F) / (B + F) goes during backward, where F
+# and B are the times of both, so a third if backward takes twice as long: that is right for slow
+# links, which are busy all the time then, as for fast ones. So every third chunk is gathered during
+# backward, and none of the last, which would delay what forward waits for first. It is a rule of
+# numbers, and not of clocks, because gathers are collectives, which all ranks have to begin in one
+# order.
+#
+# [Note: why a simulation] No formula such as max(compute, transfer) holds here: what a transfer
+# hides behind depends on the order of the chunks, and what one step's gathers leave over delays the
+# next step's first use. Going through a few steps event by event costs microseconds for each chunk.
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds that a step's computation takes when no communication is in its way.
+    """Seconds that a step's computation takes when no communication is in its way."""
 
-    Attributes:
-        forward: seconds from the beginning of forward to the first use of each tensor, in order of
-            use.
-        backward: seconds from the beginning of backward until each tensor's gradient is ready.
-        forward_s: seconds of the whole forward.
-        backward_s: seconds of the whole backward.
-        update_s_per_byte: seconds of the optimizer on this rank's share, per byte of the whole
-            tensor.
-        overhead_s: seconds of handling one chunk in a step.
-        rest_s: seconds of whatever else a loop does between two steps.
-    """
-
+    # Seconds from the beginning of forward to the first use of each tensor, in order of use.
     forward: tuple[float, ...]
+    # Seconds from the beginning of backward until each tensor's gradient is ready.
     backward: tuple[float, ...]
+    # Seconds of the whole forward.
     forward_s: float
+    # Seconds of the whole backward.
     backward_s: float
+    # Seconds of the optimizer on this rank's share, per byte of the whole tensor.
     update_s_per_byte: float
+    # Seconds of handling one chunk in a step.
     overhead_s: float = 0.0
+    # Seconds of whatever else a loop does between two steps.
     rest_s: float = 0.0
 
 
@@ -59,12 +54,7 @@ EVERY = 3
 
 
 def gathers_in_backward(number: int, count: int) -> bool:
-    """Whether a chunk is gathered during backward, or else after it; see the note above.
-
-    Args:
-        number: index of the chunk in the order of use.
-        count: number of chunks.
-    """
+    """Whether a chunk is gathered during backward, or else after it; see the note above."""
     return number > UPDATE_LAG and (count - 1 - number) % EVERY == 0
 
 

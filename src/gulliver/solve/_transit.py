@@ -5,11 +5,6 @@ the middle one until it has been copied, what it writes is copied there: these a
 middle tier's objects, by which a `Replacement` of its own decides what lies there, what goes on to
 the last tier, and what is read from there ahead of the next step's loads. So both follow from the
 events of the first tier alone, whoever carries them out, or only counts.
-
-[Note: loads under way] An object that is loaded stays in the middle tier from the decision until
-its use in the first, since only then it has certainly been copied. Loads run far ahead where the
-first tier has room. If all of the middle tier were held by them, nothing could be written there,
-and so the oldest is waited for where there is no room.
 """
 
 from __future__ import annotations
@@ -21,15 +16,15 @@ from gulliver.solve._moves import Action, Move, NoRoom
 from gulliver.solve._replacement import Policy, Replacement
 
 
+# [Note: loads under way] An object that is loaded stays in the middle tier from the decision until
+# its use in the first, since only then it has certainly been copied. Loads run far ahead where the
+# first tier has room. If all of the middle tier were held by them, nothing could be written there,
+# and so the oldest is waited for where there is no room.
 class Tier(Protocol):
     """A tier whose objects are named by those of the tier before it."""
 
     def use(self, key: Hashable, fresh: bool, /) -> None:
-        """Pins an object; fresh if it will be overwritten.
-
-        Raises:
-            NoRoom: all that is there is in use.
-        """
+        """Pins an object; fresh if it will be overwritten."""
 
     def done(self, key: Hashable, /) -> None:
         """Unpins it."""
@@ -39,12 +34,7 @@ class Tier(Protocol):
 
 
 class Transit:
-    """Uses a middle tier as the moves of the tier before it ask for.
-
-    Args:
-        tier: middle tier.
-        behind: bytes of the last tier. Objects that do not fit there stay in the middle one.
-    """
+    """Uses a middle tier as the moves of the tier before it ask for."""
 
     def __init__(self, tier: Tier, behind: int) -> None:
         self._tier, self._behind = tier, behind
@@ -128,14 +118,7 @@ class Transit:
 
 
 class MiddleReplacement:
-    """Decides for a middle tier what the moves of the tier before it take, without making them.
-
-    Args:
-        budget: size of the middle tier, in bytes.
-        behind: size of the last one.
-        run: is given the moves between both.
-        policy: policy of replacement.
-    """
+    """Decides for a middle tier what the moves of the tier before it take, without making them."""
 
     def __init__(
         self,
@@ -148,12 +131,7 @@ class MiddleReplacement:
         self._transit = Transit(self, behind)
 
     def follow(self, action: Action, nbytes: int) -> None:
-        """Does what a move of the tier before asks for.
-
-        Args:
-            action: move of an object.
-            nbytes: size of the object.
-        """
+        """Does what a move of the tier before asks for."""
         key, transit = action.key, self._transit
         if action.move is Move.LOAD:
             transit.expect(key)
