@@ -22,21 +22,17 @@ _log = logging.getLogger("gulliver")
 
 @dataclass(frozen=True)
 class Saved:
-    """Report on a save that succeeded.
+    """Report on a save that succeeded."""
 
-    Attributes:
-        step: number of the step that was saved.
-        nbytes: bytes that this rank wrote.
-        stall_s: seconds for which training was held up: in `save`, and until it could change the
-            state.
-        copied_s: seconds from the beginning until the state could change again.
-        total_s: seconds from the beginning until the step was complete.
-    """
-
+    # Number of the step that was saved.
     step: int
+    # Bytes that this rank wrote.
     nbytes: int
+    # Seconds for which training was held up: in `save`, and until it could change the state.
     stall_s: float
+    # Seconds from the beginning until the state could change again.
     copied_s: float
+    # Seconds from the beginning until the step was complete.
     total_s: float
 
 
@@ -92,20 +88,7 @@ class Save:
 
 
 def decide(step: int, offer: Offer, every: list[dict[str, Any]], raises: bool) -> str | None:
-    """Decides what all ranks do; the same on each, as all have heard the same.
-
-    Args:
-        step: number of the step that is to be saved.
-        offer: what this rank has said.
-        every: what all ranks have said, in their order.
-        raises: whether a save that cannot be begun is an error, else a warning.
-
-    Returns:
-        The save's mark; None to go on without it.
-
-    Raises:
-        GulliverError: the save before has failed, or this one cannot be begun, on any rank.
-    """
+    """Decides what all ranks do; the same on each, as all have heard the same."""
     failures = [(rank, said["failure"]) for rank, said in enumerate(every) if said["failure"]]
     problems = [(rank, said["problem"]) for rank, said in enumerate(every) if said["problem"]]
     skips = any(said["skips"] for said in every)

@@ -1,12 +1,4 @@
-"""Order in which the steps of a run were saved, and the steps on branches that the run has left.
-
-[Note: branches] Who loads step 100 of 300 and trains on goes back: the steps saved from then on are
-the run, though 300 is the higher number. So every step's manifest counts: its ``order`` is one more
-than the highest in the folder was. The step of the highest order is the newest. A step lies on a
-branch that was left if a lower one, or one of the same number, was saved after it: the run that is
-now did not pass through it. Nothing else has to be written down, and no order changes when steps
-are deleted, copied or linked.
-"""
+"""Order in which the steps of a run were saved, and the steps on branches that the run has left."""
 
 from __future__ import annotations
 
@@ -25,6 +17,12 @@ SHOWN = 6
 """Most steps that a message names."""
 
 
+# [Note: branches] Who loads step 100 of 300 and trains on goes back: the steps saved from then on
+# are the run, though 300 is the higher number. So every step's manifest counts: its ``order`` is
+# one more than the highest in the folder was. The step of the highest order is the newest. A step
+# lies on a branch that was left if a lower one, or one of the same number, was saved after it: the
+# run that is now did not pass through it. Nothing else has to be written down, and no order changes
+# when steps are deleted, copied or linked.
 def age_of(folder: Path, step: int) -> Age | None:
     """Returns when a step was saved; None where its manifest cannot be read."""
     path = Path(folder) / MANIFEST
@@ -49,11 +47,7 @@ def by_age(folders: Iterable[tuple[int, Path]]) -> list[int]:
 
 
 def left_behind(steps: Sequence[int]) -> list[int]:
-    """Returns the steps that lie on a branch that was left, ascending.
-
-    Args:
-        steps: numbers of all steps, in the order in which they were saved.
-    """
+    """Returns the steps that lie on a branch that was left, ascending."""
     # From the newest back: whatever is not below all that came later was left.
     found, lowest = list[int](), float("inf")
     for step in reversed(steps):

@@ -52,10 +52,8 @@ def steps_of(root: Path) -> list[tuple[int, Path]]:
 
 
 def _was_step(path: Path) -> bool:
-    """Whether a folder is, or has been, a step: there is a manifest, or nothing but our files.
-
-    What somebody else has put under a step's name is theirs.
-    """
+    """Whether a folder is, or has been, a step: there is a manifest, or nothing but our files."""
+    # What somebody else has put under a step's name is theirs.
     if not path.is_dir():
         return False
     names = {entry.name for entry in path.iterdir()}
@@ -273,22 +271,16 @@ class CheckpointFolder:
 
 
 class FolderLock:
-    """Keeps a second job from writing the same folder, for as long as this process has it.
-
-    The system releases it when the process ends, however it ends. Processes that it forks do not
-    have it.
-    """
+    """Keeps a second job from writing the same folder, for as long as this process has it."""
+    # The system releases it when the process ends, however it ends. Processes that it forks do not
+    # have it.
 
     def __init__(self, root: Path) -> None:
         self.path = Path(root) / LOCK
         self._handle: int | None = None
 
     def take(self) -> None:
-        """Takes the lock; having it already is fine.
-
-        Raises:
-            GulliverError: another process has it, or the folder cannot be written.
-        """
+        """Takes the lock; having it already is fine."""
         if self._handle is not None:
             if self._is_there(self._handle):
                 return
@@ -336,11 +328,7 @@ class FolderLock:
 
 
 def lock_file(path: Path) -> int | None:
-    """Opens and locks a file; None where another process, or another handle, has it locked.
-
-    Raises:
-        OSError: it cannot be opened, or there are no locks.
-    """
+    """Opens and locks a file; None where another process, or another handle, has it locked."""
     handle = os.open(path, OPEN_LOCK, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -42,19 +42,9 @@ Run = tuple[str, int, int]
 
 
 class GatheredWeights(Weights):
-    """Tensors that lie with all ranks; every rank makes one.
-
-    The first rank calls `read`, after `announce`, and `drain` in the end, whatever happened. The
-    others call `serve`.
-
-    Args:
-        leaves: tensors and parts that this rank has, by name. What is no `Part` is taken from the
-            first rank that has it; parts of all ranks make up the others.
-        dtypes: dtypes that floating-point tensors of this rank are converted to, by name.
-
-    Raises:
-        GulliverError: parts are missing or there twice; on every rank.
-    """
+    """Tensors that lie with all ranks; every rank makes one."""
+    # The first rank calls `read`, after `announce`, and `drain` in the end, whatever happened. The
+    # others call `serve`.
 
     def __init__(
         self, leaves: Mapping[str, Leaf], dtypes: Mapping[str, torch.dtype] | None = None
@@ -194,17 +184,7 @@ def on_gathered(
     use: Callable[[GatheredWeights], None],
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Lets rank 0 use tensors that lie with all ranks; every rank calls it.
-
-    Args:
-        leaves: tensors and parts that this rank has; see `GatheredWeights`.
-        use: function called on rank 0, with weights that read one tensor after the other.
-        dtypes: dtypes that floating-point tensors of this rank are converted to, by name.
-
-    Raises:
-        Exception: `use` raised it, on rank 0.
-        GulliverError: rank 0 failed, on the other ranks.
-    """
+    """Lets rank 0 use tensors that lie with all ranks; every rank calls it."""
     failure: Exception | None = None
     with guard(), GatheredWeights(leaves, dtypes) as weights:
         # A rank that cannot send what it has leaves the first waiting: it is told.

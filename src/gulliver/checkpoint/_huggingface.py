@@ -85,16 +85,11 @@ def match_huggingface(
     dtypes: Mapping[str, torch.dtype] | None = None,
     like: nn.Module | None = None,
 ) -> Mismatch:
-    """Returns what `load_huggingface` would of these arguments; changes nothing.
-
-    The model may be on meta.
-
-    Headers are read, and values that are to go to a narrower dtype: that of the tensor, or the one
-    that `dtypes` has under its name, in which it will be computed with.
-
-    Raises:
-        GulliverError: in the cases of `load_huggingface`, but for other broken values.
-    """
+    """Returns what `load_huggingface` would of these arguments; changes nothing."""
+    # The model may be on meta.
+    #
+    # Headers are read, and values that are to go to a narrower dtype: that of the tensor, or the
+    # one that `dtypes` has under its name, in which it will be computed with.
     targets = _targets(model, filled=False)
     with _opened(path, model, like, targets, prefix, elsewhere) as weights:
         odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
@@ -106,19 +101,7 @@ def match_huggingface(
 def read_weights(
     path: Path | str, model: nn.Module, strict: bool = True
 ) -> tuple[dict[str, Tensor], Mismatch]:
-    """Reads all tensors into new host memory, checked as `load_huggingface` checks them.
-
-    Args:
-        path: safetensors file, Hugging Face folder, step or run.
-        model: model that is to be filled.
-        strict: whether to refuse what does not match; else it is reported.
-
-    Returns:
-        Tensors by name, of the dtypes that they are stored in, and what did not match.
-
-    Raises:
-        GulliverError: the files are missing or broken; something does not match or fit.
-    """
+    """Reads all tensors into new host memory, checked as `load_huggingface` checks them."""
     wanted = model.state_dict()
     with model_weights(path, model, wanted) as weights:
         odd = _matched(weights, wanted, strict, "", (), None)

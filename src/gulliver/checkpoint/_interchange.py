@@ -122,27 +122,8 @@ def gather_huggingface(
     aliases: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Writes a model that is spread over ranks as a Hugging Face folder; every rank calls it.
-
-    Rank 0 writes, and has one tensor at a time: the others send it theirs.
-
-    Args:
-        leaves: parts that this rank has, and tensors that are alike wherever they are, by name.
-        folder: folder to make; it must not exist.
-        max_shard_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
-        config: content of ``config.json``; None writes none.
-        dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        dtypes: dtypes that floating-point tensors of this rank are sent as, by name, instead of
-            their own.
-        aliases: names that are left out, and those that have their values (tied weights).
-        progress: callback that is told the bytes done and all there are, on rank 0.
-
-    Returns:
-        The folder.
-
-    Raises:
-        GulliverError: on every rank: the folder exists or cannot be written; parts are missing.
-    """
+    """Writes a model that is spread over ranks as a Hugging Face folder; every rank calls it."""
+    # Rank 0 writes, and has one tensor at a time: the others send it theirs.
 
     def write(weights: GatheredWeights) -> None:
         write_untied(weights, Path(folder), max_shard_bytes, config, dtype, progress, aliases)

@@ -38,12 +38,7 @@ def remove_signs(partial: Path, world_size: int) -> None:
 
 
 class LivenessLock:
-    """Shows rank 0 that this rank is writing.
-
-    Args:
-        partial: the temporary folder of the step.
-        rank: rank of this process.
-    """
+    """Shows rank 0 that this rank is writing."""
 
     def __init__(self, partial: Path, rank: int) -> None:
         self._handle: int | None = None
@@ -68,13 +63,7 @@ class LivenessLock:
 
 
 class Watch:
-    """Notices that a rank ended without leaving word.
-
-    Args:
-        partial: the temporary folder of the step.
-        rank: rank to be watched.
-        silence_s: seconds within which it has to begin.
-    """
+    """Notices that a rank ended without leaving word."""
 
     def __init__(self, partial: Path, rank: int, silence_s: float) -> None:
         self._path, self.rank, self._silence_s = _sign(partial, rank), rank, silence_s
@@ -82,11 +71,7 @@ class Watch:
         self._seen = False
 
     def check(self) -> None:
-        """Checks that the rank still writes, or has left word.
-
-        Raises:
-            GulliverError: the rank ended without word, or did not begin in time.
-        """
+        """Checks that the rank still writes, or has left word."""
         try:
             handle = lock_file(self._path) if self.rank and self._path.exists() else None
         except OSError:

@@ -41,16 +41,13 @@ SEAL = ',\n "crc32": '
 
 @dataclass(frozen=True)
 class FileEntry:
-    """File of a step.
+    """File of a step."""
 
-    Attributes:
-        nbytes: size of the file, in bytes.
-        page_bytes: bytes of each page that has a checksum; the last may be shorter.
-        crc32: checksum of each page, as `zlib.crc32` computes it.
-    """
-
+    # Size of the file, in bytes.
     nbytes: int
+    # Bytes of each page that has a checksum; the last may be shorter.
     page_bytes: int
+    # Checksum of each page, as `zlib.crc32` computes it.
     crc32: tuple[int, ...]
 
 
@@ -75,17 +72,13 @@ class PartEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Tensor of a step.
+    """Tensor of a step."""
 
-    Attributes:
-        dtype: dtype as it is stored.
-        shape: shape of the whole.
-        parts: parts that together are the whole; see the note in `_regions.py`. Equal ones are
-            there once.
-    """
-
+    # Dtype as it is stored.
     dtype: torch.dtype
+    # Shape of the whole.
     shape: tuple[int, ...]
+    # Parts that together are the whole; see the note in `_regions.py`. Equal ones are there once.
     parts: tuple[PartEntry, ...]
 
     @property
@@ -101,23 +94,20 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All files and tensors of a step.
+    """All files and tensors of a step."""
 
-    Attributes:
-        step: number of the step.
-        world_size: number of ranks that wrote it.
-        about: versions, time, and what the writer wanted to say (the plan).
-        files: files by name.
-        tensors: tensors by entry and name.
-        order: position in the order of saving, see the note in `_branches.py`; 0 where a version
-            did not count.
-    """
-
+    # Number of the step.
     step: int
+    # Number of ranks that wrote it.
     world_size: int
+    # Versions, time, and what the writer wanted to say (the plan).
     about: Mapping[str, Any]
+    # Files by name.
     files: Mapping[str, FileEntry]
+    # Tensors by entry and name.
     tensors: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
+    # Position in the order of saving, see the note in `_branches.py`; 0 where a version did not
+    # count.
     order: int = 0
 
     @property
@@ -150,11 +140,7 @@ class Manifest:
 
 
 def format_of(tensors: Mapping[str, Mapping[str, Any]]) -> int:
-    """Returns the oldest format that can say where the parts of tensors lie.
-
-    Args:
-        tensors: JSON values of tensors by entry and name.
-    """
+    """Returns the oldest format that can say where the parts of tensors lie."""
     regions = any(
         len(part) > 3
         for found in tensors.values()
@@ -174,12 +160,7 @@ def file_to_json(entry: FileEntry) -> dict[str, Any]:
 
 
 def file_from_json(value: Mapping[str, Any]) -> FileEntry:
-    """Inverts `file_to_json`.
-
-    Raises:
-        ValueError: a number is none, or pages have no checksum.
-        KeyError: something is missing.
-    """
+    """Inverts `file_to_json`."""
     checksums = tuple(int(crc, 16) for crc in value["crc32"])
     entry = FileEntry(int(value["bytes"]), int(value["page_bytes"]), checksums)
     if entry.page_bytes < 1 or -(-entry.nbytes // entry.page_bytes) > len(checksums):
@@ -195,11 +176,7 @@ def _name_from_json(name: str) -> str:
 
 
 def checked_about(about: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copies what a manifest is to say besides, and refuses now what could not be written later.
-
-    Raises:
-        GulliverError: it is not JSON.
-    """
+    """Copies what a manifest is to say besides, and refuses now what could not be written later."""
     try:
         found = dict(about or {})
         json.dumps(found, allow_nan=False)
@@ -235,11 +212,7 @@ def _read_sealed(path: Path) -> Any:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks the manifest of a step.
-
-    Raises:
-        GulliverError: the manifest is missing, broken, or of another format.
-    """
+    """Reads and checks the manifest of a step."""
     path = Path(folder) / MANIFEST
     content = _read_sealed(path)
     written = content.get("format") if isinstance(content, dict) else None
@@ -275,11 +248,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def saved_at(content: Any) -> tuple[int, str]:
-    """Returns order and time of a manifest, without a look at the rest.
-
-    Raises:
-        GulliverError: the content is no manifest.
-    """
+    """Returns order and time of a manifest, without a look at the rest."""
     try:
         return int(content.get("order", 0)), str(content["about"].get("time", ""))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -287,11 +256,7 @@ def saved_at(content: Any) -> tuple[int, str]:
 
 
 def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
-    """Parses a tensor's entry as it was written, or merged from those of several ranks.
-
-    Raises:
-        ValueError: the parts are not the whole.
-    """
+    """Parses a tensor's entry as it was written, or merged from those of several ranks."""
     shape = shape_from_json(value["shape"])
     found, regions = list[PartEntry](), set[PartEntry]()
     for file, start, stop, *rest in value["parts"]:
@@ -310,11 +275,7 @@ def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether all files of a step are there in their sizes; what they hold is not looked at.
-
-    Raises:
-        GulliverError: it was written by a newer version.
-    """
+    """Whether all files of a step are there in their sizes; what they hold is not looked at."""
     try:
         manifest = read_manifest(folder)
     except GulliverError as error:

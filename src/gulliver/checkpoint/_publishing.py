@@ -34,17 +34,7 @@ POLL_S = 0.02
 
 
 def leave_word(partial: Path, rank: int, mark: str, word: Mapping[str, Any]) -> None:
-    """Tells rank 0 what a rank has written, or why it could not.
-
-    Args:
-        partial: the temporary folder of the step.
-        rank: rank that speaks.
-        mark: mark of the save; words of others are not believed.
-        word: JSON values that it says.
-
-    Raises:
-        GulliverError: the folder is gone, or cannot be written.
-    """
+    """Tells rank 0 what a rank has written, or why it could not."""
     _check_there(partial)
     # Rank 0 may complete the step, and rename its folder, as soon as the last word has its name:
     # nothing looks at the folder after that, not even to force it to the disk.
@@ -59,22 +49,7 @@ def publish(
     about: Mapping[str, Any],
     silence_s: float,
 ) -> int:
-    """Waits for the word of all ranks, and makes the step of it.
-
-    Args:
-        folder: folder of the run.
-        step: number of the step.
-        mark: mark of the save.
-        world_size: number of ranks that leave word.
-        about: JSON values that the manifest says besides.
-        silence_s: seconds within which each rank has to begin to write.
-
-    Returns:
-        The bytes of the step's files.
-
-    Raises:
-        GulliverError: a rank could not write, or did not in time.
-    """
+    """Waits for the word of all ranks, and makes the step of it."""
     partial = folder.partial(step)
     words = [_awaited(partial, rank, mark, silence_s) for rank in range(world_size)]
     for rank, word in enumerate(words):

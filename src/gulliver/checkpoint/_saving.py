@@ -1,10 +1,6 @@
 """Saves while training goes on: `AsyncCheckpointer`.
 
 Read `AsyncCheckpointer.save`, then `_finish`, which is what happens behind the training's back.
-
-[Note: ranks] `save` and `wait` are called by all ranks together, which then agree on what has
-happened so far. Between them every rank's thread works for itself: it leaves what it wrote in a
-small file of the unfinished step, and rank 0 finishes the step when all of these are there.
 """
 
 from __future__ import annotations
@@ -55,6 +51,9 @@ NO_INODES = "the disk has no inodes left, however many bytes are free: remove so
 _log = logging.getLogger("gulliver")
 
 
+# [Note: ranks] `save` and `wait` are called by all ranks together, which then agree on what has
+# happened so far. Between them every rank's thread works for itself: it leaves what it wrote in a
+# small file of the unfinished step, and rank 0 finishes the step when all of these are there.
 class AsyncCheckpointer:
     """Saves a program's state while the program goes on.
 

@@ -1,23 +1,4 @@
-"""Snapshot of what a rank saves of a step, on its way through the engine's pages to the disk.
-
-[Note: who waits for what] `submit` hands over addresses and returns; the engine's threads gather
-page after page and write them. Until its pages are gathered a tensor must not change: `release`
-waits for that, and is called before writes (`gulliver.memory.before_write`), and by hooks of every
-torch optimizer's step. Only what these change is copied after `save` has returned (`guarded`): it
-waits for the rest (`unguarded`), whose writers ask nobody and may not raise a version (``.data``,
-numpy, fused kernels).
-
-[Note: versions] A guarded tensor that is changed by anything else fails the save, rather than
-making a checkpoint of two steps. An operation raises the version when it has ended, so a thread
-that compares while the operation runs sees nothing. Versions are therefore compared by the thread
-that called `save`, the next time that it asks or waits; the step is complete only after that. If
-that thread does neither for long (an evaluation), they are compared in the background, after
-longer than one operation on the state can take.
-
-[Note: who keeps memory] Under a memory limit the memory of a tensor goes when it is evicted, which
-asks `before_write`, too. So a snapshot keeps a tensor alive until `release` has waited for it, or
-all has been copied, and no longer: from `submit` on it knows addresses, and `_alive` by storage.
-"""
+"""Snapshot of what a rank saves of a step, on its way through the engine's pages to the disk."""
 
 from __future__ import annotations
 
@@ -46,15 +27,26 @@ SETTLE_S = 2.0
 """Seconds, at least, for which the end of a save waits for the thread that began it."""
 
 
+# [Note: who waits for what] `submit` hands over addresses and returns; the engine's threads gather
+# page after page and write them. Until its pages are gathered a tensor must not change: `release`
+# waits for that, and is called before writes (`gulliver.memory.before_write`), and by hooks of
+# every torch optimizer's step. Only what these change is copied after `save` has returned
+# (`guarded`): it waits for the rest (`unguarded`), whose writers ask nobody and may not raise a
+# version (``.data``, numpy, fused kernels).
+#
+# [Note: versions] A guarded tensor that is changed by anything else fails the save, rather than
+# making a checkpoint of two steps. An operation raises the version when it has ended, so a thread
+# that compares while the operation runs sees nothing. Versions are therefore compared by the thread
+# that called `save`, the next time that it asks or waits; the step is complete only after that. If
+# that thread does neither for long (an evaluation), they are compared in the background, after
+# longer than one operation on the state can take.
+#
+# [Note: who keeps memory] Under a memory limit the memory of a tensor goes when it is evicted,
+# which asks `before_write`, too. So a snapshot keeps a tensor alive until `release` has waited for
+# it, or all has been copied, and no longer: from `submit` on it knows addresses, and `_alive` by
+# storage.
 class Snapshot:
-    """Content that a rank saves of one step: its files, and a read lock on their sources.
-
-    Args:
-        collected: tensors that the rank writes.
-        rank: rank of the process.
-        world_size: number of ranks that save together.
-        caught: names of guarded tensors that something else was found to change.
-    """
+    """Content that a rank saves of one step: its files, and a read lock on their sources."""
 
     def __init__(
         self,
@@ -167,17 +159,7 @@ class Snapshot:
         return sum(-(-image.nbytes // page_bytes) for image in self.images.values())
 
     def submit(self, engine: Engine, folder: Path, copy_stream: CopyStream | None = None) -> None:
-        """Makes the files and hands their pages to the engine; `release` waits for that.
-
-        Args:
-            engine: engine that writes.
-            folder: folder that the files go to.
-            copy_stream: stream for copies from a device; None where all sources are in host memory.
-                With one, call `pump` in another thread.
-
-        Raises:
-            GulliverError: a file cannot be made; those that were are closed.
-        """
+        """Makes the files and hands their pages to the engine; `release` waits for that."""
         try:
             for name, image in self.images.items():
                 self._files[name] = engine.create(folder / name, image.nbytes)
@@ -299,11 +281,7 @@ class Snapshot:
                 dropped.append((self._waiting.pop(key, None), self._alive.pop(key, None)))
 
     def finish(self, engine: Engine) -> dict[str, FileEntry]:
-        """Waits until all is on the disk; returns the entries of the files by name.
-
-        Raises:
-            GulliverError: writing failed, or a tensor changed before it was copied.
-        """
+        """Waits until all is on the disk; returns the entries of the files by name."""
         entries = {}
         try:
             for name, image in self.images.items():

@@ -67,28 +67,18 @@ class TensorInfo:
 
 
 class Weights(ABC):
-    """Tensors by name, read piece by piece.
+    """Tensors by name, read piece by piece."""
 
-    Attributes:
-        path: path of the file or folder; without meaning for those in memory.
-        files: files that they are in; none for those in memory.
-        infos: dtypes and shapes by name, in the order in which they are stored or were made.
-    """
-
+    # Path of the file or folder; without meaning for those in memory.
     path: Path
+    # Files that they are in; none for those in memory.
     files: list[Path]
+    # Dtypes and shapes by name, in the order in which they are stored or were made.
     infos: dict[str, TensorInfo]
 
     @abstractmethod
     def read(self, wanted: Mapping[str, Part]) -> None:
-        """Fills parts of tensors, in host memory and of the stored dtype.
-
-        Args:
-            wanted: parts by name; contiguous rows of elements, of tensors or of regions of them.
-
-        Raises:
-            GulliverError: a file is broken.
-        """
+        """Fills parts of tensors, in host memory and of the stored dtype."""
 
     @property
     def sources(self) -> Mapping[str, str]:
@@ -111,16 +101,7 @@ class Weights(ABC):
 
 
 class StepWeights(Weights):
-    """An entry of a saved step, or all of its entries; every page that is read is checked.
-
-    Args:
-        path: folder of a step, or of a run.
-        entry: entry whose tensors are read; None for those of all, named ``entry: name``.
-        step: number of the step, of a run; None for the newest complete one.
-
-    Raises:
-        GulliverError: there is no such step or entry, or it holds no tensors.
-    """
+    """An entry of a saved step, or all of its entries; every page that is read is checked."""
 
     def __init__(self, path: Path, entry: str | None = "model", step: int | None = None) -> None:
         self.reader = beside_a_writer(path, step, StepReader)
@@ -175,18 +156,9 @@ class StepWeights(Weights):
 
 
 class FileWeights(Weights):
-    """Safetensors files: a single one, or those of a Hugging Face folder.
-
-    Where a file's text says of a name that it is another one's tensor (as `save_huggingface` and
-    `safetensors.torch.save_model` write), it is there under both.
-
-    Args:
-        path: path of the file or the folder.
-
-    Raises:
-        GulliverError: there are none, a file that the index names is missing or broken, or a
-            tensor that it names is not in its file.
-    """
+    """Safetensors files: a single one, or those of a Hugging Face folder."""
+    # Where a file's text says of a name that it is another one's tensor (as `save_huggingface` and
+    # `safetensors.torch.save_model` write), it is there under both.
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -298,15 +270,7 @@ class FileWeights(Weights):
 
 
 class MemoryWeights(Weights):
-    """Tensors of this process, on any device; what shares its memory with another is there once.
-
-    Args:
-        tensors: tensors by name.
-        last: names that give way to others of the same memory.
-
-    Raises:
-        GulliverError: the format cannot hold a tensor, or it is spread over ranks.
-    """
+    """Tensors of this process, on any device; what shares its memory with another is there once."""
 
     def __init__(self, tensors: Mapping[str, Tensor], last: Iterable[str] = ()) -> None:
         self.path, self.files = Path(), []
@@ -366,16 +330,7 @@ def identity(tensor: Tensor) -> Any:
 
 
 def open_weights(path: Path | str, entry: str | None = "model", step: int | None = None) -> Weights:
-    """Opens a run, a step, a safetensors file or a Hugging Face folder, whichever a path is.
-
-    Args:
-        path: path of any of these.
-        entry: entry of a step to read; None for all of its entries.
-        step: number of the step, of a run; None for the newest complete one.
-
-    Raises:
-        GulliverError: it is none of these, or broken.
-    """
+    """Opens a run, a step, a safetensors file or a Hugging Face folder, whichever a path is."""
     path = Path(path)
     if is_step_or_run(path):
         return StepWeights(path, entry, step)
@@ -385,11 +340,7 @@ def open_weights(path: Path | str, entry: str | None = "model", step: int | None
 
 
 def is_step_or_run(path: Path) -> bool:
-    """Whether a path is a step's folder, or a run's folder with a step in it.
-
-    Raises:
-        GulliverError: it does not exist.
-    """
+    """Whether a path is a step's folder, or a run's folder with a step in it."""
     if not path.exists():
         raise GulliverError(f"{path} does not exist")
     if path.is_file():
@@ -434,15 +385,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
 def batches(
     infos: Mapping[str, TensorInfo], limit: int | None = None
 ) -> Iterator[list[tuple[str, int, int]]]:
-    """Cuts tensors into runs of elements to be read together.
-
-    Args:
-        infos: dtypes and shapes by name, in the order in which they are wanted.
-        limit: most bytes of a batch; None for `BATCH`.
-
-    Yields:
-        Name, first element and one past the last of each run; a name once in each batch.
-    """
+    """Cuts tensors into runs of elements to be read together."""
     limit = limit or BATCH
     found: list[tuple[str, int, int]] = []
     filled = 0
@@ -472,13 +415,7 @@ class Batch:
         runs: list[tuple[str, int, int]],
         regions: Mapping[str, Region | None] | None = None,
     ) -> dict[str, Part]:
-        """Reads runs of elements; they are good until the next call.
-
-        Args:
-            weights: tensors to read from.
-            runs: name, first element and one past the last of each run; a name once.
-            regions: regions by name that elements are counted in; the whole for other names.
-        """
+        """Reads runs of elements; they are good until the next call."""
         regions = regions or {}
         infos = [weights.infos[name] for name, _, _ in runs]
         sizes = [(b - a) * i.dtype.itemsize for (_, a, b), i in zip(runs, infos, strict=True)]

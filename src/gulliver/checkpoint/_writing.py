@@ -108,16 +108,13 @@ class _FileWriter:
 
 @dataclass
 class FilePlan:
-    """A file to be written.
+    """A file to be written."""
 
-    Attributes:
-        path: path that it is written to.
-        sources: names in the source by name in the file.
-        image: plan of its header and the order of its tensors.
-    """
-
+    # Path that it is written to.
     path: Path
+    # Names in the source by name in the file.
     sources: dict[str, str]
+    # Plan of its header and the order of its tensors.
     image: Image
 
 

@@ -39,20 +39,17 @@ EXAMPLE = '{"240p": {1: (1.0, 120), 51: (0.5, 12)}}'
 
 @dataclass(frozen=True)
 class Rule:
-    """One length of one resolution.
+    """One length of one resolution."""
 
-    Attributes:
-        resolution: resolution of the clips.
-        frames: number of frames; 1 takes stills only.
-        keep: chance that a clip which fits stays here.
-        look: chance that a video is looked at here at all; None: always.
-        batch_size: samples of a batch.
-    """
-
+    # Resolution of the clips.
     resolution: Resolution
+    # Number of frames; 1 takes stills only.
     frames: int
+    # Chance that a clip which fits stays here.
     keep: float
+    # Chance that a video is looked at here at all; None: always.
     look: float | None
+    # Samples of a batch.
     batch_size: int
 
 

@@ -54,10 +54,8 @@ class Inline:
 
 
 class Feed:
-    """Batches made by torch's workers and moved by a thread, at most `ahead` of use.
-
-    The thread knows its channel only, so that nothing keeps this object from being collected.
-    """
+    """Batches made by torch's workers and moved by a thread, at most `ahead` of use."""
+    # The thread knows its channel only, so that nothing keeps this object from being collected.
 
     def __init__(self, batches: Iterator[Any], move: Callable[[Any], Moved], ahead: int) -> None:
         self._channel = _Channel(ahead)

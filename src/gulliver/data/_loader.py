@@ -3,13 +3,6 @@
 Workers, sampling and collation are torch's: a second, inner loader of torch's makes whole batches,
 and a thread of ours takes them from it, moves them into the arena and on to the device, at most
 `ahead` of use. Read `DataLoader.__iter__`, then `_Batches` and `_feed.py`.
-
-[Note: the position]
-The state counts batches that were handed to the user, not those made ahead. Each batch brings along
-the mark of its sampler or data set, taken when it was drawn; handing it out makes its mark the
-loader's. A loader that resumes draws the indices of the epoch again and passes over those that were
-used, without loading a sample. As the seed of a batch hangs on its number alone, see `_fetch`, the
-rest of the epoch is what it would have been, to the bit.
 """
 
 from __future__ import annotations
@@ -39,18 +32,20 @@ USED_AT_ONCE = 2
 """Batches alive outside the loader: the one in use, and the next, before that is dropped."""
 
 
+# [Note: the position] The state counts batches that were handed to the user, not those made ahead.
+# Each batch brings along the mark of its sampler or data set, taken when it was drawn; handing it
+# out makes its mark the loader's. A loader that resumes draws the indices of the epoch again and
+# passes over those that were used, without loading a sample. As the seed of a batch hangs on its
+# number alone, see `_fetch`, the rest of the epoch is what it would have been, to the bit.
 @dataclass(frozen=True)
 class LoaderStatistics:
-    """Counts of what a loader did so far.
+    """Counts of what a loader did so far."""
 
-    Attributes:
-        batches: number of batches handed out, over all epochs.
-        waited_s: seconds that the caller waited for them.
-        arena: the arena's statistics; None where batches pass through as torch made them.
-    """
-
+    # Number of batches handed out, over all epochs.
     batches: int
+    # Seconds that the caller waited for them.
     waited_s: float
+    # The arena's statistics; None where batches pass through as torch made them.
     arena: ArenaStatistics | None
 
     def __str__(self) -> str:
@@ -394,11 +389,7 @@ class DataLoader(torch_data.DataLoader):
         return arena
 
     def _begin(self) -> int:
-        """Puts everything in place for an iteration.
-
-        Returns:
-            Number of batches that have to be loaded and passed over.
-        """
+        """Puts everything in place for an iteration."""
         goes_on = self._resumes or (self._done and self._stateful is not None)
         if self._done and not goes_on:
             self._epoch, self._done = self._epoch + 1, 0

@@ -9,11 +9,6 @@ other until they make an efficient micro-batch, and such lots are spread evenly 
 that all its steps are of a kind (`_windows.py`); a step takes the next ones up to its budget and
 `gulliver.solve.StepSolver` deals them to groups of ranks. With ``arrange=`` samples are put
 together that fill so many ranks (`_arrangement.py`).
-
-[Note: once each] Whatever was drawn is either in a step that was given out or in the queue, in
-order. The state is the position in the stream and that queue, so it resumes exactly, and on any
-number of ranks: which samples a step has depends on seed, epoch and window, and of budgets only
-seconds look at the ranks. A state taken with a plan says that the plan is done.
 """
 
 from __future__ import annotations
@@ -67,6 +62,10 @@ Position = tuple[int, int, Queue]
 """Epoch, step, and what is drawn and in no step yet."""
 
 
+# [Note: once each] Whatever was drawn is either in a step that was given out or in the queue, in
+# order. The state is the position in the stream and that queue, so it resumes exactly, and on any
+# number of ranks: which samples a step has depends on seed, epoch and window, and of budgets only
+# seconds look at the ranks. A state taken with a plan says that the plan is done.
 class DataCentricPlanner:
     """Plans steps of samples of many shapes, every sample once an epoch.
 

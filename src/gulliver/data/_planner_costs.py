@@ -18,12 +18,7 @@ STEPS_AHEAD = 16
 
 
 class Costs(Protocol):
-    """Costs of samples, such as `SampleCosts` and `TableCosts` are.
-
-    Attributes:
-        memory: bytes of a rank.
-        identity: name of the model that they are of.
-    """
+    """Costs of samples, such as `SampleCosts` and `TableCosts` are."""
 
     @property
     def memory(self) -> float: ...
@@ -49,11 +44,9 @@ def alone(costs: Costs) -> Costs:
 
 
 def lot_of(costs: Costs, shape: Hashable, pac: bool) -> int:
-    """Samples of a shape that wait for each other: until each is within 2 % of the best.
-
-    It looks at the smallest group that a sample fits, whatever the ranks: which samples a step has
-    must not depend on those.
-    """
+    """Samples of a shape that wait for each other: until each is within 2 % of the best."""
+    # It looks at the smallest group that a sample fits, whatever the ranks: which samples a step
+    # has must not depend on those.
     costs = alone(costs)
     for degree in costs.degrees(1024):
         row = costs.batches(shape, degree, pac)
@@ -64,11 +57,7 @@ def lot_of(costs: Costs, shape: Hashable, pac: bool) -> int:
 
 
 def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -> tuple[int, ...]:
-    """Degrees that groups may have.
-
-    Raises:
-        GulliverError: groups that are not to choose have none, or one that does not divide ranks.
-    """
+    """Degrees that groups may have."""
     known = costs.degrees(ranks)
     if intra:
         if degree is not None:
@@ -90,11 +79,7 @@ def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -
 
 
 def checked_window(budget: Budget, arrange: int | None, window: int | None) -> int:
-    """Samples that are looked at ahead.
-
-    Raises:
-        GulliverError: they hold no step.
-    """
+    """Samples that are looked at ahead."""
     if isinstance(budget, Samples):
         window = STEPS_AHEAD * budget.count if window is None else window
         window = whole_number("window", window)
@@ -116,11 +101,7 @@ def check_arrange(arrange: int | None, intra: bool, inter: bool) -> None:
 
 
 def checked_stages(stages: int, inter: bool) -> int:
-    """Stages of a pipeline that each rank of a plan is.
-
-    Raises:
-        GulliverError: no number of stages, or groups that run one micro-batch only.
-    """
+    """Stages of a pipeline that each rank of a plan is."""
     count = whole_number("stages", stages)
     if count < 1 or (count > 1 and not inter):
         told = "give at least 1" if count < 1 else "a pipeline needs several micro-batches: inter"

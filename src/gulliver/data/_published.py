@@ -30,19 +30,15 @@ MAX_ACCUMULATION, MIN_ACCUMULATION, MIN_ACCUMULATION_PAC = 5, 2, 15
 
 @dataclass
 class Share:
-    """One group's work in a step.
+    """One group's work in a step."""
 
-    Attributes:
-        shape: bucket of all its samples.
-        degree: ranks of the group.
-        batch: samples of a micro-batch.
-        seconds: seconds of a micro-batch.
-        repeats: micro-batches.
-    """
-
+    # Bucket of all its samples.
     shape: str
+    # Ranks of the group.
     degree: int
+    # Samples of a micro-batch.
     batch: int
+    # Seconds of a micro-batch.
     seconds: float
     repeats: int = 1
 
@@ -54,14 +50,11 @@ class Share:
 
 @dataclass(frozen=True)
 class PublishedPlan:
-    """An epoch as a published planner runs it.
+    """An epoch as a published planner runs it."""
 
-    Attributes:
-        steps: groups of each optimizer step.
-        dropped: samples that the epoch never sees.
-    """
-
+    # Groups of each optimizer step.
     steps: list[list[Share]]
+    # Samples that the epoch never sees.
     dropped: int
 
 
@@ -76,15 +69,7 @@ class _Profile:
 def published_plan(
     method: Method, costs: TableCosts, counts: Mapping[str, int], ranks: int, seed: int = 0
 ) -> PublishedPlan:
-    """Plans an epoch as a published planner does.
-
-    Args:
-        method: planner.
-        costs: table of seconds.
-        counts: samples of each bucket.
-        ranks: ranks, of which bucketing needs a multiple of its degree.
-        seed: seed of its draws.
-    """
+    """Plans an epoch as a published planner does."""
     if method not in METHODS:
         raise GulliverError(f"no planner {method!r}: choose from {', '.join(METHODS)}")
     draw = np.random.Generator(np.random.Philox(key=seed))

@@ -44,39 +44,34 @@ EXPONENT, OFFSET, IMAGES = 3.0, 5.0, 2
 
 @dataclass(frozen=True)
 class Replayed:
-    """Results of a planner over an epoch.
+    """Results of a planner over an epoch."""
 
-    Attributes:
-        name: name of the planner.
-        steps: optimizer steps.
-        samples: samples that are used.
-        dropped: samples that are not.
-        tokens: tokens that are used.
-        seconds: predicted seconds of all steps.
-        imbalance: share of the ranks' time in which they wait for the step's last group.
-        effective: effective share of samples in a step's gradient, the mean: 1 where all weigh
-            the same.
-        spread: largest weight of a sample over the smallest in one step.
-        gap: predicted seconds over the bounds of the steps, less 1; None where there is no bound.
-        planning: processor seconds of planning.
-        wall: seconds of planning by the clock; on a machine that others use these are more.
-        few: samples of a small step: one in twenty has fewer.
-        many: samples of a large step: one in twenty has more.
-    """
-
+    # Name of the planner.
     name: str
     steps: int
+    # Samples that are used.
     samples: int
+    # Samples that are not.
     dropped: int
+    # Tokens that are used.
     tokens: int
+    # Predicted seconds of all steps.
     seconds: float
+    # Share of the ranks' time in which they wait for the step's last group.
     imbalance: float
+    # Effective share of samples in a step's gradient, the mean: 1 where all weigh the same.
     effective: float
+    # Largest weight of a sample over the smallest in one step.
     spread: float
+    # Predicted seconds over the bounds of the steps, less 1; None where there is no bound.
     gap: float | None
+    # Processor seconds of planning.
     planning: float
+    # Seconds of planning by the clock; on a machine that others use these are more.
     wall: float
+    # Samples of a small step: one in twenty has fewer.
     few: float
+    # Samples of a large step: one in twenty has more.
     many: float
 
     @property
@@ -93,14 +88,7 @@ class Replayed:
 def draw_shapes(
     costs: TableCosts, distribution: Distribution, count: int, seed: int = 0
 ) -> list[str]:
-    """Draws shapes: videos by Zipf's law over cost or evenly, and two images for each.
-
-    Args:
-        costs: table whose shapes are named resolution/frames.
-        distribution: short samples dominate, all are as many, or long ones dominate.
-        count: number of samples.
-        seed: seed of the draws.
-    """
+    """Draws shapes: videos by Zipf's law over cost or evenly, and two images for each."""
     if distribution not in DISTRIBUTIONS:
         raise GulliverError(
             f"no distribution {distribution!r}: {nearest(distribution, DISTRIBUTIONS)}"
@@ -117,15 +105,7 @@ def draw_shapes(
 def draw_samples(
     costs: Costs, shapes: Sequence[Any], distribution: Distribution, count: int, seed: int = 0
 ) -> list[Any]:
-    """Draws samples of given shapes, by Zipf's law over their tokens or evenly.
-
-    Args:
-        costs: costs that know the shapes.
-        shapes: shapes to draw from.
-        distribution: short samples dominate, all are as many, or long ones dominate.
-        count: number of samples.
-        seed: seed of the draws.
-    """
+    """Draws samples of given shapes, by Zipf's law over their tokens or evenly."""
     ordered = sorted(shapes, key=lambda shape: (costs.tokens(shape), str(shape)))
     draw = np.random.Generator(np.random.Philox(key=seed))
     return _drawn(ordered, distribution, count, draw)
@@ -196,16 +176,7 @@ def replay_ours(
     name: str = "ours",
     **settings: Any,
 ) -> Replayed:
-    """Runs our planner over an epoch.
-
-    Args:
-        costs: table of costs.
-        shapes: shape of every sample.
-        ranks: data ranks.
-        budget: budget of a step.
-        name: name in the result.
-        settings: switches of `DataCentricPlanner`.
-    """
+    """Runs our planner over an epoch."""
     clock = _Clock()
     with clock:
         planner = DataCentricPlanner(costs, shapes, ranks, budget, **settings)

@@ -93,16 +93,7 @@ COLUMNS = {"1.2": ("aes", "flow", "cmotion"), "1.3": ("aes", "flow", "cmotion")}
 
 
 def with_scores(text: str, values: Values, style: str) -> str:
-    """Adds a clip's scores to its caption, unless they are there.
-
-    Args:
-        text: caption.
-        values: scores by column; numbers, and text for `cmotion`.
-        style: name of `STYLES`.
-
-    Raises:
-        GulliverError: an unknown style.
-    """
+    """Adds a clip's scores to its caption, unless they are there."""
     _check_style(style)
     return STYLES[style](text, values)
 

@@ -27,29 +27,26 @@ svg{display:block;margin:.5em 0}"""
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the ranks' time in steps.
+    """Shares of the ranks' time in steps."""
 
-    Attributes:
-        seconds: predicted seconds of the steps.
-        wait: share in which ranks wait for the last group.
-        communication: share in which they wait for messages inside their group.
-        recompute: share in which they repeat forwards.
-        gap: predicted seconds over the bounds, less 1.
-        samples: samples of the steps.
-        moving: share in which they wait for activations on their way to the host or back.
-        offloaded: share of micro-batches with activations in the host's memory.
-        known: parts of the seconds that the costs tell of: ``communication``, ``recompute``; None:
-            both, where there is any of one.
-    """
-
+    # Predicted seconds of the steps.
     seconds: float
+    # Share in which ranks wait for the last group.
     wait: float
+    # Share in which they wait for messages inside their group.
     communication: float
+    # Share in which they repeat forwards.
     recompute: float
+    # Predicted seconds over the bounds, less 1.
     gap: float
+    # Samples of the steps.
     samples: int
+    # Share in which they wait for activations on their way to the host or back.
     moving: float = 0.0
+    # Share of micro-batches with activations in the host's memory.
     offloaded: float = 0.0
+    # Parts of the seconds that the costs tell of: ``communication``, ``recompute``; None: both,
+    # where there is any of one.
     known: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
@@ -75,12 +72,7 @@ class Shares:
 
 
 def shares_of(plans: Iterable[StepPlan], known: tuple[str, ...] | None = None) -> Shares:
-    """Sums steps.
-
-    Args:
-        plans: steps.
-        known: parts of the seconds that their costs tell of.
-    """
+    """Sums steps."""
     seconds = whole = busy = sent = again = moved = bound = 0.0
     samples = batches = away = 0
     for plan in plans:
@@ -105,13 +97,7 @@ def step_lines(
     measured: Sequence[float] | None = None,
     known: tuple[str, ...] | None = None,
 ) -> list[str]:
-    """Draws a step as text, a line for each group.
-
-    Args:
-        plan: step.
-        measured: seconds that each group took, to lay beside.
-        known: parts of the seconds that the costs tell of.
-    """
+    """Draws a step as text, a line for each group."""
     names = _names([plan])
     lines = [f"step {plan.step}: {shares_of([plan], known)}"]
     longest = plan.seconds or 1.0
@@ -138,15 +124,7 @@ def steps_page(
     drawn: int = 8,
     known: tuple[str, ...] | None = None,
 ) -> str:
-    """Draws steps as one HTML file that needs no other.
-
-    Args:
-        title: heading.
-        lines: paragraphs to begin with.
-        plans: steps; all count in the table of shares.
-        drawn: number of first steps that are drawn.
-        known: parts of the seconds that the costs tell of.
-    """
+    """Draws steps as one HTML file that needs no other."""
     shown = plans[:drawn]
     names = _names(shown)
     parts = [f"<p>{escape(line)}</p>" for line in lines]

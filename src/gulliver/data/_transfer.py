@@ -29,13 +29,7 @@ class CopyStream(Protocol):
 
 
 class CudaCopyStream:
-    """Copies on a copy stream of its own, which never waits for the compute stream.
-
-    Args:
-        device: CUDA device, with its index.
-        depth: most batches under way; one more waits for the oldest, in the thread that sends. So
-            the host memory that copies hold is bounded too.
-    """
+    """Copies on a copy stream of its own, which never waits for the compute stream."""
 
     def __init__(self, device: torch.device, depth: int) -> None:
         self._device, self._depth = device, depth
@@ -76,13 +70,7 @@ class Moved(NamedTuple):
 
 
 class Mover:
-    """Moves batches into an arena and, by a copy stream, on to a device.
-
-    Args:
-        arena: arena to copy host tensors into; None leaves them where they are.
-        copy_stream: way to the device; None leaves batches on the host.
-        locks: whether torch locks the pages of tensors, where there is no arena.
-    """
+    """Moves batches into an arena and, by a copy stream, on to a device."""
 
     def __init__(
         self, arena: PinnedArena | None, copy_stream: CopyStream | None, locks: bool = False
@@ -148,11 +136,7 @@ def copy_stream(device: torch.device | None, ahead: int) -> CopyStream | None:
 
 
 def device_of(device: torch.device | str | None) -> torch.device | None:
-    """Resolves the device that batches go to; None where none is named.
-
-    Raises:
-        GulliverError: no such device, or neither a CPU nor a CUDA device.
-    """
+    """Resolves the device that batches go to; None where none is named."""
     if device is None:
         return None
     try:

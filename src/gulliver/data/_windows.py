@@ -17,14 +17,7 @@ from gulliver.errors import GulliverError
 
 
 class Stream:
-    """Samples in the order in which they arrive in an epoch.
-
-    Args:
-        shapes: shape of every sample, or a function from an epoch to an iterable of shapes; where
-            that has a ``digest``, it says which data these are.
-        seed: seed of the order of a table.
-        shuffle: a table's samples come in random order.
-    """
+    """Samples in the order in which they arrive in an epoch."""
 
     def __init__(
         self,
@@ -63,11 +56,7 @@ class Stream:
         return ((index, shapes[index]) for index in order[start:].tolist())
 
     def restored(self, epoch: int, drawn: Any, queue: Any) -> list[tuple[int, Shape]]:
-        """Finds the shapes of samples in a saved queue.
-
-        Raises:
-            GulliverError: the queue has samples that are not among those drawn, or one twice.
-        """
+        """Finds the shapes of samples in a saved queue."""
         whole = isinstance(drawn, int) and not isinstance(drawn, bool) and drawn >= 0
         if not whole or not isinstance(queue, Sequence):
             raise GulliverError("the saved position is broken: it has no queue of samples")
@@ -86,13 +75,7 @@ class Stream:
 
 
 class Window:
-    """A walk through one epoch's stream, a window at a time.
-
-    Args:
-        stream: stream to draw from.
-        epoch: epoch to draw.
-        start: samples of it that were drawn before.
-    """
+    """A walk through one epoch's stream, a window at a time."""
 
     def __init__(self, stream: Stream, epoch: int, start: int) -> None:
         self.epoch, self.is_over = epoch, False
@@ -124,22 +107,15 @@ class Window:
 
 
 class Queue:
-    """Samples that were drawn and are in no step yet, in the order in which steps take them.
-
-    Args:
-        drawn: samples of the epoch that were drawn, in steps or not.
-
-    Attributes:
-        drawn: the same, as it grows.
-        indices: samples.
-        shapes: shape of each.
-        cuts: samples of the first steps, where it is arranged which make one.
-    """
+    """Samples that were drawn and are in no step yet, in the order in which steps take them."""
 
     def __init__(self, drawn: int = 0) -> None:
+        # The same, as it grows.
         self.drawn = drawn
         self.indices: list[int] = []
+        # Shape of each.
         self.shapes: list[Shape] = []
+        # Samples of the first steps, where it is arranged which make one.
         self.cuts: list[int] = []
         self._ends = np.zeros(0)
         self._start = 0.0
@@ -167,12 +143,7 @@ class Queue:
         self.shapes += shapes
 
     def up_to(self, weight: float, nearest: bool) -> int:
-        """Counts the first samples whose weights sum up to at most so much, at least one.
-
-        Args:
-            weight: sum of weights.
-            nearest: take one more where that is nearer.
-        """
+        """Counts the first samples whose weights sum up to at most so much, at least one."""
         # A hair of slack: weights are summed from the queue's beginning.
         slack = 1e-9 * max(1.0, abs(self._start))
         end = self._start + weight + slack
@@ -235,20 +206,9 @@ def longer_lots(
     most: Mapping[Shape, float],
     steps: float,
 ) -> dict[Shape, int]:
-    """Makes lots longer where a step has few of them.
-
-    Among few lots a small one finds no company of its kind, and runs on ranks that a large one
-    needs, or lets them wait: better more of them, in fewer steps.
-
-    Args:
-        counts: samples of each shape in a window.
-        sizes: samples of a lot.
-        most: samples of a lot, at most.
-        steps: steps that the window is as long as.
-
-    Returns:
-        Samples of a lot of each shape, never fewer.
-    """
+    """Makes lots longer where a step has few of them."""
+    # Among few lots a small one finds no company of its kind, and runs on ranks that a large one
+    # needs, or lets them wait: better more of them, in fewer steps.
     each = sum(count / sizes[shape] for shape, count in counts.items()) / steps
     factor = min(MOST_LONGER, FEW_LOTS / each)
     return {s: max(sizes[s], min(int(factor * sizes[s]), int(most[s]))) for s in counts}
@@ -257,17 +217,7 @@ def longer_lots(
 def lots(
     shapes: Sequence[Shape], sizes: Mapping[Shape, int], draw: np.random.Generator, spread: bool
 ) -> np.ndarray:
-    """Orders a window: lots of one shape, those of each shape at even distances.
-
-    Args:
-        shapes: shapes in order of arrival: [N].
-        sizes: samples of a lot.
-        draw: where in the window the first lot of each shape is.
-        spread: whether to; else the order of arrival stays.
-
-    Returns:
-        Places in the window in their new order: [N].
-    """
+    """Orders a window: lots of one shape, those of each shape at even distances."""
     if not spread:
         return np.arange(len(shapes))
     members: dict[Shape, list[int]] = {}

@@ -23,16 +23,7 @@ from gulliver.errors import GulliverError
 
 
 class Attached:
-    """An optimizer, the store that its rows are in, and the hooks between them.
-
-    Args:
-        store: records.
-        optimizer: optimizer that has the slots as a parameter.
-        row_states: states of a row where the optimizer's class is not known.
-        place: place of the columns of states.
-        stable: whether the gradients of a row are summed in the order of its uses.
-        gradient: gradient of all rows, which is told what a step has used.
-    """
+    """An optimizer, the store that its rows are in, and the hooks between them."""
 
     def __init__(
         self,

@@ -438,11 +438,7 @@ class CachedEmbeddingBag(nn.Module):
 def make_tables(
     rows: int | Mapping[str, int], padding: int | Mapping[str, int] | None, name: str
 ) -> list[Table]:
-    """Lays tables one after the other.
-
-    Raises:
-        GulliverError: no rows, or a padding index that is no row.
-    """
+    """Lays tables one after the other."""
     named = rows if isinstance(rows, Mapping) else {name: rows}
     if not named:
         raise GulliverError("num_embeddings names no table")
@@ -469,11 +465,7 @@ def make_tables(
 
 
 def slots_of(cache: float | int, rows: int) -> int:
-    """Returns the number of slots that are asked for.
-
-    Raises:
-        GulliverError: no share and no number of rows.
-    """
+    """Returns the number of slots that are asked for."""
     number = cache if isinstance(cache, int) and not isinstance(cache, bool) else cache * rows
     if isinstance(cache, float) and not 0 < cache <= 1:
         raise GulliverError(f"cache={cache} is no share of the rows: give 0 < cache <= 1, or slots")

@@ -2,13 +2,6 @@
 
 A record is a row of every column: the weight, and each state that an optimizer has for a row. A
 column reads and writes rows by their numbers, and says how many bytes that takes.
-
-[Note: cold rows] By choice the weights that lie here are narrower than those in the cache: bf16, or
-int8 with a scale for each row. They are rounded when a changed row leaves the cache, up or down at
-random with a chance in proportion, so that the error has no direction: its expectation is 0, and
-its size less than one step, 2^-7 of the value in bf16 and 1/127 of the row's largest value in int8
-(or 1.2e-38, where that is more). A row with inf or nan has no scale: int8 refuses it by number.
-Random numbers follow from the seed and the number of the write, so that a run repeats.
 """
 
 from __future__ import annotations
@@ -29,12 +22,14 @@ COLD = ("exact", "bf16", "int8")
 WEIGHT = "weight"
 
 
+# [Note: cold rows] By choice the weights that lie here are narrower than those in the cache: bf16,
+# or int8 with a scale for each row. They are rounded when a changed row leaves the cache, up or
+# down at random with a chance in proportion, so that the error has no direction: its expectation is
+# 0, and its size less than one step, 2^-7 of the value in bf16 and 1/127 of the row's largest value
+# in int8 (or 1.2e-38, where that is more). A row with inf or nan has no scale: int8 refuses it by
+# number. Random numbers follow from the seed and the number of the write, so that a run repeats.
 class Place:
-    """A place where columns lie: host memory, or files in a folder that go with the process.
-
-    Args:
-        folder: folder of the files; None for host memory.
-    """
+    """A place where columns lie: host memory, or files in a folder that go with the process."""
 
     def __init__(self, folder: Path | str | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
@@ -92,12 +87,7 @@ class Column(Protocol):
 
 
 class ExactColumn:
-    """A column that keeps values as they are.
-
-    Args:
-        place: place where it lies.
-        values: all rows, (rows, ...), which lie there already.
-    """
+    """A column that keeps values as they are."""
 
     def __init__(self, place: Place, values: Tensor) -> None:
         self._place, self._values = place, values
@@ -142,14 +132,7 @@ class ExactColumn:
 
 
 class RoundedColumn:
-    """A column of weights in bf16 or int8, rounded at random when they are written.
-
-    Args:
-        place: place where it lies.
-        values: all rows, (rows, dim).
-        cold: ``bf16`` or ``int8``.
-        seed: seed of the rounding.
-    """
+    """A column of weights in bf16 or int8, rounded at random when they are written."""
 
     def __init__(self, place: Place, values: Tensor, cold: Cold, seed: int = 0) -> None:
         self._place, self._dtype, self._cold = place, values.dtype, cold
@@ -217,10 +200,8 @@ class RoundedColumn:
 
 
 def round_bf16(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Rounds to bf16, up or down at random, in proportion to the distance.
-
-    What lies beyond the largest number of bf16, 3.39e38, becomes that one.
-    """
+    """Rounds to bf16, up or down at random, in proportion to the distance."""
+    # What lies beyond the largest number of bf16, 3.39e38, becomes that one.
     bits = values.float().view(torch.int32)
     noise = torch.randint(0, 2**16, bits.shape, generator=generator, dtype=torch.int32)
     finite = values.isfinite()
@@ -231,11 +212,9 @@ def round_bf16(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def round_int8(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rounds each row to multiples of a 127th of its largest value; returns them and the scales.
-
-    A scale is never below the smallest normal number, 1.2e-38: a row of smaller values is rounded
-    to multiples of that.
-    """
+    """Rounds each row to multiples of a 127th of its largest value; returns them and the scales."""
+    # A scale is never below the smallest normal number, 1.2e-38: a row of smaller values is rounded
+    # to multiples of that.
     values = values.float()
     scales = (values.abs().amax(1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     steps = values / scales
@@ -244,11 +223,7 @@ def round_int8(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tens
 
 
 def _check_finite(rows: Tensor, values: Tensor) -> None:
-    """Refuses what a scale for each row cannot say.
-
-    Raises:
-        GulliverError: a value is inf or nan, naming its row.
-    """
+    """Refuses what a scale for each row cannot say."""
     # One sum tells of any; a sum that overflows is looked at more closely.
     if not bool(values.sum().isfinite()) and not bool(values.isfinite().all()):
         row = int(rows[(~values.isfinite()).any(1).nonzero()[0]])
@@ -259,11 +234,7 @@ def _check_finite(rows: Tensor, values: Tensor) -> None:
 
 
 def make_weight_column(place: Place, values: Tensor, cold: str, seed: int) -> Column:
-    """Makes the column of weights.
-
-    Raises:
-        GulliverError: an unknown format, or one that does not go with the dtype.
-    """
+    """Makes the column of weights."""
     if cold not in COLD:
         raise GulliverError(f"cold={cold!r} is unknown: {nearest(cold, COLD)}")
     if cold == "exact":

@@ -63,45 +63,37 @@ class TablesJob:
 
 @dataclass(frozen=True)
 class PlannedTable:
-    """A table in the plan.
-
-    Attributes:
-        name: name.
-        rows: number of rows.
-        placement: placement, as `ShardedEmbeddingBag` takes it.
-        host_bytes: bytes of its records on each rank's host.
-        device_bytes: bytes of its slots and their states on each rank's device.
-        seconds: seconds of each rank for it in a step.
-        sent: bytes that each rank sends for it in a forward.
-        instead: seconds of the slowest rank for this table, by placement.
-    """
+    """A table in the plan."""
 
     name: str
+    # Number of rows.
     rows: int
+    # Placement, as `ShardedEmbeddingBag` takes it.
     placement: str
+    # Bytes of its records on each rank's host.
     host_bytes: tuple[int, ...]
+    # Bytes of its slots and their states on each rank's device.
     device_bytes: tuple[int, ...]
+    # Seconds of each rank for it in a step.
     seconds: tuple[float, ...]
+    # Bytes that each rank sends for it in a forward.
     sent: tuple[float, ...]
+    # Seconds of the slowest rank for this table, by placement.
     instead: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RankCache:
-    """A cache of a rank, which its whole tables and parts of rows share, or its columns.
-
-    Attributes:
-        rank: rank.
-        slots: number of rows that it holds.
-        rows: number of rows there are.
-        tables: number of tables.
-        most: most different rows that a batch may need of it at once.
-    """
+    """A cache of a rank, which its whole tables and parts of rows share, or its columns."""
 
     rank: int
+    # Number of rows that it holds.
     slots: int
+    # Number of rows there are.
     rows: int
+    # Number of tables.
     tables: int
+    # Most different rows that a batch may need of it at once.
     most: int
 
 

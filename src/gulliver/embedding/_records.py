@@ -3,17 +3,6 @@
 A record is a row of the weight and of every state that the optimizer has for it. All records lie in
 columns (`_columns.py`); the hot ones are copied to *slots* on the device, and changed there. Which,
 `gulliver.solve.RowReplacement` decides. Read `begin` first: what happens before a batch is used.
-
-[Note: two threads] The *planner* sorts the batches that are announced and decides about them, in
-their order; the *mover* reads rows of the host and writes them, in the order of decisions. While a
-batch is computed, the next one is decided and its rows are brought as far as a buffer on the
-device. They go into their slots when the batch before has been stepped: until then the rows that
-they replace are in use. What is written back is taken from the cache at that moment and travels
-behind the next batch. Because the mover is one queue, a row that was sent away and is wanted again
-is read after it was written.
-
-[Note: exactness] What is in the cache never changes what is computed: a row has one valid copy, in
-its slot if it has one, else in its columns. So decisions may be good or bad, early or late.
 """
 
 from __future__ import annotations
@@ -37,18 +26,25 @@ from gulliver.solve import RowPlan, RowReplacement, RowRequest, TooSmall
 Records = dict[str, Tensor]
 
 
+# [Note: two threads] The *planner* sorts the batches that are announced and decides about them, in
+# their order; the *mover* reads rows of the host and writes them, in the order of decisions. While
+# a batch is computed, the next one is decided and its rows are brought as far as a buffer on the
+# device. They go into their slots when the batch before has been stepped: until then the rows that
+# they replace are in use. What is written back is taken from the cache at that moment and travels
+# behind the next batch. Because the mover is one queue, a row that was sent away and is wanted
+# again is read after it was written.
+#
+# [Note: exactness] What is in the cache never changes what is computed: a row has one valid copy,
+# in its slot if it has one, else in its columns. So decisions may be good or bad, early or late.
 @dataclass
 class Batch:
-    """A batch of ids.
+    """A batch of ids."""
 
-    Attributes:
-        ids: flat, on the host.
-        inverse: place of each id among the rows of the request.
-        request: rows of the batch, sorted.
-    """
-
+    # Flat, on the host.
     ids: Tensor
+    # Place of each id among the rows of the request.
     inverse: Tensor | None = None
+    # Rows of the batch, sorted.
     request: RowRequest | None = None
 
 
@@ -62,24 +58,21 @@ class Ahead:
 
 @dataclass
 class Moved:
-    """Bytes and rows that were moved so far.
+    """Bytes and rows that were moved so far."""
 
-    Attributes:
-        read: bytes read from the columns.
-        written: bytes written to them.
-        clean: rows that left unchanged, without being written.
-        early: rows that were there before they were asked for.
-        late: rows that a batch had to wait for.
-        fetching: seconds in which rows were read and brought to the device.
-        waiting: seconds in which a batch waited for them.
-    """
-
+    # Bytes read from the columns.
     read: int = 0
+    # Bytes written to them.
     written: int = 0
+    # Rows that left unchanged, without being written.
     clean: int = 0
+    # Rows that were there before they were asked for.
     early: int = 0
+    # Rows that a batch had to wait for.
     late: int = 0
+    # Seconds in which rows were read and brought to the device.
     fetching: float = 0.0
+    # Seconds in which a batch waited for them.
     waiting: float = 0.0
 
     @property
@@ -89,19 +82,7 @@ class Moved:
 
 
 class RecordStore:
-    """Rows of a table, the hot ones in slots on a device.
-
-    Args:
-        columns: columns of all rows by name, the weight's among them.
-        replacement: decides what is in the slots.
-        device: device of the slots.
-        spare: whether there is a slot more, of zeros, for padding.
-
-    Attributes:
-        weight: slots, (slots, dim), a parameter; with the spare one behind them.
-        moved: what was moved so far.
-        last_slots: slots of the rows that the last backward had gradients of, in its order.
-    """
+    """Rows of a table, the hot ones in slots on a device."""
 
     def __init__(
         self,
@@ -115,12 +96,14 @@ class RecordStore:
     ) -> None:
         self.columns, self.replacement, self.rows = columns, replacement, rows
         self.slots, self.moved = replacement.slots, Moved()
+        # Slots, (slots, dim), a parameter; with the spare one behind them.
         self.weight = nn.Parameter(torch.zeros(self.slots + spare, dim, dtype=dtype, device=device))
         kind = torch.int64 if rows > 2**31 else torch.int32
         self._row_of_slot = torch.zeros(self.slots, dtype=kind, device=device)
         self._dirty = np.zeros(self.slots, bool)
         self._states: Callable[[], Mapping[str, Tensor]] = dict
         self._waiting: list[tuple[Tensor, Tensor]] = []
+        # Slots of the rows that the last backward had gradients of, in its order.
         self.last_slots = torch.zeros(0, dtype=torch.int64)
         self._pinned: list[NDArray[np.int64]] = []
         self._queue: deque[Batch] = deque()
@@ -140,19 +123,7 @@ class RecordStore:
         self._announced.append(self._planner.submit(self._sort, batch, True))
 
     def begin(self, ids: Tensor, changes: bool = False, waits: bool = False) -> Tensor:
-        """Brings the rows of a batch into slots.
-
-        Args:
-            ids: flat, any integers, in range.
-            changes: whether the rows may be changed before they leave.
-            waits: whether they must stay until `settle` tells that they were stepped.
-
-        Returns:
-            The slot of each id, on the device.
-
-        Raises:
-            TooSmall: the batch does not fit beside those that wait for a step; nothing was changed.
-        """
+        """Brings the rows of a batch into slots."""
         self._raise_failures()
         batch = self._next(_on_host(ids))
         plan, fetched = self._decided(batch)

@@ -6,12 +6,6 @@ what it holds for the samples of all, and sends every rank what that one needs:
 - a *whole* table: bags, from the rank that has it,
 - *columns*: bags, a slice of their width from every rank,
 - *rows*: rows, one for each id, from the rank that has it; bags are made of them where they belong.
-
-[Note: exact over ranks] Bags are reduced where all rows of a bag are, in the order of its ids, and
-a rank that holds a row gets the gradients of all samples in the order of ranks. Gradients of a row
-are summed in that order (`stable`). So nothing depends on the number of ranks, but for the width of
-columns, which elements do not know of. To add up parts of bags on the way (as a reduce-scatter
-does) would send fewer bytes where bags are long, and be another order of sums.
 """
 
 from __future__ import annotations
@@ -41,6 +35,11 @@ from gulliver.memory import Part, Region
 from gulliver.options import whole_number
 
 
+# [Note: exact over ranks] Bags are reduced where all rows of a bag are, in the order of its ids,
+# and a rank that holds a row gets the gradients of all samples in the order of ranks. Gradients of
+# a row are summed in that order (`stable`). So nothing depends on the number of ranks, but for the
+# width of columns, which elements do not know of. To add up parts of bags on the way (as a
+# reduce-scatter does) would send fewer bytes where bags are long, and be another order of sums.
 class ShardedEmbeddingBag(nn.Module):
     """Several tables, cached, over ranks; each rank passes its own samples.
 
@@ -340,11 +339,7 @@ class ShardedEmbeddingBag(nn.Module):
         return bags, everyone, error
 
     def _gather(self, own: list[Bags], error: GulliverError | None) -> list[list[Bags]]:
-        """Gathers the bags of all ranks: by rank, then by table.
-
-        Raises:
-            GulliverError: some rank has found an error in its own.
-        """
+        """Gathers the bags of all ranks: by rank, then by table."""
         if self.group.size == 1:
             if error is not None:
                 raise error

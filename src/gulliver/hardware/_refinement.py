@@ -24,10 +24,8 @@ LAST = 64
 
 
 class Refinement:
-    """Factors from predicted to measured seconds, and the error that is left.
-
-    All ranks must be told the same measurements, for they plan with what they have learned.
-    """
+    """Factors from predicted to measured seconds, and the error that is left."""
+    # All ranks must be told the same measurements, for they plan with what they have learned.
 
     def __init__(self) -> None:
         self._means: dict[str, tuple[float, int]] = {}
@@ -35,16 +33,7 @@ class Refinement:
         self._errors: deque[float] = deque(maxlen=LAST)
 
     def observe(self, shape: Hashable, predicted: float, measured: float) -> None:
-        """Learns from one micro-batch.
-
-        Args:
-            shape: shape of its samples.
-            predicted: seconds that were predicted without any factor.
-            measured: seconds that it took.
-
-        Raises:
-            GulliverError: seconds that are none.
-        """
+        """Learns from one micro-batch."""
         if not (
             math.isfinite(predicted) and math.isfinite(measured) and min(predicted, measured) > 0
         ):
@@ -72,11 +61,7 @@ class Refinement:
         return {"shapes": means, "all": list(self._all), "errors": list(self._errors)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what was learned before.
-
-        Raises:
-            GulliverError: it is no such state.
-        """
+        """Goes on with what was learned before."""
         try:
             means = {str(k): (float(v[0]), int(v[1])) for k, v in state["shapes"].items()}
             whole = float(state["all"][0]), int(state["all"][1])

@@ -26,20 +26,16 @@ WORDS = {"machine": "another machine", "model": "another model", "dtype": "anoth
 
 @dataclass(frozen=True)
 class SavedSamples:
-    """Costs of samples as a file has them, wherever they were measured.
+    """Costs of samples as a file has them, wherever they were measured."""
 
-    Attributes:
-        model: sizes of the model.
-        fit: rates.
-        machine: the machine in words.
-        shapes: shapes of the samples that it was measured for; none where the file does not say.
-        keeps: whether the file says what a kept block holds; else blocks have to be recomputed.
-    """
-
+    # Sizes of the model.
     model: SampleModel
     fit: SampleFit
+    # The machine in words.
     machine: str
+    # Shapes of the samples that it was measured for; none where the file does not say.
     shapes: tuple[SampleShape, ...]
+    # Whether the file says what a kept block holds; else blocks have to be recomputed.
     keeps: bool
 
 
@@ -92,11 +88,7 @@ def load_samples(path: Path | str, model: SampleModel) -> SampleFit:
 
 
 def read_samples(path: Path | str) -> SavedSamples:
-    """Reads costs of samples of any machine and model, to plan with.
-
-    Raises:
-        GulliverError: the file has none.
-    """
+    """Reads costs of samples of any machine and model, to plan with."""
     values = _read(path)
     found, keeps = values["fingerprint"], values["format"] > 1
     try:

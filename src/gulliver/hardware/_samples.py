@@ -91,20 +91,17 @@ class SampleShape:
 
 @dataclass(frozen=True)
 class SampleModel:
-    """Sizes of a model that the costs of its samples depend on.
+    """Sizes of a model that the costs of its samples depend on."""
 
-    Attributes:
-        name: name of the model; a file of another one is refused.
-        weights: elements of the matrices of one block, the mean.
-        hidden: dims of a token.
-        kinds: kinds of blocks; their counts are the depth.
-        dtype: dtype of activations.
-    """
-
+    # Name of the model; a file of another one is refused.
     name: str
+    # Elements of the matrices of one block, the mean.
     weights: int
+    # Dims of a token.
     hidden: int
+    # Kinds of blocks; their counts are the depth.
     kinds: tuple[BlockKind, ...]
+    # Dtype of activations.
     dtype: str = "float32"
 
     @property
@@ -120,56 +117,50 @@ class SampleModel:
 
 @dataclass(frozen=True)
 class SamplePoint:
-    """One measurement on one rank, all blocks recomputed.
+    """One measurement on one rank, all blocks recomputed."""
 
-    Attributes:
-        shape: shape of the samples.
-        batch: number of samples.
-        depth: blocks that ran.
-        seconds: median seconds of forward and backward.
-        bytes: bytes at the peak, the model's states with them.
-    """
-
+    # Shape of the samples.
     shape: SampleShape
+    # Number of samples.
     batch: int
+    # Blocks that ran.
     depth: int
+    # Median seconds of forward and backward.
     seconds: float
+    # Bytes at the peak, the model's states with them.
     bytes: int
 
 
 @dataclass(frozen=True)
 class SampleFit:
-    """Rates that were fitted to points.
+    """Rates that were fitted to points."""
 
-    Attributes:
-        fixed_s: seconds of a micro-batch whatever is in it.
-        call_s: seconds of a block whatever is in it.
-        flop_s: seconds of a FLOP of a block.
-        token_s: seconds of a token outside of the blocks.
-        pixel_s: seconds of a pixel in the autoencoder.
-        states: bytes of parameters, gradients and states.
-        token_bytes: bytes of a token outside of the blocks.
-        block_bytes: bytes of a token in one recomputed block.
-        error: median relative error of the seconds of points that were left out of the fit one by
-            one; of the fitted points where there are no more than rates.
-        worst: largest of those.
-        to_host_s: seconds of a byte that moves to the host's memory; 0: not known.
-        from_host_s: seconds of a byte that comes back; 0: not known.
-        move_error: largest relative error of those.
-    """
-
+    # Seconds of a micro-batch whatever is in it.
     fixed_s: float
+    # Seconds of a block whatever is in it.
     call_s: float
+    # Seconds of a FLOP of a block.
     flop_s: float
+    # Seconds of a token outside of the blocks.
     token_s: float
+    # Seconds of a pixel in the autoencoder.
     pixel_s: float
+    # Bytes of parameters, gradients and states.
     states: float
+    # Bytes of a token outside of the blocks.
     token_bytes: float
+    # Bytes of a token in one recomputed block.
     block_bytes: float
+    # Median relative error of the seconds of points that were left out of the fit one by one; of
+    # the fitted points where there are no more than rates.
     error: float = 0.0
+    # Largest of those.
     worst: float = 0.0
+    # Seconds of a byte that moves to the host's memory; 0: not known.
     to_host_s: float = 0.0
+    # Seconds of a byte that comes back; 0: not known.
     from_host_s: float = 0.0
+    # Largest relative error of those.
     move_error: float = 0.0
 
     def host_room(self, limit: float) -> HostRoom | None:

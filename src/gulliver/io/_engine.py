@@ -71,28 +71,13 @@ class Ticket(ABC):
         """CRC-32 of the bytes as `zlib.crc32`; None until known, or where none was asked for."""
 
     def wait_copied(self, timeout: float | None = None) -> None:
-        """Waits until the source may change again, which a failed request allows, too.
-
-        Args:
-            timeout: seconds; None waits for ever.
-
-        Raises:
-            TimeoutError: not within the timeout.
-        """
+        """Waits until the source may change again, which a failed request allows, too."""
         check_process(self._process)
         if not self._wait_copied(timeout):
             raise TimeoutError(f"not copied within {timeout:g} s")
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until it has ended.
-
-        Args:
-            timeout: seconds; None waits for ever.
-
-        Raises:
-            IoError: it failed.
-            TimeoutError: not within the timeout.
-        """
+        """Waits until it has ended."""
         check_process(self._process)
         if not self._wait_done(timeout):
             raise TimeoutError(f"not done within {timeout:g} s")

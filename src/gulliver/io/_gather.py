@@ -15,12 +15,7 @@ from gulliver.io._types import View
 
 
 def gather(target: int, segments: NDArray[np.int64]) -> None:
-    """Copies pieces of memory one behind the other; returns when all are copied.
-
-    Args:
-        target: address to copy to; there has to be room for all.
-        segments: table (n, 2), address and bytes of each.
-    """
+    """Copies pieces of memory one behind the other; returns when all are copied."""
     table = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 2)
     if os.environ.get("GULLIVER_IO") != "python" and native_problem() is None:
         importlib.import_module("gulliver.io._core").gather(target, table)
@@ -29,13 +24,7 @@ def gather(target: int, segments: NDArray[np.int64]) -> None:
 
 
 def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, View]) -> None:
-    """Copies pieces of memory one behind the other, in Python.
-
-    Args:
-        target: address to copy to; there has to be room for all.
-        table: table (n, 2), address and bytes of each.
-        views: views of pieces whose elements lie apart, by the number of the piece.
-    """
+    """Copies pieces of memory one behind the other, in Python."""
     for number, (begin, nbytes) in enumerate(table.tolist()):
         if number in views and nbytes:
             view = views[number]

@@ -92,21 +92,7 @@ class NativeFile(File):
 
 
 class NativeEngine(Engine):
-    """The engine with threads of C++.
-
-    Args:
-        page_bytes: size of a page, a multiple of 4096.
-        pages: number of pages in the pool.
-        copiers: threads that gather and sum.
-        writers: threads that call the system; with io_uring one thread keeps several calls of each
-            under way instead.
-        queue: requests under way before submitting waits.
-        direct: whether to go past the page cache where alignment allows it.
-        io_uring: whether to use io_uring: False for threads, True to fail without it.
-
-    Raises:
-        GulliverError: no memory for the pool, or io_uring demanded and not allowed here.
-    """
+    """The engine with threads of C++."""
 
     def __init__(
         self,

@@ -73,13 +73,7 @@ class DenseIndex:
 
 
 class HashIndex:
-    """A hash table from integers to integers.
-
-    Args:
-        entries: number of keys that it is laid out for; it grows when there are more.
-        wide_keys: whether keys need 64 bits.
-        wide_values: whether values do.
-    """
+    """A hash table from integers to integers."""
 
     def __init__(self, entries: int, wide_keys: bool = False, wide_values: bool = False) -> None:
         self._key_type = np.int64 if wide_keys else np.int32

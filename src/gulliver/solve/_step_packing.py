@@ -4,12 +4,6 @@
 are numbers here, and what does not hang on the time is kept from one to the next: the order in
 which shapes are taken, and the first ends of every shape on groups of a degree.
 `native/packing_module.cpp` does the same, line for line: change both.
-
-[Note: why little is looked at] Most of a group's visits to shapes would find that one more sample
-does not fit. So the least first end up to each place of the order is kept: the first place where it
-is within the room that is left is found by bisection, and nothing before it can fit. And a time is
-given up as soon as the ranks that are free cannot hold what is left even at its best rate. Both
-leave every answer as it would be without.
 """
 
 from __future__ import annotations
@@ -31,16 +25,13 @@ ROUNDED = 1e-12
 """Share of a time by which sums of floats may differ."""
 
 
+# [Note: why little is looked at] Most of a group's visits to shapes would find that one more sample
+# does not fit. So the least first end up to each place of the order is kept: the first place where
+# it is within the room that is left is found by bisection, and nothing before it can fit. And a
+# time is given up as soon as the ranks that are free cannot hold what is left even at its best
+# rate. Both leave every answer as it would be without.
 class Packing:
-    """The samples of a step, and ways to deal them to groups.
-
-    Args:
-        ends: ends of each shape, at degrees of at most `ranks`.
-        counts: samples of each shape, none of 0.
-        rates: least rank seconds of a sample of each shape.
-        ranks: ranks that groups share.
-        repeat: groups may run several micro-batches; else one each.
-    """
+    """The samples of a step, and ways to deal them to groups."""
 
     def __init__(
         self,
@@ -66,18 +57,7 @@ class Packing:
         partly: bool = False,
         most: int | None = None,
     ) -> Packed | None:
-        """Fills groups up to a time, the shapes of the widest groups and the largest first.
-
-        Args:
-            limit: seconds that no group runs longer than.
-            degrees: what shapes have chosen for times near this one, 0 for nothing yet; changed.
-            lost: how much of the time that a shape's samples leave in a group counts as lost.
-            partly: deal what finds a place.
-            most: ranks of a group, if that is possible.
-
-        Returns:
-            None where a sample fits no group, or ranks run out, unless `partly`.
-        """
+        """Fills groups up to a time, the shapes of the widest groups and the largest first."""
         if not self._choose(limit, degrees, lost, partly, most):
             return None
         order = self._order(degrees)
@@ -109,15 +89,7 @@ class Packing:
         return groups, left
 
     def follow(self, groups: Sequence[tuple[int, float]], until: float) -> tuple[list[int], float]:
-        """Fills groups that are busy up to some seconds, shapes in their own order.
-
-        Args:
-            groups: degree and seconds of each.
-            until: seconds up to which samples follow.
-
-        Returns:
-            Samples of each shape that are left, and seconds of the longest group that took some.
-        """
+        """Fills groups that are busy up to some seconds, shapes in their own order."""
         order = self._order([1] * len(self.counts), in_turn=True)
         left, longest = list(self.counts), 0.0
         for degree, seconds in groups:
@@ -169,12 +141,7 @@ class Packing:
 
 
 class Order:
-    """Shapes in the order in which groups take them.
-
-    Args:
-        members: shapes, each once.
-        ends: ends of all shapes.
-    """
+    """Shapes in the order in which groups take them."""
 
     def __init__(self, members: list[int], ends: Sequence[Ends]) -> None:
         self.members, self._ends = members, ends
@@ -196,15 +163,7 @@ class Order:
     def fill(
         self, left: Sequence[int], head: int, degree: int, limit: float, repeat: bool
     ) -> tuple[float, list[tuple[int, int]]]:
-        """Fills one group with what fits: its seconds, and samples of each shape.
-
-        Args:
-            left: samples of each shape that wait.
-            head: place to begin at.
-            degree: ranks of the group.
-            limit: seconds that it runs at most.
-            repeat: whether it may run more than one shape.
-        """
+        """Fills one group with what fits: its seconds, and samples of each shape."""
         rows, firsts, lows = self._rows.get(degree) or self._row(degree)
         members, spent, slack = self.members, 0.0, ROUNDED * limit
         taken: list[tuple[int, int]] = []

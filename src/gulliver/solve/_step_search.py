@@ -37,12 +37,7 @@ class PythonAnswer:
 
 
 class PythonTables:
-    """Ends and rates of all shapes, by number, in plain Python.
-
-    Args:
-        ranks: ranks that groups share.
-        repeat: groups may run several micro-batches; else one each.
-    """
+    """Ends and rates of all shapes, by number, in plain Python."""
 
     def __init__(self, ranks: int, repeat: bool) -> None:
         self._ranks, self._repeat = ranks, repeat

@@ -30,16 +30,7 @@ Seconds = Mapping[Hashable, Mapping[int, np.ndarray]]
 
 
 def fill_stages(step: BalancedStep, seconds: Seconds, stages: int) -> BalancedStep:
-    """Cuts the samples of each group into the micro-batches with which its stages end soonest.
-
-    Args:
-        step: groups, and the samples that each has.
-        seconds: seconds of a stage.
-        stages: number of stages.
-
-    Returns:
-        The step with seconds in which stages fill and drain.
-    """
+    """Cuts the samples of each group into the micro-batches with which its stages end soonest."""
     if stages == 1:
         return step
     groups = tuple(_filled(work, seconds, stages) for work in step.groups)

@@ -100,12 +100,7 @@ class NativePacking:
 
 
 class NativeTables:
-    """Ends and rates of all shapes in the extension.
-
-    Args:
-        ranks: ranks that groups share.
-        repeat: groups may run several micro-batches; else one each.
-    """
+    """Ends and rates of all shapes in the extension."""
 
     def __init__(self, ranks: int, repeat: bool) -> None:
         built = _extension()
@@ -122,11 +117,7 @@ class NativeTables:
 
 
 def packer_problem() -> str | None:
-    """Says why steps are not packed by the extension; None where they are.
-
-    Raises:
-        GulliverError: ``$GULLIVER_PACKER`` is unknown, or asks for what was not built.
-    """
+    """Says why steps are not packed by the extension; None where they are."""
     wanted = os.environ.get("GULLIVER_PACKER", "")
     if wanted and wanted not in PACKERS:
         raise GulliverError(f"GULLIVER_PACKER={wanted!r} is unknown: {nearest(wanted, PACKERS)}")
