@@ -322,6 +322,7 @@ class PinnedArena:
 
 class _Slab:
     """Zeroed memory from the system, page-locked if wanted, with all pages in place."""
+
     # Shared, not private: pages that a forked worker shares with its parent would be copied at the
     # parent's next write, out from under the device that they were locked for.
 

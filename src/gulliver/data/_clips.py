@@ -62,6 +62,7 @@ class ClipDataset(Protocol):
 
 class ClipBatch(NamedTuple):
     """Clips of one bucket: videos [B, 3, T, H, W], or None where no sample was left."""
+
     # `kept` holds the positions, among the indices asked for, of the samples that could be read.
 
     videos: Tensor | None

@@ -55,6 +55,7 @@ class Inline:
 
 class Feed:
     """Batches made by torch's workers and moved by a thread, at most `ahead` of use."""
+
     # The thread knows its channel only, so that nothing keeps this object from being collected.
 
     def __init__(self, batches: Iterator[Any], move: Callable[[Any], Moved], ahead: int) -> None:

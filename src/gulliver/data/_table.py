@@ -55,6 +55,7 @@ class Row:
 
 class ClipTable:
     """Clips named by a table with the columns `path` and `text`."""
+
     # The optional columns num_frames, height, width and fps spare opening each file at the start;
     # height and width are those of the picture as it is shown. Paths are relative to the table's
     # folder.
