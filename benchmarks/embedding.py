@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import tyro
 
-from benchmarks._embedding_rates import Trace, TraceConfig, hit_rate, make_trace
+from benchmarks._embedding_rates import Trace, TraceConfig, hit_rate, make_trace, power_law
 from benchmarks._embedding_tiers import TierConfig, make_jobs, weight_of
 from benchmarks._harness import Report, alternate, at_least, at_most, finish
-from gulliver.embedding import DATA_SETS, TablesJob, plan_tables, power_law
+from gulliver.embedding import DATA_SETS, TablesJob, plan_tables
 from gulliver.embedding._columns import WEIGHT, ExactColumn, Place
 from gulliver.embedding._records import RecordStore
 from gulliver.hardware import named_cluster

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gulliver.data import DataCentricPlanner, Samples, StepEnds, StepPlan, Tokens
 from gulliver.errors import GulliverError
-from gulliver.hardware import FunctionCosts
 from gulliver.solve import BalancedStep, GroupWork, Piece, StepArranger, StepSolver, halves
+from tests.data_centric_costs import line_costs
 from tests.test_data_centric_plans import LengthCosts, indices
 
 
@@ -52,7 +52,7 @@ def test_arranged_samples_come_once_and_go_on_on_other_ranks(
 
 
 def test_steps_of_few_large_samples_fill_the_ranks() -> None:
-    costs = FunctionCosts(lambda n: n, lambda n: n, 100, 0.0, 0.0, (1, 2, 4))
+    costs = line_costs(lambda n: n, 100, 0.0, 0.0, (1, 2, 4))
     lengths = np.random.default_rng(0).permutation([400, 300] * 100).tolist()
     seconds = {}
     for arrange in (None, 8):
@@ -104,7 +104,7 @@ def test_halves_of_a_step_have_all_its_work_and_end_together() -> None:
 
 def ordered(ends: StepEnds | None) -> StepPlan:
     """A sample that takes all ranks, and four micro-batches of short ones for each rank."""
-    costs = FunctionCosts(lambda n: n, lambda n: n, 100, 0.0, 0.5, (1, 2, 4))
+    costs = line_costs(lambda n: n, 100, 0.0, 0.5, (1, 2, 4))
     (plan,) = DataCentricPlanner(costs, [400] + [50] * 32, 4, Samples(33), ends=ends)
     return plan
 

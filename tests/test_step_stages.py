@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gulliver.data import DataCentricPlanner, Samples, Seconds
 from gulliver.errors import GulliverError
-from gulliver.hardware import FunctionCosts
 from gulliver.solve import BalancedStep, GroupWork, Piece, StepSolver, fill_stages
+from tests.data_centric_costs import line_costs
 
 
 def simulated(seconds: list[float], stages: int) -> float:
@@ -77,7 +77,7 @@ def test_several_shapes_and_groups_are_cut_each_for_itself() -> None:
 
 
 def planned(**changes: object) -> DataCentricPlanner:
-    costs = FunctionCosts(lambda n: n, lambda n: n, 64, fixed=2.0, allowed=(1, 2))
+    costs = line_costs(lambda n: n, 64, fixed=2.0, allowed=(1, 2))
     shapes = [4, 8, 8, 16, 32] * 12
     options = {"budget": Samples(20), "seed": 3} | changes
     return DataCentricPlanner(costs, shapes, 4, **options)  # type: ignore[arg-type]

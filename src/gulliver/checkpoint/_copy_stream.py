@@ -120,9 +120,13 @@ class CopyTicket:
         target, position = torch.from_numpy(page.array), 0
         with self.copy_stream.queue():
             for source, begin, count in self.sources:
+                # `reshape` copies what is not contiguous, into memory of the copy stream: it may be
+                # freed at once, as whatever takes it next on this stream runs after the copy.
                 run = source.detach().reshape(-1).view(torch.uint8)[begin : begin + count]
                 target[position : position + count].copy_(run, non_blocking=True)
                 position += count
+            # `self.sources` keeps the sources alive until `write` has waited for this event: memory
+            # freed earlier could be given out again on the compute stream while it is being read.
             self._event = self.copy_stream.mark()
         self._issued.set()
 

@@ -26,10 +26,10 @@ from gulliver.checkpoint._folder import LATEST, CheckpointFolder, FolderLock
 from gulliver.checkpoint._gathering import GatheredWeights, on_gathered
 from gulliver.checkpoint._image import CODES
 from gulliver.checkpoint._manifest import (
+    FORMAT,
     STATE,
     FileEntry,
     file_to_json,
-    format_of,
     read_manifest,
     write_manifest,
 )
@@ -339,7 +339,7 @@ def _describe(
     """Writes the state and the manifest that make a file of tensors a step."""
     tensors = dict(zip(plan.image.names, plan.image.sources, strict=True))
     skeleton = {"dict": [[name, {"tensor": name}] for name in plan.sources]}
-    write_json(partial / STATE, {"entries": {entry: skeleton}, "ranks": [{}]})
+    write_json(partial / STATE, {"entries": {entry: skeleton}, "ranks": [{}], "kinds": {}})
     parts = {
         name: {
             "dtype": CODES[tensors[name].dtype],
@@ -349,7 +349,7 @@ def _describe(
         for name in plan.sources
     }
     manifest = {
-        "format": format_of({entry: parts}),
+        "format": FORMAT,
         "step": step,
         "order": order,
         "world_size": 1,

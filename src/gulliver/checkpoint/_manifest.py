@@ -7,8 +7,7 @@ ENTRY.safetensors  the tensors of an entry; with several ranks a file of each,
 
 A tensor of which a file holds a part lies there under its own name, as one row of elements. Where
 that part lies in the whole the manifest says: ``[file, start, stop]`` counts elements of the whole,
-``[file, start, stop, [dim, [[a, b], ...]]]`` those of a region of it (format 3, which is written
-only where there are regions).
+``[file, start, stop, [dim, [[a, b], ...]]]`` those of a region of it.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ from gulliver.errors import GulliverError
 from gulliver.io import write_text
 from gulliver.memory import Region
 
-FORMAT, OLDEST = 3, 2
-"""Newest and oldest format of manifests that are read; the newest has regions."""
+FORMAT = 3
+"""Format of manifests that are written and read."""
 MANIFEST, STATE = "manifest.json", "state.json"
-KEYS = {"format", "step", "world_size", "about", "files", "tensors", "order"}
 SEAL = ',\n "crc32": '
 """Text between a manifest's content and the checksum of that."""
 
@@ -106,8 +104,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     # Tensors by entry and name.
     tensors: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
-    # Position in the order of saving, see the note in `_branches.py`; 0 where a version did not
-    # count.
+    # Position in the order of saving, see the note in `_branches.py`.
     order: int = 0
 
     @property
@@ -129,7 +126,7 @@ class Manifest:
             for entry, tensors in self.tensors.items()
         }
         return {
-            "format": format_of(tensors),
+            "format": FORMAT,
             "step": self.step,
             "order": self.order,
             "world_size": self.world_size,
@@ -137,17 +134,6 @@ class Manifest:
             "files": {name: file_to_json(entry) for name, entry in self.files.items()},
             "tensors": tensors,
         }
-
-
-def format_of(tensors: Mapping[str, Mapping[str, Any]]) -> int:
-    """Returns the oldest format that can say where the parts of tensors lie."""
-    regions = any(
-        len(part) > 3
-        for found in tensors.values()
-        for tensor in found.values()
-        for part in tensor["parts"]
-    )
-    return FORMAT if regions else OLDEST
 
 
 def file_to_json(entry: FileEntry) -> dict[str, Any]:
@@ -197,37 +183,29 @@ def is_short(tensors: Mapping[str, Mapping[str, Any]]) -> bool:
     return sum(map(len, tensors.values())) < 1000
 
 
-def _read_sealed(path: Path) -> Any:
-    """Reads a manifest and checks its checksum; those of older versions have none."""
-    content = read_bytes(path)
-    text, found, _ = content.rpartition(SEAL.encode())
-    parsed = parse_json(path, content)
-    if not isinstance(parsed, dict):
-        return parsed
-    said = parsed.pop("crc32", None)
-    odd = parsed.keys() - KEYS
-    if (found or odd or said is not None) and said != f"{zlib.crc32(text):08x}":
-        raise GulliverError(f"{path} is corrupted: take another checkpoint")
-    return parsed
-
-
 def read_manifest(folder: Path) -> Manifest:
     """Reads and checks the manifest of a step."""
     path = Path(folder) / MANIFEST
-    content = _read_sealed(path)
+    raw = read_bytes(path)
+    text, _, _ = raw.rpartition(SEAL.encode())
+    content = parse_json(path, raw)
     written = content.get("format") if isinstance(content, dict) else None
     if not isinstance(written, int):
-        raise GulliverError(f"{path} is no manifest of a checkpoint")
-    if written > FORMAT:
+        raise GulliverError(f"{path} is not the manifest of a checkpoint")
+    sealed = content.get("crc32")
+    is_intact = sealed == f"{zlib.crc32(text):08x}"
+    # A flipped bit may turn any format into any other: only what is intact, or has no seal at all,
+    # says what it is.
+    if written != FORMAT and (is_intact or sealed is None):
+        other, remedy = "another version", "load it with the version that wrote it"
+        if written > FORMAT:
+            other, remedy = "a newer version", "update gulliver"
         raise GulliverError(
-            f"{folder} was written by a newer version (format {written}, this one reads format "
-            f"{FORMAT}): update gulliver"
+            f"{folder} was written by {other} (format {written}, this one reads format {FORMAT}): "
+            f"{remedy}"
         )
-    if written < OLDEST:
-        raise GulliverError(
-            f"{folder} was written by an older version (format {written}, this one reads format "
-            f"{OLDEST} on): load it with the version that wrote it"
-        )
+    if not is_intact:
+        raise GulliverError(f"{path} is corrupted: take another checkpoint")
     try:
         return Manifest(
             step=int(content["step"]),
@@ -241,18 +219,18 @@ def read_manifest(folder: Path) -> Manifest:
                 entry: {name: tensor_from_json(value) for name, value in tensors.items()}
                 for entry, tensors in content["tensors"].items()
             },
-            order=int(content.get("order", 0)),
+            order=int(content["order"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GulliverError(f"{path} is broken ({error!r}): take another checkpoint") from error
 
 
-def saved_at(content: Any) -> tuple[int, str]:
-    """Returns order and time of a manifest, without a look at the rest."""
+def order_of(content: Any) -> int:
+    """Returns the order of a manifest, without a look at the rest."""
     try:
-        return int(content.get("order", 0)), str(content["about"].get("time", ""))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise GulliverError(f"{content!r:.40} is no manifest of a checkpoint") from error
+        return int(content["order"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise GulliverError(f"{content!r:.40} is not the manifest of a checkpoint") from error
 
 
 def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:

@@ -82,7 +82,7 @@ class StepReader:
         content = parse_json(self.folder / STATE, self._files.text(STATE))
         self._entries: dict[str, Any] = content["entries"]
         self._ranks: list[dict[str, Any]] = content["ranks"]
-        self._kinds: dict[str, Any] = content.get("kinds", {})
+        self._kinds: dict[str, Any] = content["kinds"]
 
     @property
     def bytes_read(self) -> int:
@@ -261,14 +261,6 @@ class StepReader:
     def check_files(self) -> None:
         """Refuses files that are missing, or shorter or longer than they were."""
         self._files.check_sizes()
-
-    def verify(self) -> Iterator[tuple[str, int]]:
-        """Reads every page of every file and checks it."""
-        for name in self.manifest.files:
-            for found in self._files.check(name):
-                if not isinstance(found, int):
-                    raise found
-                yield name, found
 
     def close(self) -> None:
         """Ends the threads of the engine, unless it was given."""

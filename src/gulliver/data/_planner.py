@@ -406,6 +406,7 @@ class DataCentricPlanner:
         settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
         more = self._degrees, self.together, self.arrange, self.unfit, self.costs.memory
         told = (*settings, *more, self.ends, self.stages, getattr(self.costs, "host", None))
+        told = (*told, self._solver.packer)
         digest.update(repr((told, self._stream.digest, self.costs.identity)).encode())
         for (shape, degree), facts in sorted(self._facts.items(), key=repr):
             digest.update(repr((shape, degree, facts[0], facts[-1])).encode())

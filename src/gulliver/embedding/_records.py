@@ -37,7 +37,7 @@ Records = dict[str, Tensor]
 # [Note: exactness] What is in the cache never changes what is computed: a row has one valid copy,
 # in its slot if it has one, else in its columns. So decisions may be good or bad, early or late.
 @dataclass
-class Batch:
+class IdBatch:
     """A batch of ids."""
 
     # Flat, on the host.
@@ -49,15 +49,15 @@ class Batch:
 
 
 @dataclass
-class Ahead:
+class PrefetchedBatch:
     """A batch that is being decided and fetched while the one before is computed."""
 
-    batch: Batch
+    batch: IdBatch
     found: Future[tuple[RowPlan, Future[Records]]]
 
 
 @dataclass
-class Moved:
+class RecordTraffic:
     """Bytes and rows that were moved so far."""
 
     # Bytes read from the columns.
@@ -95,7 +95,7 @@ class RecordStore:
         spare: bool,
     ) -> None:
         self.columns, self.replacement, self.rows = columns, replacement, rows
-        self.slots, self.moved = replacement.slots, Moved()
+        self.slots, self.moved = replacement.slots, RecordTraffic()
         # Slots, (slots, dim), a parameter; with the spare one behind them.
         self.weight = nn.Parameter(torch.zeros(self.slots + spare, dim, dtype=dtype, device=device))
         kind = torch.int64 if rows > 2**31 else torch.int32
@@ -106,9 +106,9 @@ class RecordStore:
         # Slots of the rows that the last backward had gradients of, in its order.
         self.last_slots = torch.zeros(0, dtype=torch.int64)
         self._pinned: list[NDArray[np.int64]] = []
-        self._queue: deque[Batch] = deque()
+        self._queue: deque[IdBatch] = deque()
         self._announced: deque[Future[None]] = deque()
-        self._ahead: Ahead | None = None
+        self._ahead: PrefetchedBatch | None = None
         self._under_way: deque[Future[None]] = deque()
         self._planner = ThreadPoolExecutor(1, "gulliver-rows-plan")
         self._mover = ThreadPoolExecutor(1, "gulliver-rows-move")
@@ -118,7 +118,7 @@ class RecordStore:
 
     def announce(self, ids: Tensor) -> None:
         """Takes the ids of a batch that is to come; batches come in this order."""
-        batch = Batch(_on_host(ids))
+        batch = IdBatch(_on_host(ids))
         self._queue.append(batch)
         self._announced.append(self._planner.submit(self._sort, batch, True))
 
@@ -216,14 +216,14 @@ class RecordStore:
 
     # Decisions
 
-    def _next(self, ids: Tensor) -> Batch:
+    def _next(self, ids: Tensor) -> IdBatch:
         """Finds a batch among those announced; those before it have been left out."""
         for place, batch in enumerate(self._queue):
             if len(batch.ids) == len(ids) and torch.equal(batch.ids, ids):
                 for _ in range(place):
                     self._skip()
                 return batch
-        return Batch(ids)
+        return IdBatch(ids)
 
     def _skip(self) -> None:
         batch = self._queue.popleft()
@@ -232,7 +232,7 @@ class RecordStore:
         assert batch.request is not None, "the batch was sorted"
         self._planner.submit(self.replacement.skip, batch.request).result()
 
-    def _decided(self, batch: Batch) -> tuple[RowPlan, Future[Records] | None]:
+    def _decided(self, batch: IdBatch) -> tuple[RowPlan, Future[Records] | None]:
         pinned = np.concatenate(self._pinned) if self._pinned else None
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.batch is batch:
@@ -245,13 +245,13 @@ class RecordStore:
                     return plan, fetched
         return self._planner.submit(self._decide_now, batch, pinned).result(), None
 
-    def _decide_now(self, batch: Batch, pinned: NDArray[np.int64] | None) -> RowPlan:
+    def _decide_now(self, batch: IdBatch, pinned: NDArray[np.int64] | None) -> RowPlan:
         if batch.request is None:
             self._sort(batch, False)
         assert batch.request is not None, "the batch was sorted"
         return self.replacement.decide(batch.request, pinned)
 
-    def _sort(self, batch: Batch, announced: bool) -> None:
+    def _sort(self, batch: IdBatch, announced: bool) -> None:
         rows, inverse, counts = torch.unique(batch.ids, return_inverse=True, return_counts=True)
         batch.inverse = inverse
         make = self.replacement.announce if announced else self.replacement.sudden
@@ -260,9 +260,9 @@ class RecordStore:
     def _look_ahead(self) -> None:
         if self._queue and self._ahead is None:
             batch = self._queue[0]
-            self._ahead = Ahead(batch, self._planner.submit(self._look, batch))
+            self._ahead = PrefetchedBatch(batch, self._planner.submit(self._look, batch))
 
-    def _look(self, batch: Batch) -> tuple[RowPlan, Future[Records]]:
+    def _look(self, batch: IdBatch) -> tuple[RowPlan, Future[Records]]:
         assert batch.request is not None, "batches are sorted in their order"
         plan = self.replacement.decide(batch.request)
         rows = torch.from_numpy(plan.request.rows[plan.missing])
@@ -293,6 +293,8 @@ class RecordStore:
                 pinned = {name: values.pin_memory() for name, values in found.items()}
                 device = self.weight.device
                 found = {n: v.to(device, non_blocking=True) for n, v in pinned.items()}
+            # Not an event: the pinned copies die with this call, and must have been read by then.
+            # Only the mover thread is held up, which has nothing else to do meanwhile.
             self._stream.synchronize()
         self.moved.fetching += time.perf_counter() - begun
         return found

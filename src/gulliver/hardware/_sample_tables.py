@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from gulliver.options import size_text, whole_number
 
 PATCH, STRIDE, LATENTS = 16, 17, 5
 """Pixels of a token's side; frames that become so many latent frames (Open-Sora 1.2)."""
-Parts = Callable[[str, int, int], tuple[float, float]]
+Parts = Callable[[Any, int, int], tuple[float, float]]
 """Seconds of communication and of repeated forwards of (shape, degree, batch)."""
 
 
@@ -123,6 +123,48 @@ class TableCosts:
         changes = _blocks(path, values) | changes
         token = float(changes.pop("token_bytes", 1.0))
         return cls(seconds, lengths, token, changes.pop("memory", cap * token), **changes)
+
+    @classmethod
+    def from_functions(
+        cls,
+        shapes: Iterable[Any],
+        cost: Callable[[Any], float],
+        length: Callable[[Any], int],
+        memory: float,
+        fixed: float = 0.0,
+        lost: float = 0.05,
+        allowed: Sequence[int] = (1,),
+    ) -> TableCosts:
+        """Makes a table from functions of shapes, for loops whose costs nobody has measured.
+
+        Args:
+            shapes: shapes that occur.
+            cost: seconds of forward and backward of one sample of a shape on one rank, or any
+                number in proportion to them.
+            length: tokens of a sample of a shape, or whatever its memory is in proportion to.
+            memory: tokens that fit on a rank at once; they stand for bytes.
+            fixed: cost of a micro-batch whatever is in it.
+            lost: share of a sample's cost that each rank of a group spends on messages.
+            allowed: numbers of ranks that may share a sample.
+
+        Raises:
+            GulliverError: costs or lengths are not above 0, or contradict each other.
+        """
+        costs = {shape: float(cost(shape)) for shape in shapes}
+        degrees = [whole_number("a degree in allowed", degree) for degree in allowed]
+
+        def sent(shape: Any, degree: int, batch: int) -> tuple[float, float]:
+            return batch * costs[shape] * lost * (degree > 1), 0.0
+
+        seconds = {
+            # Two sizes of batch: `batches` goes on along the line through them.
+            shape: {
+                d: {b: fixed + b * each / d + sent(shape, d, b)[0] for b in (1, 2)} for d in degrees
+            }
+            for shape, each in costs.items()
+        }
+        lengths = {shape: math.ceil(length(shape)) for shape in costs}
+        return cls(seconds, lengths, memory=memory, parts=sent)
 
     @property
     def known(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ how long a step of ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.p
 are sharded, recomputed and moved jointly (`_joint.py`, then `_joint_search.py`), how a chain is
 recomputed with checkpoints inside checkpoints (`_rematerialize.py`), which of several unequal
 devices takes which layers (`_devices.py`), which ranks share which samples in a step (`_steps.py`,
-over `_step_search.py`, `_step_packing.py` and `_accumulation.py`; which samples make one:
+over `_step_tables.py` and `_accumulation.py`; which samples make one:
 `_arrange.py`; what runs between two halves of one: `_halves.py`; micro-batches for ranks that are
 stages: `_step_stages.py`), which rows of a table a cache holds (`_row_replacement.py`, with
 `_row_index.py` and `_sketch.py`), how tables share ranks

@@ -75,6 +75,7 @@ class BalancedStep:
 @dataclass(slots=True)
 class _Found:
     """Shapes of a step in order, their groups by number, and the bound."""
+
     # Groups are kept as objects from the second time on that they are asked for: those of thousands
     # of steps that never come again would be looked through by the garbage collector.
 
@@ -109,6 +110,8 @@ class StepSolver:
         self._packings: dict[str, tuple[dict[Hashable, int], StepPacking]] = {}
         self._numbers: dict[Hashable, int] = {}
         self._tables = step_tables(ranks, repeat)
+        self.packer = type(self._tables).__name__
+        """Kind of the packer: ranks whose packers differ would plan different steps."""
         for shape, rows in seconds.items():
             self.add(shape, rows)
 

@@ -137,9 +137,7 @@ class DynamicIds:
         self._index = HashIndex(max(len(state["keys"]), LEAST), wide_keys=True)
         self._index.insert(state["keys"].numpy(), state["rows"].numpy())
         self._counts = RecentCounts(max(self.rows, LEAST))
-        # Earlier versions saved a sketch, which has no ids: those start again.
-        if isinstance(state["counts"], list):
-            self._counts.restore([part.numpy() for part in state["counts"]])
+        self._counts.restore([part.numpy() for part in state["counts"]])
         self.admitted, self.left_out = len(state["keys"]), state["left_out"]
 
 
