@@ -25,9 +25,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from gulliver.errors import GulliverError, nearest
+
+_Kind = TypeVar("_Kind")
 
 MOST = 2**31 - 1
 """Upper bound of whole numbers that have no other."""
@@ -389,3 +391,12 @@ def differences(
         elif before != after and name not in may_change:
             found.append(f"{name} was {before!r}, is {after!r}")
     return found
+
+
+def from_keywords(kind: type[_Kind], given: Mapping[str, Any], where: str) -> _Kind:
+    """Makes an options dataclass of keyword arguments; refuses names that it does not have."""
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            raise GulliverError(f"{where} has no argument {name!r}: {nearest(name, known)}")
+    return kind(**given)

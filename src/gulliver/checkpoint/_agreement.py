@@ -104,9 +104,7 @@ def agree_on_save(
     if not problems:
         _log.warning("step %d is not saved: the step before is still being written", step)
         return None
-    problem = own.problem or GulliverError(
-        f"step {step}: rank {problems[0][0]}: {problems[0][1]}"
-    )
+    problem = own.problem or GulliverError(f"step {step}: rank {problems[0][0]}: {problems[0][1]}")
     if raises:
         raise problem
     _log.warning("step %d is not saved: %s; training goes on without it", step, problem)

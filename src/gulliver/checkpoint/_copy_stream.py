@@ -24,6 +24,7 @@ from gulliver.io import Engine, File, Page, Ticket
 # page-locked, once: every save uses it again.
 class CopyStream:
     """Copy stream between a device and the host; copies run in the order of the calls."""
+
     # This base class serves host memory, where every copy has ended when the call returns.
 
     def prepare(self, regions: Iterable[tuple[int, int]]) -> None:

@@ -232,6 +232,7 @@ def _plan_tree(filling: Filling, entry: str, value: Any, skeleton: Any) -> None:
 
 class _Tree:
     """Matches a nested value with where the tensors of an entry belong."""
+
     # What has no tensor in it stands for anything: it is given back as it was saved.
 
     def __init__(self, filling: Filling, entry: str) -> None:

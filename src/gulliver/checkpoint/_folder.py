@@ -272,6 +272,7 @@ class CheckpointFolder:
 
 class FolderLock:
     """Keeps a second job from writing the same folder, for as long as this process has it."""
+
     # The system releases it when the process ends, however it ends. Processes that it forks do not
     # have it.
 

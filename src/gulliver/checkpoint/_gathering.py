@@ -43,6 +43,7 @@ Run = tuple[str, int, int]
 
 class GatheredWeights(Weights):
     """Tensors that lie with all ranks; every rank makes one."""
+
     # The first rank calls `read`, after `announce`, and `drain` in the end, whatever happened. The
     # others call `serve`.
 

@@ -21,6 +21,7 @@ from gulliver.memory import add_read_lock, drop_read_lock
 
 class FileSaver:
     """Writes tensors to a file in the background, whole or not at all."""
+
     # An optimizer's step waits until what it changes has been copied, as with `AsyncCheckpointer`.
     # The copy of the tensors in host memory is freed with every file.
 

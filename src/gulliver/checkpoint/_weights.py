@@ -157,6 +157,7 @@ class StepWeights(Weights):
 
 class FileWeights(Weights):
     """Safetensors files: a single one, or those of a Hugging Face folder."""
+
     # Where a file's text says of a name that it is another one's tensor (as `save_huggingface` and
     # `safetensors.torch.save_model` write), it is there under both.
 

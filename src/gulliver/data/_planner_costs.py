@@ -39,7 +39,7 @@ class Costs(Protocol):
 
 
 def alone(costs: Costs) -> Costs:
-    """Costs that decide which samples make a step: they must not hang on tensor ranks."""
+    """Costs that decide which samples make a step: they must not depend on tensor ranks."""
     return getattr(costs, "alone", costs)
 
 
@@ -92,21 +92,6 @@ def checked_window(budget: Budget, arrange: int | None, window: int | None) -> i
     if window < 1:
         raise GulliverError(f"window={window}: give at least 1 sample")
     return window
-
-
-def check_arrange(arrange: int | None, intra: bool, inter: bool) -> None:
-    """Refuses arranged steps where degrees or repeats are not free to be chosen."""
-    if arrange is not None and not (intra and inter):
-        raise GulliverError("arrange= needs intra and inter: it chooses degrees and repeats")
-
-
-def checked_stages(stages: int, inter: bool) -> int:
-    """Stages of a pipeline that each rank of a plan is."""
-    count = whole_number("stages", stages)
-    if count < 1 or (count > 1 and not inter):
-        told = "give at least 1" if count < 1 else "a pipeline needs several micro-batches: inter"
-        raise GulliverError(f"stages={count}: {told}")
-    return count
 
 
 def costs_text(costs: Costs, pac: bool) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from gulliver.embedding._optimizers import RowState
 from gulliver.embedding._records import RecordStore
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory import set_state_shape
-from gulliver.options import size_text, whole_number
+from gulliver.options import from_keywords, size_text, whole_number
 from gulliver.solve import RowCounts, RowPolicy, RowReplacement, TooSmall
 
 Mode = Literal["sum", "mean", "max"]
@@ -74,17 +74,6 @@ class EmbeddingCacheOptions:
             )
         if self.scale_grad_by_freq:
             raise GulliverError("scale_grad_by_freq=True has no sparse gradients: leave it False")
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """Makes options of keyword arguments; refuses names that are none of them."""
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise GulliverError(
-                    f"an embedding bag has no argument {name!r}: {nearest(name, known)}"
-                )
-        return cls(**given)
 
 
 class CachedEmbeddingBag(nn.Module):
@@ -138,7 +127,7 @@ class CachedEmbeddingBag(nn.Module):
         super().__init__()
         if mode not in MODES:
             raise GulliverError(f"mode={mode!r} is unknown: {nearest(str(mode), MODES)}")
-        self.options = chosen = EmbeddingCacheOptions.of(options)
+        self.options = chosen = from_keywords(EmbeddingCacheOptions, options, "an embedding bag")
         self.tables = make_tables(num_embeddings, padding_idx, chosen.name)
         self.rows = sum(table.rows for table in self.tables)
         self.several = isinstance(num_embeddings, Mapping)

@@ -218,7 +218,7 @@ class TableCosts:
             return _nothing(len(self.kinds))
         batches = np.arange(1, largest + 1)
         sizes = sorted(row)
-        parts = np.array([self.parts(str(shape), degree, size) for size in sizes])
+        parts = np.array([self.parts(shape, degree, size) for size in sizes])
         total, sent, repeated = (
             _along(np.array(sizes), values, batches)
             for values in (np.array([row[n] for n in sizes]), parts[:, 0], parts[:, 1])
@@ -237,7 +237,7 @@ class TableCosts:
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
-        return tuple(self.seconds)
+        return tuple(map(str, self.seconds))
 
 
 def _blocks(path: Path | str, values: Mapping[str, Any]) -> dict[str, Any]:
