@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gulliver.data import DataCentricPlanner, Samples, StepEnds, StepPlan, Tokens
 from gulliver.errors import GulliverError
-from gulliver.solve import BalancedStep, GroupWork, Piece, StepArranger, StepSolver, halves
+from gulliver.solve import BalancedStep, GroupWork, StepArranger, StepSolver, WorkPiece, halves
 from tests.data_centric_costs import line_costs
 from tests.test_data_centric_plans import LengthCosts, indices
 
@@ -82,8 +82,8 @@ def test_patterns_waste_no_more_than_the_best_of_all_pairs() -> None:
 def test_halves_of_a_step_have_all_its_work_and_end_together() -> None:
     times = {"x": 2.0, "y": 1.0}
     groups = (
-        GroupWork(1, 5.0, (Piece("x", (1, 1)), Piece("y", (1,)))),
-        GroupWork(1, 5.0, (Piece("x", (1,)), Piece("y", (1, 1, 1)))),
+        GroupWork(1, 5.0, (WorkPiece("x", (1, 1)), WorkPiece("y", (1,)))),
+        GroupWork(1, 5.0, (WorkPiece("x", (1,)), WorkPiece("y", (1, 1, 1)))),
     )
     found = list(halves(BalancedStep(groups, 5.0, 5.0, {}), lambda shape, *_: times[str(shape)]))
     best = min(found, key=lambda pair: pair[0].seconds + pair[1].seconds)
@@ -98,7 +98,7 @@ def test_halves_of_a_step_have_all_its_work_and_end_together() -> None:
                 for size in piece.batches
             )
             assert parts == sorted((p.shape, n) for p in whole.pieces for n in p.batches)
-    alone = BalancedStep((GroupWork(1, 2.0, (Piece("x", (1,)),)),), 2.0, 2.0, {})
+    alone = BalancedStep((GroupWork(1, 2.0, (WorkPiece("x", (1,)),)),), 2.0, 2.0, {})
     assert not list(halves(alone, lambda *_: 2.0)), "one micro-batch cannot be cut"
 
 

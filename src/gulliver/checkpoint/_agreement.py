@@ -17,7 +17,7 @@ from gulliver.checkpoint._snapshot import Snapshot
 from gulliver.errors import GulliverError
 from gulliver.io import Engine
 
-_log = logging.getLogger("gulliver")
+log = logging.getLogger("gulliver")
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ def agree_on_save(
         # Raised once; the next call saves again.
         raise own.failure or GulliverError(f"rank {failures[0][0]} failed: {failures[0][1]}")
     if not problems:
-        _log.warning("step %d is not saved: the step before is still being written", step)
+        log.warning("step %d is not saved: the step before is still being written", step)
         return None
     problem = own.problem or GulliverError(f"step {step}: rank {problems[0][0]}: {problems[0][1]}")
     if raises:
         raise problem
-    _log.warning("step %d is not saved: %s; training goes on without it", step, problem)
+    log.warning("step %d is not saved: %s; training goes on without it", step, problem)
     return None
 
 

@@ -20,7 +20,7 @@ from gulliver.checkpoint._manifest import MANIFEST, read_manifest
 from gulliver.checkpoint._matching import match
 from gulliver.checkpoint._verifying import Problem, Verifier
 from gulliver.checkpoint._weights import (
-    Batch,
+    ReadBatch,
     StepWeights,
     TensorInfo,
     Weights,
@@ -236,7 +236,7 @@ def _differences(
 ) -> list[Difference]:
     total, done = sum(info.nbytes for info in common.values()), 0
     found: dict[str, Difference] = {}
-    ours, theirs = Batch(), Batch()
+    ours, theirs = ReadBatch(), ReadBatch()
     for runs in batches(common):
         mine, their = ours.read(one, runs), theirs.read(other, runs)
         for name, start, stop in runs:

@@ -19,7 +19,7 @@ from gulliver.checkpoint._fits import fitted
 from gulliver.checkpoint._image import CODES
 from gulliver.checkpoint._manifest import PartEntry, tensor_from_json
 from gulliver.checkpoint._matching import merge_parts
-from gulliver.checkpoint._regions import Copies, Place, copy_bytes, overlap, place_of
+from gulliver.checkpoint._regions import Copies, PartPlace, copy_bytes, overlap, place_of
 from gulliver.checkpoint._tree import Leaf
 from gulliver.checkpoint._weights import TensorInfo, Weights
 from gulliver.comm import (
@@ -97,7 +97,7 @@ class GatheredWeights(Weights):
         name, start, stop = run
         entry = self._entries[name]
         for part in entry.parts:
-            copies = overlap(part.place(entry.shape), Place(entry.shape, start, stop))
+            copies = overlap(part.place(entry.shape), PartPlace(entry.shape, start, stop))
             if len(copies):
                 yield int(part.file), copies
 

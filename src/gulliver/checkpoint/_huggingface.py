@@ -18,7 +18,7 @@ from gulliver.checkpoint._fits import always_fits, refuse_misfit
 from gulliver.checkpoint._matching import Mismatch, match
 from gulliver.checkpoint._transformers import model_weights
 from gulliver.checkpoint._tree import Leaf
-from gulliver.checkpoint._weights import BATCH, Batch, TensorInfo, Weights, identity
+from gulliver.checkpoint._weights import BATCH, ReadBatch, TensorInfo, Weights, identity
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, Region, before_write, region_of
 
@@ -133,7 +133,7 @@ def _check_fits(
     weights: Weights, sources: Mapping[str, Leaf], dtypes: Mapping[str, torch.dtype]
 ) -> None:
     """Refuses values that do not fit; they are read again to be kept, for they may be many."""
-    batch = Batch()
+    batch = ReadBatch()
     for source, leaf in sources.items():
         target = dtypes.get(source, _value(leaf).dtype)
         if not always_fits(weights.infos[source].dtype, target):
@@ -213,7 +213,7 @@ def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
     weights.read({source: part for source, part in straight.items() if part.value.numel()})
     # Whoever watches tensors by their versions (autograd, ZeRO's copies) saw nothing of that.
     increment_version([_value(targets[source]) for source in straight])
-    batch = Batch()
+    batch = ReadBatch()
     for source, leaf in staged.items():
         info = weights.infos[source]
         if _is_plain(leaf) and _value(leaf).is_contiguous():
@@ -240,14 +240,14 @@ def _fits(leaf: Leaf, info: TensorInfo) -> bool:
     return usual and value.dtype == info.dtype
 
 
-def _fill_staged(weights: Weights, source: str, leaf: Leaf, batch: Batch) -> None:
+def _fill_staged(weights: Weights, source: str, leaf: Leaf, batch: ReadBatch) -> None:
     value = _value(leaf).view(-1)
     for start, values in _pieces(weights, source, leaf, batch):
         value[start : start + values.numel()].copy_(values)
 
 
 def _pieces(
-    weights: Weights, source: str, leaf: Leaf, batch: Batch
+    weights: Weights, source: str, leaf: Leaf, batch: ReadBatch
 ) -> Iterator[tuple[int, Tensor]]:
     """Reads what a leaf is filled from, batch by batch; each is good until the next."""
     count = _value(leaf).numel()

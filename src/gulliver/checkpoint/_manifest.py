@@ -25,7 +25,7 @@ import torch
 from gulliver.checkpoint._files import read_bytes
 from gulliver.checkpoint._image import CODES, DTYPES, shape_from_json
 from gulliver.checkpoint._json import parse_json
-from gulliver.checkpoint._regions import Place, missing, region_from_json, region_to_json
+from gulliver.checkpoint._regions import PartPlace, missing, region_from_json, region_to_json
 from gulliver.errors import GulliverError
 from gulliver.io import write_text
 from gulliver.memory import Region
@@ -58,9 +58,9 @@ class PartEntry:
     stop: int
     region: Region | None = None
 
-    def place(self, shape: tuple[int, ...]) -> Place:
+    def place(self, shape: tuple[int, ...]) -> PartPlace:
         """Returns where the part lies in a tensor of a shape."""
-        return Place(shape, self.start, self.stop, self.region)
+        return PartPlace(shape, self.start, self.stop, self.region)
 
     def to_json(self) -> list[Any]:
         """Returns the JSON values that are written."""

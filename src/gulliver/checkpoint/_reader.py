@@ -59,7 +59,7 @@ class _Sink:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _FileRun:
     """Bytes of a file, and where they go."""
 
     begin: int
@@ -193,7 +193,7 @@ class StepReader:
         saved = self.tensors(entry)
         there = {name: saved[prefix + name] for name in wanted if prefix + name in saved}
         match(there, wanted).refuse(f"{self.folder}, entry {entry!r},", len(wanted))
-        runs: dict[str, list[_Run]] = {}
+        runs: dict[str, list[_FileRun]] = {}
         for name, leaf in wanted.items():
             for file, run in self._runs(entry, prefix + name, leaf):
                 runs.setdefault(file, []).append(run)
@@ -202,7 +202,7 @@ class StepReader:
             for file, found in runs.items():
                 self._read_file(file, sorted(found, key=lambda run: run.begin), mapped)
 
-    def _runs(self, entry: str, name: str, leaf: Leaf) -> Iterator[tuple[str, _Run]]:
+    def _runs(self, entry: str, name: str, leaf: Leaf) -> Iterator[tuple[str, _FileRun]]:
         """Yields files, and the bytes in them that hold elements of a leaf."""
         saved = self.tensors(entry)[name]
         wanted, size = place_of(leaf), saved.dtype.itemsize
@@ -218,7 +218,7 @@ class StepReader:
         sink = self._sink(target, saved.dtype, runs)
         for file, copies in runs:
             begin, stop = int(copies.source[0]), int(copies.source[-1] + copies.count[-1])
-            yield file, _Run(begin, stop, sink, copies)
+            yield file, _FileRun(begin, stop, sink, copies)
 
     def _sink(self, target: Tensor, dtype: torch.dtype, runs: list[tuple[str, Copies]]) -> _Sink:
         sink = _Sink(target, target, sum(copies.total for _, copies in runs))
@@ -240,7 +240,7 @@ class StepReader:
             sink.row, sink.dtype = row, dtype
         return sink
 
-    def _read_file(self, name: str, runs: list[_Run], mapped: FileMappings) -> None:
+    def _read_file(self, name: str, runs: list[_FileRun], mapped: FileMappings) -> None:
         entry = self._files.check_size(name)
         size = entry.page_bytes
         # The header tells where everything lies, so its page is checked whatever is wanted.

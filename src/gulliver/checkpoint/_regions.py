@@ -34,7 +34,7 @@ UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # They may overlap, as heads of keys and values do that several ranks hold; such elements are taken
 # to be equal, and any of them is read.
 @dataclass(frozen=True)
-class Place:
+class PartPlace:
     """Position of a part's elements in its whole."""
 
     shape: tuple[int, ...]
@@ -56,11 +56,11 @@ class Place:
         return region
 
 
-def place_of(leaf: Tensor | Part) -> Place:
+def place_of(leaf: Tensor | Part) -> PartPlace:
     """Returns the place of a part, or of a tensor, which is a whole."""
     if isinstance(leaf, Part):
-        return Place(tuple(leaf.shape), leaf.start, leaf.stop, leaf.region)
-    return Place(tuple(leaf.shape), 0, leaf.numel())
+        return PartPlace(tuple(leaf.shape), leaf.start, leaf.stop, leaf.region)
+    return PartPlace(tuple(leaf.shape), 0, leaf.numel())
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Stretches:
     run: np.ndarray
 
 
-def stretches(place: Place) -> Stretches:
+def stretches(place: PartPlace) -> Stretches:
     """Cuts a part into its stretches."""
     region = place.sliced
     if region is None:
@@ -173,7 +173,7 @@ class Copies:
                 at = stop
 
 
-def overlap(source: Place, target: Place) -> Copies:
+def overlap(source: PartPlace, target: PartPlace) -> Copies:
     """Finds what two parts of one whole have in common, as copies of elements between them."""
     if source.sliced is None and target.sliced is None:
         low, high = max(source.start, target.start), min(source.stop, target.stop)
@@ -244,7 +244,7 @@ def _unit(target: Tensor, source: Tensor, copies: Copies) -> int:
     return common
 
 
-def missing(shape: tuple[int, ...], parts: Sequence[Place]) -> str | None:
+def missing(shape: tuple[int, ...], parts: Sequence[PartPlace]) -> str | None:
     """Tells what keeps parts from being a whole, each element once; see the note above."""
     whole = math.prod(shape)
     if not any(part.region for part in parts):

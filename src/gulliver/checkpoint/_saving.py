@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import logging
 import os
 import time
 import weakref
@@ -20,7 +19,7 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from gulliver.checkpoint._agreement import RankStatus, Save, Saved, agree_on_save, text_of
+from gulliver.checkpoint._agreement import RankStatus, Save, Saved, agree_on_save, log, text_of
 from gulliver.checkpoint._collect import Collected, collect
 from gulliver.checkpoint._copy_stream import CopyStream, CudaCopyStream
 from gulliver.checkpoint._folder import CheckpointFolder, FolderLock
@@ -47,8 +46,6 @@ GROWTH = 32
 """Pages by which the shadow grows at a time: the first are used while others are made."""
 
 NO_INODES = "the disk has no inodes left, however many bytes are free: remove some files"
-
-_log = logging.getLogger("gulliver")
 
 
 # [Note: ranks] `save` and `wait` are called by all ranks together, which then agree on what has
@@ -184,7 +181,7 @@ class AsyncCheckpointer:
         if busy and self.when_busy == "wait":
             self._join()
             waited = time.perf_counter() - begun
-            _log.warning(
+            log.warning(
                 "step %d waited %.1f s: the step before was still being written", step, waited
             )
         skips = busy and self.when_busy == "skip"
@@ -303,7 +300,7 @@ class AsyncCheckpointer:
         if self._engine is None:
             self._engine = default_engine(page_bytes=PAGE, pages=self._ring_pages, queue=QUEUE)
             if self.rank == 0:
-                _log.info("checkpoints: %s, %s", self._engine.kind, self.held)
+                log.info("checkpoints: %s, %s", self._engine.kind, self.held)
         return self._engine
 
     def _ready_copy_stream(self, snapshot: Snapshot) -> CopyStream | None:
@@ -367,7 +364,7 @@ class AsyncCheckpointer:
         short = None if self._warned else self.folder.room_for_next(nbytes)
         if short is not None:
             self._warned = True
-            _log.warning("%s", short)
+            log.warning("%s", short)
 
     def _named(self, step: int, problem: Exception) -> GulliverError:
         text = text_of(problem)
@@ -441,7 +438,7 @@ class AsyncCheckpointer:
         """Returns what went wrong before, once; None, and a warning, where that was wanted."""
         failure, self._failure = self._failure, None
         if failure is not None and self.on_error == "warn":
-            _log.warning("%s; training goes on without it", failure)
+            log.warning("%s; training goes on without it", failure)
             return None
         return failure
 

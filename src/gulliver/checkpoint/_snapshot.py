@@ -20,7 +20,7 @@ from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._manifest import FileEntry, PartEntry
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, File, FileMappings, Ticket, View, gather
+from gulliver.io import Engine, File, FileMappings, StridedView, Ticket, gather
 from gulliver.memory import Part, storage_of
 
 SETTLE_S = 2.0
@@ -189,7 +189,7 @@ class Snapshot:
         addresses = [self._small.address_of(source) for source in image.sources]
         self._addresses.update(addresses)
         views = {
-            number: View(address, source.itemsize, tuple(source.shape), source.stride())
+            number: StridedView(address, source.itemsize, tuple(source.shape), source.stride())
             for number, (source, address) in enumerate(zip(image.sources, addresses, strict=True))
             if not source.is_contiguous()
         }

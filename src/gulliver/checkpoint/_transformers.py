@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.checkpoint._files import read_json
-from gulliver.checkpoint._regions import Place, copy_bytes, overlap, place_of
+from gulliver.checkpoint._regions import PartPlace, copy_bytes, overlap, place_of
 from gulliver.checkpoint._weights import FileWeights, TensorInfo, Weights, open_weights
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, whole_shape
@@ -115,7 +115,7 @@ class ModelWeights(Weights):
         info, place = self.infos[name], place_of(part)
         into = part.value.view(-1).view(torch.uint8)
         for start, stop, key, compute in self._computed[name]:
-            copies = overlap(Place(info.shape, start, stop), place)
+            copies = overlap(PartPlace(info.shape, start, stop), place)
             if not len(copies):
                 continue
             if self._last is None or self._last[0] is not compute:

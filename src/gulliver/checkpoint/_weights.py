@@ -1,7 +1,7 @@
 """Steps, Hugging Face folders, single safetensors files and tensors in memory as one thing.
 
 Each is a `Weights`: tensors by name, read run by run of elements. `batches` cuts them into runs
-that fit `BATCH`, and a `Batch` is the memory that they are read into, again and again.
+that fit `BATCH`, and a `ReadBatch` is the memory that they are read into, again and again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gulliver.checkpoint._image import Slot, check_holdable, read_slots
 from gulliver.checkpoint._loading import beside_a_writer
 from gulliver.checkpoint._manifest import MANIFEST
 from gulliver.checkpoint._reader import StepReader
-from gulliver.checkpoint._regions import Copies, Place, clusters, copy_bytes, overlap, place_of
+from gulliver.checkpoint._regions import Copies, PartPlace, clusters, copy_bytes, overlap, place_of
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, File, FileMappings, Ticket, default_engine
@@ -224,7 +224,7 @@ class FileWeights(Weights):
         tickets, scattered = [], list[tuple[str, Part, Copies]]()
         for name, part in wanted.items():
             _, slot = self._slots[name]
-            whole = Place(slot.shape, 0, math.prod(slot.shape))
+            whole = PartPlace(slot.shape, 0, math.prod(slot.shape))
             copies = overlap(whole, place_of(part)).scaled(slot.dtype.itemsize)
             if len(copies) == 1:
                 count = int(copies.count[0])
@@ -404,7 +404,7 @@ def batches(
         yield found
 
 
-class Batch:
+class ReadBatch:
     """Memory that batch after batch is read into."""
 
     def __init__(self) -> None:

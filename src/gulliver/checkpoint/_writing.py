@@ -24,7 +24,7 @@ from gulliver.checkpoint._image import Image
 from gulliver.checkpoint._manifest import FileEntry
 from gulliver.checkpoint._readback import ReadBack
 from gulliver.checkpoint._saving import PAGE
-from gulliver.checkpoint._weights import Batch, TensorInfo, Weights, batches
+from gulliver.checkpoint._weights import ReadBatch, TensorInfo, Weights, batches
 from gulliver.errors import GulliverError
 from gulliver.io import (
     PARTIAL,
@@ -148,7 +148,7 @@ def write_files(
     The disk writes what has been read while more is read.
     """
     total, done = sum(plan.image.nbytes for plan in plans), 0
-    batch, entries = Batch(), dict[str, FileEntry]()
+    batch, entries = ReadBatch(), dict[str, FileEntry]()
     if isinstance(weights, GatheredWeights):
         weights.announce(
             run for p in plans for runs in batches(_wanted(weights, p)) for run in runs

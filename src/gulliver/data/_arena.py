@@ -31,7 +31,7 @@ PORTABLE = 1
 """cudaHostRegisterPortable: locked for all devices of the process."""
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """An event that tells when a copy is done; `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
@@ -145,7 +145,7 @@ class PinnedArena:
         self._in_use = self._asked = self._high_water = 0
         self._hits = self._grown = self._plain = 0
         self._returned: deque[_Block] = deque()
-        self._held: deque[tuple[Event, list[Tensor]]] = deque()
+        self._held: deque[tuple[CopyEvent, list[Tensor]]] = deque()
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Copies a host tensor into memory of the arena."""
@@ -177,7 +177,7 @@ class PinnedArena:
             owners = [self._owner(next(blocks)) if need else None for need in needs]
         return [_tensor(owner, tensor) for owner, tensor in zip(owners, like, strict=True)]
 
-    def hold(self, tensors: Iterable[Tensor], until: Event) -> None:
+    def hold(self, tensors: Iterable[Tensor], until: CopyEvent) -> None:
         """Keeps tensors, and so their blocks, until an event has happened."""
         self._held.append((until, list(tensors)))
 

@@ -188,7 +188,7 @@ class Fetch(Dataset):
         return [self.dataset[index] for index in indices]
 
 
-class Stream(IterableDataset):
+class BatchStream(IterableDataset):
     """An iterable data set whose items are whole batches."""
 
     def __init__(

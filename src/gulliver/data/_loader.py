@@ -21,9 +21,17 @@ from torch.utils import data as torch_data
 
 from gulliver.data._arena import DEFAULT_LIMIT, ArenaStatistics, PinnedArena, batch_bytes
 from gulliver.data._feed import Feed, Inline
-from gulliver.data._fetch import Fetch, Orders, Stream, WorkerStart, as_is, check_seed, length_of
+from gulliver.data._fetch import (
+    BatchStream,
+    Fetch,
+    Orders,
+    WorkerStart,
+    as_is,
+    check_seed,
+    length_of,
+)
 from gulliver.data._position import check_content, check_position, order_of
-from gulliver.data._transfer import Moved, Mover, copy_stream, device_of
+from gulliver.data._transfer import MovedBatch, Mover, copy_stream, device_of
 from gulliver.errors import GulliverError, nearest
 from gulliver.options import whole_number
 
@@ -318,16 +326,16 @@ class DataLoader(torch_data.DataLoader):
             identity["num_workers"] = self.num_workers
         return identity
 
-    def _make_inner(self) -> tuple[torch_data.DataLoader, Orders | Stream]:
+    def _make_inner(self) -> tuple[torch_data.DataLoader, Orders | BatchStream]:
         """A loader of torch's with items that are whole batches, and what decides which."""
         seed = (self.seed, self.rank)
         collate: Any = self.collate_fn
         given: dict[str, Any] = {}
         if self._is_iterable:
-            dataset: Any = Stream(
+            dataset: Any = BatchStream(
                 self.dataset, collate, self.batch_size, self.drop_last, seed, self.num_workers > 0
             )
-            work: Orders | Stream = dataset
+            work: Orders | BatchStream = dataset
         else:
             is_batched = self.batch_sampler is not None
             seeds = None if self._threaded else seed
@@ -413,7 +421,7 @@ class DataLoader(torch_data.DataLoader):
         self._resumes, self._generators = False, None
         return self._done if by_loading else 0
 
-    def _hand_out(self, moved: Moved, waited_s: float) -> Any:
+    def _hand_out(self, moved: MovedBatch, waited_s: float) -> Any:
         """Counts a batch as the user's."""
         self._done += 1
         self._batches += 1
@@ -445,7 +453,7 @@ class _Batches:
             raise StopIteration
         started = time.perf_counter()
         entry = self._feed.get()
-        if isinstance(entry, Moved):
+        if isinstance(entry, MovedBatch):
             return self._loader._hand_out(entry, time.perf_counter() - started)
         self._ended = True
         self._feed.close()
@@ -462,7 +470,7 @@ class _Batches:
         self._feed.close()
 
 
-def _after(batches: Iterator[Any], count: int, work: Orders | Stream) -> Iterator[Any]:
+def _after(batches: Iterator[Any], count: int, work: Orders | BatchStream) -> Iterator[Any]:
     """Yields what follows the first `count` batches."""
     passed = 0
     for _ in islice(batches, count):

@@ -47,7 +47,7 @@ from gulliver.data._planner_costs import (
 from gulliver.data._position import check_position
 from gulliver.data._step_ends import StepEnds
 from gulliver.data._steps import Facts, Shape, StepPlan, facts_of, place
-from gulliver.data._windows import Queue, Stream, Window, longer_lots, lots
+from gulliver.data._windows import Queue, SampleStream, SampleWindow, longer_lots, lots
 from gulliver.errors import GulliverError
 from gulliver.hardware import Refinement
 from gulliver.options import from_keywords, positive_number, size_text, whole_number
@@ -168,7 +168,7 @@ class DataCentricPlanner:
         self.left_out: Counter[Shape] = Counter()
         self.epoch, self.step = 0, 0
         self._degrees = checked_degrees(costs, ranks, chosen.intra, chosen.degree)
-        self._stream = Stream(shapes, chosen.seed, chosen.shuffle)
+        self._stream = SampleStream(shapes, chosen.seed, chosen.shuffle)
         self._solver = StepSolver({}, ranks, chosen.inter)
         self._facts: dict[tuple[Shape, int], list[Facts]] = {}
         self._lots: dict[Shape, int] = {}
@@ -279,7 +279,7 @@ class DataCentricPlanner:
 
     def __iter__(self) -> Iterator[StepPlan]:
         epoch = self.epoch
-        window = Window(self._stream, epoch, self._queue.drawn)
+        window = SampleWindow(self._stream, epoch, self._queue.drawn)
         while True:
             self._fill(window)
             if not len(self._queue):
@@ -295,7 +295,7 @@ class DataCentricPlanner:
             if self.epoch != epoch:
                 return
 
-    def _fill(self, window: Window) -> None:
+    def _fill(self, window: SampleWindow) -> None:
         """Draws another window where the queue has no whole step."""
         while not window.is_over and not self._has_step:
             indices, shapes = window.draw(self.window)

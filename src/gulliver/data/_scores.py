@@ -40,7 +40,7 @@ def _is_told(value: object) -> bool:
     return bool(str(value or "").strip())
 
 
-def _number(values: Values, column: str) -> float | None:
+def _score(values: Values, column: str) -> float | None:
     value = values.get(column)
     return float(value) if isinstance(value, Real) and _is_told(value) else None
 
@@ -55,7 +55,7 @@ def _camera(text: str, values: Values) -> list[str]:
 def _as_numbers(text: str, values: Values) -> str:
     told = []
     for column, name in (("aes", "aesthetic score"), ("flow", "motion score")):
-        value = _number(values, column)
+        value = _score(values, column)
         if value is not None and f"{name}:" not in text:
             told.append(f"{name}: {value:.1f}.")
     return " ".join([text, *told, *_camera(text, values)])
@@ -65,7 +65,7 @@ def _as_words(text: str, values: Values) -> str:
     names = (("aes", "aesthetic score", AESTHETICS), ("flow", "motion strength", MOTIONS))
     told = []
     for column, name, words in names:
-        value = _number(values, column)
+        value = _score(values, column)
         if value is not None and f"{name} is" not in text:
             told.append(f"The {name} is {_word(value, words)}.")
     told += _camera(text, values)
@@ -74,7 +74,7 @@ def _as_words(text: str, values: Values) -> str:
 
 
 def _as_motion_score(text: str, values: Values) -> str:
-    value = _number(values, "motion_score")
+    value = _score(values, "motion_score")
     known = value is None or "motion score." in text
     return text if known else f"{text} {value:g} motion score."
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gulliver.data._bucket_config import ENOUGH_PIXELS, BucketConfig, Sizes
+from gulliver.data._bucket_config import ENOUGH_PIXELS, BucketConfig, ClipSizes
 from gulliver.data._clips import BrokenClip, Bucket, Clip
 from gulliver.data._frames import STILL_FPS, Frame, rate_shown, stacked, upright_frames
 from gulliver.data._records import NUMBERS, Record, read_records
@@ -40,7 +40,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A usable row of the table; `name` is its path as the table has it.
 
     `bucket` is that of the first epoch, None where it is left out of it.
@@ -77,7 +77,7 @@ class ClipTable:
         self.buckets = buckets if isinstance(buckets, BucketConfig) else tuple(buckets)
         self.seed, self.windows = seed, windows
         # Rows that are used.
-        self.rows: list[Row] = []
+        self.rows: list[TableRow] = []
         # Name and reason of each row that is not.
         self.skipped: list[tuple[str, str]] = []
         self._broken: dict[int, str] = {}
@@ -130,7 +130,9 @@ class ClipTable:
             # Such as a name that is too long, which is not even looked for.
             self.skipped.append((f"{name[:80]}...", f"cannot be opened: {error.strerror}"))
             return
-        self.rows.append(Row(name, path, with_scores(text, record, self.scores), probe, bucket))
+        self.rows.append(
+            TableRow(name, path, with_scores(text, record, self.scores), probe, bucket)
+        )
 
     def _choose(self, probe: Probe) -> Bucket | None:
         """Chooses the bucket of a clip, unless it is dealt one later."""
@@ -147,7 +149,7 @@ class ClipTable:
         if not isinstance(self.buckets, BucketConfig):
             return [row.bucket for row in self.rows]
         probes = [row.probe for row in self.rows]
-        sizes = Sizes(*(np.array([getattr(p, side) for p in probes]) for side in SIZES))
+        sizes = ClipSizes(*(np.array([getattr(p, side) for p in probes]) for side in SIZES))
         return self.buckets.buckets(sizes, self.frame_interval, self.seed, epoch)
 
     def samples(self, index: int) -> list[tuple[Bucket, int]]:
@@ -170,7 +172,7 @@ class ClipTable:
         """Returns the first frame of the window that a seed chooses."""
         return _first_frame(seed, self._starts(self.rows[index], bucket.frames), self.windows)
 
-    def _starts(self, row: Row, wanted: int) -> int:
+    def _starts(self, row: TableRow, wanted: int) -> int:
         return max(1, row.probe.frames - span_of(wanted, self.frame_interval) + 1)
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gulliver.data._arena import Event, PinnedArena
+from gulliver.data._arena import CopyEvent, PinnedArena
 from gulliver.data._nested import map_leaves
 from gulliver.errors import GulliverError
 
@@ -19,11 +19,11 @@ from gulliver.errors import GulliverError
 class CopyStream(Protocol):
     """A way of copying tensors to a device."""
 
-    def send(self, leaves: list[Any]) -> tuple[list[Any], Event]:
+    def send(self, leaves: list[Any]) -> tuple[list[Any], CopyEvent]:
         """Starts copies; the event happens when the sources are no longer read."""
         ...
 
-    def receive(self, leaves: list[Any], event: Event) -> None:
+    def receive(self, leaves: list[Any], event: CopyEvent) -> None:
         """Orders what the caller does next behind the copies."""
         ...
 
@@ -34,9 +34,9 @@ class CudaCopyStream:
     def __init__(self, device: torch.device, depth: int) -> None:
         self._device, self._depth = device, depth
         self._stream = torch.cuda.Stream(device)
-        self._under_way: deque[Event] = deque()
+        self._under_way: deque[CopyEvent] = deque()
 
-    def send(self, leaves: list[Any]) -> tuple[list[Any], Event]:
+    def send(self, leaves: list[Any]) -> tuple[list[Any], CopyEvent]:
         """Starts copies of tensors, and of objects that have a method ``to``."""
         while self._under_way and self._under_way[0].query():
             self._under_way.popleft()
@@ -47,12 +47,12 @@ class CudaCopyStream:
         # used again too early.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             sent = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
-            event = torch.cuda.Event()
+            event = torch.cuda.CopyEvent()
             event.record(self._stream)
         self._under_way.append(event)
         return sent, event
 
-    def receive(self, leaves: list[Any], event: Event) -> None:
+    def receive(self, leaves: list[Any], event: CopyEvent) -> None:
         """Makes the caller's current stream wait for the copies; memory waits for it."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(event)  # type: ignore[arg-type]
@@ -61,12 +61,12 @@ class CudaCopyStream:
                 leaf.record_stream(stream)
 
 
-class Moved(NamedTuple):
+class MovedBatch(NamedTuple):
     """A batch on its way, and what its receiver has to wait for."""
 
     batch: Any
     leaves: list[Any]
-    event: Event | None
+    event: CopyEvent | None
 
 
 class Mover:
@@ -77,10 +77,10 @@ class Mover:
     ) -> None:
         self._arena, self._copy_stream, self._locks = arena, copy_stream, locks
 
-    def move(self, batch: Any) -> Moved:
+    def move(self, batch: Any) -> MovedBatch:
         """Copies a batch; starts its copy to the device."""
         if self._arena is None and self._copy_stream is None and not self._locks:
-            return Moved(batch, [], None)
+            return MovedBatch(batch, [], None)
         leaves: list[Any] = []
 
         def collect(leaf: Any) -> Any:
@@ -94,9 +94,9 @@ class Mover:
             sent, event = self._send(self._copy_stream, sent)
         moved = iter(sent)
         rebuilt = map_leaves(batch, lambda leaf: next(moved) if _is_moved(leaf) else leaf)
-        return Moved(rebuilt, sent, event)
+        return MovedBatch(rebuilt, sent, event)
 
-    def receive(self, moved: Moved) -> Any:
+    def receive(self, moved: MovedBatch) -> Any:
         """Returns the batch; what the caller does next is ordered behind its copies."""
         if moved.event is not None and self._copy_stream is not None:
             self._copy_stream.receive(moved.leaves, moved.event)
@@ -114,7 +114,7 @@ class Mover:
             for leaf in leaves
         ]
 
-    def _send(self, copy_stream: CopyStream, staged: list[Any]) -> tuple[list[Any], Event]:
+    def _send(self, copy_stream: CopyStream, staged: list[Any]) -> tuple[list[Any], CopyEvent]:
         """Sends what has a method ``to``; its sources are kept until the device has read them."""
         places = [place for place, leaf in enumerate(staged) if hasattr(leaf, "to")]
         arrived, event = copy_stream.send([staged[place] for place in places])

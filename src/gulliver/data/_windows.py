@@ -16,7 +16,7 @@ from gulliver.data._steps import Shape
 from gulliver.errors import GulliverError
 
 
-class Stream:
+class SampleStream:
     """Samples in the order in which they arrive in an epoch."""
 
     def __init__(
@@ -74,10 +74,10 @@ class Stream:
         return [(index, seen[index]) for index in queue]
 
 
-class Window:
+class SampleWindow:
     """A walk through one epoch's stream, a window at a time."""
 
-    def __init__(self, stream: Stream, epoch: int, start: int) -> None:
+    def __init__(self, stream: SampleStream, epoch: int, start: int) -> None:
         self.epoch, self.is_over = epoch, False
         self._samples = stream.epoch(epoch, start)
         self._unknown = stream.counts is None

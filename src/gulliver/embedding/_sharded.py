@@ -24,7 +24,7 @@ from gulliver.comm import RankGroup, exchange, gather_integers
 from gulliver.embedding._agreement import flagged, raise_together, unflagged
 from gulliver.embedding._bag import CachedEmbeddingBag, Mode, device_of, make_tables
 from gulliver.embedding._columns import WEIGHT
-from gulliver.embedding._exchange import Exchange, Pool
+from gulliver.embedding._exchange import BagExchange, Pool
 from gulliver.embedding._inputs import Bags, Given, Table, one_table
 from gulliver.embedding._lookup import Lookup
 from gulliver.embedding._optimizers import RowWiseAdagrad
@@ -163,7 +163,7 @@ class ShardedEmbeddingBag(nn.Module):
         outgoing = [self._outgoing(found, everyone, rank, error) for rank in self._ranks]
         counts = [self._count(rank, own) + 1 for rank in self._ranks]
         scale = 1.0 / self.group.size if self.average else 1.0
-        arrived = Exchange.apply(self.anchor, self.group, counts, scale, *outgoing)
+        arrived = BagExchange.apply(self.anchor, self.group, counts, scale, *outgoing)
         try:
             arriving = unflagged(self.group, cast(Sequence[Tensor], arrived), error)
         except GulliverError:

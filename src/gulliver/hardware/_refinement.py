@@ -25,6 +25,7 @@ LAST = 64
 
 class Refinement:
     """Factors from predicted to measured seconds, and the error that is left."""
+
     # All ranks must be told the same measurements, for they plan with what they have learned.
 
     def __init__(self) -> None:

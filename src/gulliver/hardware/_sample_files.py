@@ -91,9 +91,7 @@ def read_samples(path: Path | str) -> SavedSamples:
     try:
         sizes = found["model"]
         kinds = tuple(BlockKind(**kind) for kind in values["kinds"])
-        model = SampleModel(
-            sizes["name"], sizes["weights"], sizes["hidden"], kinds, found["dtype"]
-        )
+        model = SampleModel(sizes["name"], sizes["weights"], sizes["hidden"], kinds, found["dtype"])
         shapes = tuple(SampleShape(**shape) for shape in values.get("shapes", ()))
         machine = _told(found["machine"])
     except (KeyError, TypeError, ValueError) as error:

@@ -38,14 +38,14 @@ from gulliver.io._types import (
     IoError,
     Page,
     Request,
-    View,
+    StridedView,
     check_process,
     check_range,
     check_segments,
     check_views,
 )
 
-NO_VIEWS: Mapping[int, View] = MappingProxyType({})
+NO_VIEWS: Mapping[int, StridedView] = MappingProxyType({})
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -170,7 +170,7 @@ class Engine(ABC):
         segments: NDArray[np.int64],
         *,
         priority: int = 0,
-        views: Mapping[int, View] = NO_VIEWS,
+        views: Mapping[int, StridedView] = NO_VIEWS,
     ) -> Ticket:
         """Gathers segments of memory into a page, and writes it.
 

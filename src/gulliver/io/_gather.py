@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gulliver.io._native import native_problem
-from gulliver.io._types import View
+from gulliver.io._types import StridedView
 
 
 def gather(target: int, segments: NDArray[np.int64]) -> None:
@@ -23,7 +23,7 @@ def gather(target: int, segments: NDArray[np.int64]) -> None:
         gather_slowly(target, table, {})
 
 
-def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, View]) -> None:
+def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, StridedView]) -> None:
     """Copies pieces of memory one behind the other, in Python."""
     for number, (begin, nbytes) in enumerate(table.tolist()):
         if number in views and nbytes:
@@ -40,7 +40,7 @@ def memory_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
 
 
-def _elements(view: View) -> np.flatiter:
+def _elements(view: StridedView) -> np.flatiter:
     """Returns the elements of a view in row-major order."""
     # Opaque elements: numpy has no bfloat16, and a copy needs their size only.
     kind = np.dtype((np.void, view.itemsize))

@@ -24,7 +24,7 @@ from gulliver.io._types import (
     IoError,
     Page,
     Request,
-    View,
+    StridedView,
     check_sizes,
 )
 
@@ -257,7 +257,7 @@ class NativeEngine(Engine):
         self._core.hold(held)
 
 
-def _view(view: View) -> Any:
+def _view(view: StridedView) -> Any:
     strides = [stride * view.itemsize for stride in view.strides]
     return _extension().view(view.address, view.itemsize, list(view.sizes), strides)
 

@@ -81,6 +81,7 @@ class PythonTicket(Ticket):
 
 class PythonEngine(Engine):
     """The engine with Python threads; see `NativeEngine` for the arguments."""
+
     # There are no copiers: whoever submits, or frees a page, copies. `direct` is not used.
 
     kind = "python threads"

@@ -59,7 +59,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class View:
+class StridedView:
     """Elements that lie apart in memory, one behind the other in the row-major order of `sizes`.
 
     Attributes:
@@ -133,7 +133,7 @@ class Request:
     # Table (n, 2), address and bytes of the segments that are staged.
     table: NDArray[np.int64] | None = None
     # Views of segments whose elements lie apart, by the number of the segment.
-    views: Mapping[int, View] = field(default_factory=dict)
+    views: Mapping[int, StridedView] = field(default_factory=dict)
     # Acquired page that is written.
     page: Page | None = None
     # Whether what is read is to be summed.
@@ -173,7 +173,7 @@ def check_segments(segments: NDArray[np.int64], page_bytes: int) -> NDArray[np.i
     return table
 
 
-def check_views(table: NDArray[np.int64], views: Mapping[int, View]) -> None:
+def check_views(table: NDArray[np.int64], views: Mapping[int, StridedView]) -> None:
     """Refuses segments that are not whole elements of their views."""
     for number, view in views.items():
         begin, nbytes = (int(value) for value in table[number])

@@ -94,7 +94,7 @@ from gulliver.solve._simulation import Moved, count_moves, replay, simulate
 from gulliver.solve._sketch import DecayedCounts
 from gulliver.solve._stages import Schedule, Stage, Step
 from gulliver.solve._step_stages import fill_stages
-from gulliver.solve._steps import BalancedStep, GroupWork, Piece, StepSolver
+from gulliver.solve._steps import BalancedStep, GroupWork, StepSolver, WorkPiece
 from gulliver.solve._table_placement import TableOption, TablesPlaced, place_tables
 from gulliver.solve._timeline import UPDATE_LAG, StepTimes, gathers_in_backward, step_seconds
 from gulliver.solve._transit import MiddleReplacement, Transit
@@ -140,7 +140,6 @@ __all__ = [
     "Packing",
     "PassCosts",
     "Pick",
-    "Piece",
     "Placement",
     "Policy",
     "Prediction",
@@ -165,6 +164,7 @@ __all__ = [
     "TablesPlaced",
     "TooSmall",
     "Transit",
+    "WorkPiece",
     "accumulated",
     "activations_peak",
     "allocate",

@@ -14,8 +14,9 @@ Filled = tuple[int, float, list[tuple[int, int]]]
 """Degree, seconds, and how many samples of each shape a group takes."""
 Packed = tuple[list[Filled], list[int]]
 """Groups, and how many samples of each shape are left."""
-TRIES, CLOSE = 24, 0.004
-"""Times that are tried, and the share of the bound at which trying more does not pay."""
+CLOSE = 0.004
+"""Share of the bound at which trying more times does not pay."""
+FALLBACK_TRIES = 24
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class FallbackPacking:
         """Packs all samples in as little time as bisection finds."""
         low, limit = bound, 1.05 * bound
         best: FallbackAnswer | None = None
-        for _ in range(TRIES):
+        for _ in range(FALLBACK_TRIES):
             packed = self.pack(limit, [])
             if packed is None or any(packed[1]):
                 low = limit

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from gulliver.solve._accumulation import split_batches
-from gulliver.solve._steps import BalancedStep, GroupWork, Piece
+from gulliver.solve._steps import BalancedStep, GroupWork, WorkPiece
 
 LIMITS = 12
 """Limits that are tried for each group, from the largest micro-batch to an eighth of it or less."""
@@ -55,7 +55,7 @@ def _filled(work: GroupWork, seconds: Seconds, stages: int) -> GroupWork:
     best = int(np.argmin([end + filling for end, filling in ends]))
     pieces = zip(work.pieces, tried[best], strict=True)
     spent, filling = ends[best]
-    cut = tuple(Piece(piece.shape, sizes) for piece, sizes in pieces)
+    cut = tuple(WorkPiece(piece.shape, sizes) for piece, sizes in pieces)
     return work._replace(seconds=spent + filling, pieces=cut, filling=filling)
 
 

@@ -12,10 +12,10 @@ from functools import cache
 from typing import Any, Protocol
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.solve._step_fallback import FallbackTables, Packed
+from gulliver.solve._step_fallback import CLOSE, FallbackTables, Packed
 
-TRIES, CLOSE = 10, 0.004
-"""Times that are tried, and the share of the bound at which trying more does not pay."""
+TRIES = 10
+"""Times that are tried."""
 FIRST = 1.05
 """The first time that is tried, over the bound."""
 WIDENED = tuple(1.06 ** (2**number) for number in range(7))

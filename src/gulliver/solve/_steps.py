@@ -38,7 +38,7 @@ REMEMBERED = 4096
 """Steps whose plans are kept: arranged ones come again."""
 
 
-class Piece(NamedTuple):
+class WorkPiece(NamedTuple):
     """Samples of one shape that a group runs: the sizes of their micro-batches."""
 
     shape: Hashable
@@ -53,7 +53,7 @@ class GroupWork(NamedTuple):
     # Seconds of all its micro-batches.
     seconds: float
     # Micro-batches by shape, in order.
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WorkPiece, ...]
     # Seconds of those in which stages of a pipeline fill and drain.
     filling: float = 0.0
 
@@ -237,7 +237,7 @@ class StepSolver:
                 degree,
                 seconds,
                 tuple(
-                    Piece(shapes[number], self._split(shapes[number], degree, n))
+                    WorkPiece(shapes[number], self._split(shapes[number], degree, n))
                     for number, n in taken
                 ),
             )
