@@ -390,7 +390,7 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     for name in ("../x.safetensors", str(tmp_path / "x.safetensors"), ".."):
         index = {"metadata": {}, "weight_map": {"a": name}}
         write_json(tmp_path / "hf" / "model.safetensors.index.json", index)
-        with pytest.raises(GulliverError, match="have to lie beside it"):
+        with pytest.raises(GulliverError, match="have to lie in its folder"):
             open_weights(tmp_path / "hf")
 
 

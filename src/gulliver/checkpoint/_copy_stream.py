@@ -144,7 +144,7 @@ class CopyTicket:
             self.copy_stream.wait(self._event)
 
     def fail(self, error: BaseException) -> None:
-        """Wakes whoever waits, with the error that keeps the page from being written."""
+        """Wakes all waiting threads, with the error that keeps the page from being written."""
         if not self._written.is_set():
             self._error = error
         self._issued.set()

@@ -67,7 +67,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Reads the text that was written beside the tensors of a safetensors file."""
+    """Reads the text stored next to the tensors of a safetensors file."""
     with _opened(path) as file:
         return dict(file.metadata() or {})
 

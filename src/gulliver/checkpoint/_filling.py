@@ -117,7 +117,7 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
     if target.is_meta:
         raise GulliverError(
             f"{where} is on meta: give the model memory first, by model.to_empty(device=...), and "
-            "make anew what is not saved"
+            "recompute what is not saved"
         )
     if target.layout == torch.strided and not has_memory(target):
         raise GulliverError(

@@ -2,7 +2,7 @@
 
 A step is written under a temporary name, forced to the disk, and renamed; `latest` is moved after
 that. A process killed at any moment leaves complete steps and at most some temporary folders, which
-the next save removes. Who writes what into a step is told in `_saving.py`.
+the next save removes. Who writes what into a step is described in `_saving.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gulliver.options import positive_number, whole_number
 LATEST, LOCK = "latest", ".lock"
 STEP = re.compile(r"step-([0-9]{8,})")
 OURS = re.compile(rf".+\.safetensors(\.index\.json)?|{re.escape(STATE)}", re.DOTALL)
-"""Names of files that steps have beside their manifest."""
+"""Names of files that steps have next to their manifest."""
 
 OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 """Flags of a lock's file. A link planted under its name is not followed: its target is not ours."""

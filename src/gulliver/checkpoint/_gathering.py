@@ -127,7 +127,7 @@ class GatheredWeights(Weights):
         self._mapped.let_go(used.data_ptr(), used.nbytes if used.is_cpu else 0)
 
     def drain(self) -> None:
-        """Receives what is still under way: the others wait for that."""
+        """Receives what is still in flight: the others wait for that."""
         if self._order is None:
             self.announce([])
         while self._order:
@@ -171,7 +171,7 @@ def _described(leaf: Leaf, rank: int, dtype: torch.dtype | None) -> tuple[bool, 
     place, own = place_of(leaf), leaf.value.dtype if isinstance(leaf, Part) else leaf.dtype
     part = PartEntry(str(rank), place.start, place.stop, place.region)
     dtype = dtype if dtype is not None and own.is_floating_point else own
-    # What cannot be is told where all ranks learn of it.
+    # What cannot be held is refused later, where all ranks learn of it.
     code = CODES.get(dtype, str(dtype))
     return isinstance(leaf, Part), {
         "dtype": code,
@@ -188,7 +188,7 @@ def on_gathered(
     """Lets rank 0 use tensors that lie with all ranks; every rank calls it."""
     failure: Exception | None = None
     with guard(), GatheredWeights(leaves, dtypes) as weights:
-        # A rank that cannot send what it has leaves the first waiting: it is told.
+        # A rank that cannot send what it has would leave the first waiting: the error is sent.
         with together():
             if weights.rank == 0:
                 try:

@@ -155,7 +155,7 @@ class Image:
 
 
 def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
-    """Finds the tensors in a safetensors file, and the text beside them; reads the header only."""
+    """Finds the tensors in a safetensors file, and the text next to them; reads the header only."""
     path = Path(path)
     try:
         size = path.stat().st_size

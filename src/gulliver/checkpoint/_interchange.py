@@ -88,7 +88,7 @@ def save_huggingface(
         max_shard_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
         config: content of ``config.json``; None writes none.
         dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        progress: callback that is told the bytes done and all there are.
+        progress: callback that is given the bytes done and the total.
 
     Returns:
         The folder.
@@ -167,7 +167,7 @@ def export_huggingface(
 
     Args:
         path: folder of a step, or of a run; also a Hugging Face folder, to be cut or converted
-            anew.
+            again.
         target: folder, or file ``*.safetensors``, to make; it must not exist.
         entry: entry of the step whose tensors are written.
         max_shard_bytes: bytes of tensors in a file of a folder; a larger tensor has one of its own.
@@ -175,7 +175,7 @@ def export_huggingface(
         prefix: text that names have to begin with to be written, without it.
         config: content of ``config.json``; None for that which `import_huggingface` found, if any.
         step: number of the step, of a run; None for the newest complete one.
-        progress: callback that is told the bytes done and all there are.
+        progress: callback that is given the bytes done and the total.
 
     Returns:
         The target.
@@ -294,7 +294,7 @@ def import_huggingface(
         entry: entry of the step that the tensors become.
         dtype: dtype that floating-point tensors are converted to; None keeps their own.
         prefix: text that names have to begin with to be taken, without it.
-        progress: callback that is told the bytes done and all there are.
+        progress: callback that is given the bytes done and the total.
 
     Returns:
         The step's folder.

@@ -124,9 +124,9 @@ def load(
     Modules, and tensors and parts, also those in dicts and lists, are filled in place, with only
     their bytes read; values are converted to their dtype, where they fit it. Other objects are
     given their whole state by `load_state_dict`. What else there is in dicts and lists is in
-    `Loaded.values`, beside the tensors that were filled; what has no tensor in it, such as None,
-    stands for whatever was saved. Everything is checked before anything is filled, but for the
-    checksums of what is read in place.
+    `Loaded.values`, together with the tensors that were filled; what has no tensor in it, such as
+    None, stands for whatever was saved. Everything is checked before anything is filled, but for
+    the checksums of what is read in place.
 
     Args:
         path: folder of a run, or of one of its steps.

@@ -3,7 +3,7 @@
 Read `match`. Every road goes by it, before anything is changed: steps, Hugging Face's folders, raw
 tensors, the command that compares two checkpoints. `Mismatch.refuse` says what `strict` means, and
 `merge_parts` whether the parts that ranks have make up whole tensors. Whether values fit a dtype is
-told by `_fits.py`. Nothing here reads a file.
+checked by `_fits.py`. Nothing here reads a file.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     saver.close()                              # every rank; waits until the file is there
 
 Nobody has the whole, and gathering it would hold training up. So each rank saves its parts as those
-of a step (`AsyncCheckpointer`), in a hidden folder beside the target; when they are all on the disk
-rank 0 reads them tensor by tensor, writes the files and removes the folder. For that time the disk
-holds the model twice. What a process that was killed leaves is hidden, and removed by the next one.
+of a step (`AsyncCheckpointer`), in a hidden folder next to the target; when they are all on the
+disk rank 0 reads them tensor by tensor, writes the files and removes the folder. For that time the
+disk holds the model twice. What a killed process leaves is hidden, and removed by the next one.
 """
 
 from __future__ import annotations

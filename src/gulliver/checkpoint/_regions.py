@@ -183,7 +183,7 @@ def overlap(source: PartPlace, target: PartPlace) -> Copies:
     first = np.searchsorted(ours.begin + ours.count, theirs.begin, "right")
     last = np.searchsorted(ours.begin, theirs.begin + theirs.count, "left")
     found = np.maximum(last - first, 0)
-    # Pairs of stretches that meet: numbers of theirs, and beside them those of ours.
+    # Pairs of stretches that meet: numbers of theirs, and those of ours.
     their = np.repeat(np.arange(len(found)), found)
     our = np.arange(len(their)) + np.repeat(first - (np.cumsum(found) - found), found)
     begin = np.maximum(ours.begin[our], theirs.begin[their])
@@ -293,7 +293,7 @@ def _said(region: Region) -> str:
 
 
 def region_to_json(region: Region) -> list[Any]:
-    """Returns the JSON values of a region, as the manifest has it beside a tensor's shape."""
+    """Returns the JSON values of a region, as the manifest has it next to a tensor's shape."""
     return [region.dim, [list(run) for run in region.runs]]
 
 

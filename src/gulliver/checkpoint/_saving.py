@@ -161,8 +161,8 @@ class AsyncCheckpointer:
                 among them, but for `Part`s, DTensors and `PerRank` values.
 
         Returns:
-            Whether it was begun: False where a save was under way and ``when_busy`` is ``skip``, or
-            where it could not be and ``on_error`` is ``warn``.
+            Whether it was begun: False where a save was in progress and ``when_busy`` is ``skip``,
+            or where it could not be and ``on_error`` is ``warn``.
 
         Raises:
             GulliverError: what went wrong with the save before (``on_error="raise"``), the folder
@@ -443,7 +443,7 @@ class AsyncCheckpointer:
         return failure
 
     def close(self) -> None:
-        """Waits for what is under way, and frees memory and folder; all ranks call it.
+        """Waits for the save in progress, and frees memory and folder; all ranks call it.
 
         Raises:
             GulliverError: the last save failed (``on_error="raise"``).

@@ -1,4 +1,4 @@
-"""Snapshot of what a rank saves of a step, on its way through the engine's pages to the disk."""
+"""Snapshot of what a rank saves of a step; it goes through the engine's pages to the disk."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class Snapshot:
         return tickets
 
     def pump(self, engine: Engine) -> None:
-        """Copies from the device into pages, and has them written, until all are under way."""
+        """Copies from the device into pages, and has them written, until all are in flight."""
         pump(engine, self._copy_tickets)
 
     def release(self, storages: set[int] | None) -> None:
@@ -304,7 +304,7 @@ class Snapshot:
         return entries
 
     def abandon(self, engine: Engine, error: Exception) -> None:
-        """Wakes whoever waits, and closes the files, after a failure."""
+        """Wakes all waiting threads, and closes the files, after a failure."""
         self._submitted.set()
         for ticket in self._copy_tickets:
             ticket.fail(error)
@@ -367,7 +367,7 @@ def _wait_copied(ticket: Ticket | CopyTicket) -> None:
     try:
         ticket.wait_copied()
     except GulliverError:
-        # It is told when the save ends; the source is free in any case.
+        # The error surfaces when the save ends; the source is free in any case.
         return
 
 

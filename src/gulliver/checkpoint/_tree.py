@@ -40,7 +40,7 @@ def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
     """Returns the skeleton of `value`; its tensors are added to `tensors`."""
     if isinstance(value, _LEAVES):
         path = path or "value"
-        # Keys with dots in them, and 1 beside "1", can give two tensors the same path.
+        # Keys with dots in them, and 1 next to "1", can give two tensors the same path.
         name, number = path, len(tensors)
         while name in tensors:
             name, number = f"{path}~{number}", number + 1

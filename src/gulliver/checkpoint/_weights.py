@@ -184,7 +184,7 @@ class FileWeights(Weights):
             raise GulliverError(f"{index} has no weight_map: it is no index of Hugging Face's")
         for name in places.values():
             if Path(name).name != name or name == "..":
-                raise GulliverError(f"{index} names {name!r}: its files have to lie beside it")
+                raise GulliverError(f"{index} names {name!r}: its files have to lie in its folder")
         names = sorted(set(places.values()))
         self.files = [index.parent / name for name in names]
         absent = [name for name, file in zip(names, self.files, strict=True) if not file.is_file()]

@@ -46,7 +46,7 @@ PAGES = 12
 _log = logging.getLogger("gulliver")
 
 Progress = Callable[[int, int], None]
-"""Callback that is told the bytes done so far, and all there are."""
+"""Callback that is given the bytes done so far and the total."""
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
 """Dtype that floating-point tensors are converted to: all, some by name in the source, none."""
 
@@ -204,8 +204,8 @@ def write_single(
         names: names in `weights` by name in the file.
         target: path of the file.
         dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        progress: callback that is told the bytes done and all there are.
-        metadata: text beside the tensors, by key.
+        progress: callback that is given the bytes done and the total.
+        metadata: text stored next to the tensors, by key.
 
     Raises:
         GulliverError: it cannot be written; nothing is left of it then.
@@ -248,7 +248,7 @@ def clear_leftovers(folder: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path, needed: int) -> Iterator[Path]:
-    """Opens a temporary folder beside `folder`, renamed to it when the block ends well."""
+    """Opens a temporary folder next to `folder`, renamed to it when the block ends well."""
     clear_leftovers(folder.parent)
     require_space(folder.parent, needed)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}{PARTIAL}")

@@ -115,10 +115,10 @@ class PinnedArena:
     """Pre-allocated host memory that is lent as tensors and comes back by itself.
 
     A block is free again when the last tensor that looks at it is gone and the events of the device
-    copies from it have happened. The loader tells the arena of its own copies; whoever else copies
-    to a device asynchronously calls `hold`, or keeps the tensor until then. Any thread may use it.
-    Blocks begin on a page and waste less than an eighth of their tensor, besides the rest of a
-    page.
+    copies from it have happened. The loader tells the arena of its own copies; other code that
+    copies to a device asynchronously calls `hold`, or keeps the tensor until then. Any thread may
+    use it. Blocks begin on a page and waste less than an eighth of their tensor, besides the rest
+    of a page.
 
     Args:
         limit: most bytes of all slabs together. What does not fit is ordinary memory, counted as a
@@ -389,7 +389,7 @@ def _tensor(owner: np.ndarray | None, like: Tensor) -> Tensor:
 
 def _fill(buffer: Tensor, source: Tensor) -> Tensor:
     """Copies without the interpreter's lock and in this thread alone."""
-    # torch's own copy would start a second set of compute threads beside the training's.
+    # torch's own copy would start a second set of compute threads in addition to the training's.
     source = source.detach()
     if source.is_conj() or source.is_neg() or not _same_order(buffer, source):
         return buffer.copy_(source)

@@ -1,7 +1,7 @@
 """Samples of a window put into steps that fill some number of ranks; see `gulliver.solve`.
 
 It knows which number of ranks it arranges for, which need not be the number that runs: which
-samples a step has hangs on the former alone, so that a run on other ranks has the same steps.
+samples a step has depends on the former alone, so that a run on other ranks has the same steps.
 """
 
 from __future__ import annotations

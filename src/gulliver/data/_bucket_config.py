@@ -7,7 +7,7 @@
 
 A clip is offered to the largest resolution that it fills first, and there to the longest length;
 with the chance `keep` it stays, else it goes to the next smaller resolution, and at last it is left
-out. Every epoch deals anew. Read `BucketConfig.deal` first: it is the whole rule, for all clips at
+out. Every epoch deals again. Read `BucketConfig.deal` first: it is the whole rule, for all clips at
 once. What this does not know: files, tables, and how batches are made (`_sampler.py`).
 
 Source: Open-Sora 1.1 to 2.0 (`bucket_config` of their configurations).
@@ -241,22 +241,22 @@ def _rules(values: Any, where: str) -> Iterator[BucketRule]:
         size = resolution(str(name))
         if not isinstance(lengths, Mapping) or not lengths:
             raise GulliverError(f"{where}: {name} needs lengths, such as {EXAMPLE}")
-        for frames, told in lengths.items():
-            rule = _rule(size, frames, told, f"{where}: {name}: {frames}")
+        for frames, given in lengths.items():
+            rule = _rule(size, frames, given, f"{where}: {name}: {frames}")
             kept |= rule.keep > 0
             yield rule
     if not kept:
         raise GulliverError(f"{where}: every bucket has the chance 0: nothing to train on")
 
 
-def _rule(size: Resolution, frames: Any, told: Any, where: str) -> BucketRule:
+def _rule(size: Resolution, frames: Any, given: Any, where: str) -> BucketRule:
     """Reads (keep, batch size) or ((keep, look), batch size)."""
     try:
         # JSON has no other keys than text.
         length = int(frames) if isinstance(frames, str) else frames
-        chance, batch_size = told
+        chance, batch_size = given
     except (TypeError, ValueError):
-        raise GulliverError(f"{where} is {told!r}: write frames: (keep, batch size)") from None
+        raise GulliverError(f"{where} is {given!r}: write frames: (keep, batch size)") from None
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise GulliverError(f"{where}: {frames!r} is no number of frames")
     pair = chance if isinstance(chance, list | tuple) else (chance, None)

@@ -1,4 +1,4 @@
-"""Batches on their way to a loop: made by whoever asks for them, or ahead of use by a thread.
+"""Batches for a loop: made by the caller, or ahead of use by a thread.
 
 Read `Feed`, then `_run`, which is its thread. An error is handed over in place of its batch.
 What it does not know: which batches these are, and how they are moved.
@@ -25,7 +25,7 @@ _OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
 class Inline:
-    """Batches made when they are asked for, or `ahead` of that, by whoever asks."""
+    """Batches made when they are asked for, or `ahead` of that, by the caller."""
 
     def __init__(
         self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int

@@ -3,8 +3,8 @@
 A `_Work` says all there is to know about a batch: its epoch, number and indices. It travels through
 torch's loader as if it were an index (automatic batching is off, so that one call in one worker
 makes one batch), and the random generators of Python, numpy and torch are seeded from it. What is
-drawn hangs on (seed, rank, epoch, number), not on which worker makes the batch, nor on what it made
-before: a resumed run draws what an uninterrupted one draws.
+drawn depends on (seed, rank, epoch, number), not on which worker makes the batch, nor on what it
+made before: a resumed run draws what an uninterrupted one draws.
 
 It does not know of arenas, devices or threads.
 """
@@ -102,11 +102,11 @@ class Orders:
 
     def end(self) -> None:
         """Ends the epoch: the next one is drawn from the generators as they then are."""
-        # States of `generators` at the start of the epoch under way.
+        # States of `generators` at the start of the current epoch.
         self.at_start = None
 
     def generator_states(self) -> list[str]:
-        """Returns the states that the epoch under way was, or the next one will be, drawn from."""
+        """Returns the states that the current epoch was, or the next one will be, drawn from."""
         if self.at_start is not None:
             return self.at_start
         return [_text(generator.get_state()) for generator in self._generators]

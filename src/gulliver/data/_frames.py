@@ -1,6 +1,6 @@
 """Frames of video and picture files, decoded with PyAV and turned upright.
 
-Read `upright_frames` first. Phones store what their sensor saw and note beside it how it was held:
+Read `upright_frames` first. Phones store what their sensor saw and note next to it how it was held:
 in a video's display matrix, in a picture's EXIF orientation. Decoders hand out the stored picture.
 What this does not know: tables, buckets, and which frames are wanted.
 """

@@ -43,7 +43,7 @@ USED_AT_ONCE = 2
 # [Note: the position] The state counts batches that were handed to the user, not those made ahead.
 # Each batch brings along the mark of its sampler or data set, taken when it was drawn; handing it
 # out makes its mark the loader's. A loader that resumes draws the indices of the epoch again and
-# passes over those that were used, without loading a sample. As the seed of a batch hangs on its
+# passes over those that were used, without loading a sample. As the seed of a batch depends on its
 # number alone, see `_fetch`, the rest of the epoch is what it would have been, to the bit.
 @dataclass(frozen=True)
 class LoaderStatistics:
@@ -67,7 +67,7 @@ class DataLoader(torch_data.DataLoader):
     It takes the arguments of torch's DataLoader, whose workers, samplers and collation it uses, and
     gives the same batches. Besides:
 
-    - Whatever a data set or collation draws from the generators of Python, numpy and torch hangs on
+    - What a data set or collation draws from the generators of Python, numpy and torch depends on
       (seed, rank, epoch, number of the batch): not on workers, their number, or what ran before.
       Without `generator` so does the order. The training's own generators are left alone.
     - `state_dict` says which batch comes next; one that loads it goes on there, to the bit.
@@ -134,7 +134,7 @@ class DataLoader(torch_data.DataLoader):
         if not 0 <= self.rank < self.world_size:
             raise GulliverError(f"rank {self.rank} is not one of {self.world_size} ranks")
         self.seed, self.ahead, self.device = check_seed(seed), ahead, device_of(device)
-        # One of our own is seeded anew for each epoch, see `Orders`.
+        # One of our own is seeded again for each epoch, see `Orders`.
         self._own = None if options.get("generator") is not None else torch.Generator()
         options["generator"] = options.get("generator") or self._own
         try:
@@ -281,7 +281,7 @@ class DataLoader(torch_data.DataLoader):
 
     @property
     def _epoch_sampler(self) -> Any:
-        """The sampler that has to be told of epochs, if there is one; not one with a state."""
+        """The sampler that needs to know the epoch, if there is one; not one with a state."""
         for sampler in (self.batch_sampler, self.sampler):
             if hasattr(sampler, "set_epoch") and sampler is not self._stateful:
                 return sampler
@@ -403,10 +403,10 @@ class DataLoader(torch_data.DataLoader):
             self._epoch, self._done = self._epoch + 1, 0
         sampler = self._epoch_sampler
         if sampler is not None:
-            told = getattr(sampler, "epoch", None)
-            if told != self._sampler_epoch and told is not None and not goes_on:
+            given = getattr(sampler, "epoch", None)
+            if given != self._sampler_epoch and given is not None and not goes_on:
                 # Somebody told the sampler itself, as one does with torch's loader.
-                self._epoch = told
+                self._epoch = given
             sampler.set_epoch(self._epoch)
             self._sampler_epoch = getattr(sampler, "epoch", None)
         dataset: Any = self.dataset

@@ -44,7 +44,7 @@ def _mapping(like: Mapping, values: dict) -> Any:
         return values
     try:
         if isinstance(like, MutableMapping):
-            # Not built anew: a defaultdict, say, has more to it than its items.
+            # Not rebuilt: a defaultdict, say, has more to it than its items.
             clone = copy.copy(like)
             clone.update(values)
             return clone

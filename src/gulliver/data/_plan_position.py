@@ -25,8 +25,8 @@ def checked_seed(seed: Any) -> int:
 
 def digest_of(position: Mapping[str, Any]) -> str:
     """Digest of a position: which samples are done shows in no other part of it."""
-    told = json.dumps([position.get(name) for name in PARTS])
-    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    content = json.dumps([position.get(name) for name in PARTS])
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 def checked_cuts(found: Any, most: int) -> list[int]:

@@ -229,11 +229,11 @@ class DataCentricPlanner:
         self._least[shape] = min(rows, default=0)
         if not rows:
             if self.unfit == "refuse":
-                told = "" if count in (None, 1) else f", one of {count:,} of this shape,"
+                which = "" if count in (None, 1) else f", one of {count:,} of this shape,"
                 raise GulliverError(
-                    f"sample {index} ({shape}, {tokens:,} tokens){told} fits at no degree of up to "
-                    f"{self.ranks} ranks in {self._room} of a rank: take more "
-                    "ranks or memory, or unfit='skip'"
+                    f"sample {index} ({shape}, {tokens:,} tokens){which} fits at no degree of up to "
+                    f"{self.ranks} ranks in {self._room} of a rank: take more ranks or memory, or "
+                    "unfit='skip'"
                 )
             return
         factor = self.refinement.factor(shape) / self.stages
@@ -255,7 +255,7 @@ class DataCentricPlanner:
         return getattr(self.costs, "room", None) or size_text(self.costs.memory)
 
     def observe(self, measured: Iterable[tuple[Shape, float, float]]) -> None:
-        """Refines the costs by real seconds; every rank must be told the same.
+        """Refines the costs by real seconds; every rank must get the same.
 
         Args:
             measured: shape, predicted and measured seconds of micro-batches; predicted ones as
@@ -269,7 +269,7 @@ class DataCentricPlanner:
             self._again()
 
     def _again(self) -> None:
-        """Takes the costs of all known shapes anew."""
+        """Takes the costs of all known shapes again."""
         known = [shape for shape, fits in self._fits.items() if fits]
         self._solver = StepSolver({}, self.ranks, self.inter)
         self._phases = self._new_phases()
@@ -423,9 +423,9 @@ class DataCentricPlanner:
         digest = hashlib.blake2b(digest_size=8)
         settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
         more = self._degrees, self.together, self.arrange, self.unfit, self.costs.memory
-        told = (*settings, *more, self.ends, self.stages, getattr(self.costs, "host", None))
-        told = (*told, self._solver.packer)
-        digest.update(repr((told, self._stream.digest, self.costs.identity)).encode())
+        host, packer = getattr(self.costs, "host", None), self._solver.packer
+        inputs = (*settings, *more, self.ends, self.stages, host, packer)
+        digest.update(repr((inputs, self._stream.digest, self.costs.identity)).encode())
         for (shape, degree), facts in sorted(self._facts.items(), key=repr):
             digest.update(repr((shape, degree, facts[0], facts[-1])).encode())
         digest.update(json.dumps(self.state_dict(), sort_keys=True).encode())

@@ -66,10 +66,10 @@ def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -
     if degree is None or degree not in known or ranks % degree:
         right = ", ".join(str(d) for d in known if ranks % d == 0)
         if not right:
-            told = ", ".join(map(str, known)) or "none"
+            text = ", ".join(map(str, known)) or "none"
             raise GulliverError(
                 f"intra=False: {ranks} ranks are no multiple of a degree of these costs "
-                f"({told}): take other ranks"
+                f"({text}): take other ranks"
             )
         raise GulliverError(
             f"intra=False needs one degree= of all groups that divides {ranks} ranks: "
@@ -97,7 +97,7 @@ def checked_window(budget: Budget, arrange: int | None, window: int | None) -> i
 def costs_text(costs: Costs, pac: bool) -> str:
     """Says whose costs they are, and what host memory activations may move to, if they may."""
     host = getattr(costs, "host", None)
-    told = f"costs of {costs.identity}"
+    text = f"costs of {costs.identity}"
     if host is None or not pac:
-        return told
-    return f"{told}, {size_text(host.bytes)} of a rank's host memory for activations"
+        return text
+    return f"{text}, {size_text(host.bytes)} of a rank's host memory for activations"

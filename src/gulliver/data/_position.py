@@ -61,20 +61,20 @@ def check_position(epoch: Any, done: Any, batches: int | None) -> None:
 def order_of(source: Any) -> str:
     """Says how a sampler, or a batch sampler and the one inside it, orders indices."""
     # Samplers that are not torch's are told apart by their class and by settings of these names.
-    told = [type(source).__qualname__]
+    parts = [type(source).__qualname__]
     if isinstance(source, list | tuple | range):
-        told.append(_digest(source))
+        parts.append(_digest(source))
     values = vars(source) if hasattr(source, "__dict__") else {}
     for name in SETTINGS:
         # Not through properties, which may need what is not there yet.
         value = values.get(name, values.get(f"_{name}"))
         if isinstance(value, bool | int | float | str):
-            told.append(f"{name}={value}")
+            parts.append(f"{name}={value}")
     for name in CONTENTS:
         if isinstance(values.get(name), Iterable):
-            told.append(f"{name}={_digest(values[name])}")
+            parts.append(f"{name}={_digest(values[name])}")
     inside = values.get("sampler")
-    return ", ".join(told) + (f" of {order_of(inside)}" if inside is not None else "")
+    return ", ".join(parts) + (f" of {order_of(inside)}" if inside is not None else "")
 
 
 def _digest(values: Iterable[Any]) -> str:

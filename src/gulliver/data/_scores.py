@@ -53,24 +53,24 @@ def _camera(text: str, values: Values) -> list[str]:
 
 
 def _as_numbers(text: str, values: Values) -> str:
-    told = []
+    phrases = []
     for column, name in (("aes", "aesthetic score"), ("flow", "motion score")):
         value = _score(values, column)
         if value is not None and f"{name}:" not in text:
-            told.append(f"{name}: {value:.1f}.")
-    return " ".join([text, *told, *_camera(text, values)])
+            phrases.append(f"{name}: {value:.1f}.")
+    return " ".join([text, *phrases, *_camera(text, values)])
 
 
 def _as_words(text: str, values: Values) -> str:
     names = (("aes", "aesthetic score", AESTHETICS), ("flow", "motion strength", MOTIONS))
-    told = []
+    phrases = []
     for column, name, words in names:
         value = _score(values, column)
         if value is not None and f"{name} is" not in text:
-            told.append(f"The {name} is {_word(value, words)}.")
-    told += _camera(text, values)
+            phrases.append(f"The {name} is {_word(value, words)}.")
+    phrases += _camera(text, values)
     # The sentences need an end of the caption before them; without any it stays as it is.
-    return " ".join([text if text.endswith(".") or not told else f"{text}.", *told])
+    return " ".join([text if text.endswith(".") or not phrases else f"{text}.", *phrases])
 
 
 def _as_motion_score(text: str, values: Values) -> str:
@@ -113,10 +113,10 @@ def check_scores(table: object, records: Sequence[Values], style: str) -> None:
     columns = COLUMNS.get(style, ())
     if not columns or any(_is_told(row.get(column)) for row in records for column in columns):
         return
-    told = dict.fromkeys(name for row in records for name in row if _is_told(row[name]))
+    phrases = dict.fromkeys(name for row in records for name in row if _is_told(row[name]))
     raise GulliverError(
         f"scores in the style of {style} are read from the columns {', '.join(columns)}: no row of "
-        f"{table} has one (columns with values: {', '.join(told) or 'none'})"
+        f"{table} has one (columns with values: {', '.join(phrases) or 'none'})"
     )
 
 

@@ -142,11 +142,11 @@ class StepPlan:
 
 
 Facts = tuple[int, tuple[int, ...], float, float, float, int, int, tuple[int, ...], float, int]
-"""What a `MicroBatch` tells beside its samples, in its order."""
+"""What a `MicroBatch` has in addition to its samples, in its order."""
 
 
 def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
-    """Facts of a `MicroBatch` beside its samples, for every size of batch."""
+    """Facts of a `MicroBatch` without its samples, for every size of batch."""
     again, away = _counted(row.recomputed), _counted(row.offloaded)
     parts = row.seconds, row.communication, row.recomputing, row.moving
     *seconds, moving = ((factor * part).tolist() for part in parts)

@@ -186,7 +186,7 @@ class ClipTable:
     @property
     def misstated(self) -> list[tuple[str, str]]:
         """Name of each file that was used and is otherwise than it was said to be, and how."""
-        return [(self.rows[index].name, told) for index, told in self._misstated.items()]
+        return [(self.rows[index].name, stated) for index, stated in self._misstated.items()]
 
     @property
     def fingerprint(self) -> str:
@@ -240,15 +240,15 @@ class ClipTable:
     def _content(self, index: int, bucket: Bucket, seed: int) -> Tensor:
         """Reads the pixels of a window, [3, T, H, W]."""
         row = self.rows[index]
-        path, told = row.path, (bucket.frames, self.frame_interval)
+        path, stated = row.path, (bucket.frames, self.frame_interval)
         try:
-            frames = decode(path, *told, self.first_frame(index, bucket, seed))
+            frames = decode(path, *stated, self.first_frame(index, bucket, seed))
         except EndOfClip as end:
             # Tables and headers are often a frame or two off: what is there is used.
             if end.frames < end.needed:
                 raise
             starts = end.frames - end.needed + 1
-            frames = decode(path, *told, _first_frame(seed, starts, self.windows))
+            frames = decode(path, *stated, _first_frame(seed, starts, self.windows))
             self._misstated[index] = f"{end.frames} frames, said to be {row.probe.frames}"
         self._check_size(index, bucket, *frames.shape[2:])
         return resize_and_crop(frames, bucket)
@@ -262,10 +262,10 @@ class ClipTable:
         probe = self.rows[index].probe
         if (height, width) == (probe.height, probe.width):
             return
-        told = f"{height}x{width}, said to be {probe.height}x{probe.width}"
+        stated = f"{height}x{width}, said to be {probe.height}x{probe.width}"
         if height * width < ENOUGH_PIXELS * bucket.height * bucket.width:
-            raise GulliverError(f"is {told}: too small for {bucket}")
-        self._misstated[index] = told
+            raise GulliverError(f"is {stated}: too small for {bucket}")
+        self._misstated[index] = stated
 
     def report(self) -> str:
         """Says how many rows are used and skipped, and why the first of these were."""
@@ -275,9 +275,9 @@ class ClipTable:
             lines.append(f"  and {len(self.skipped) - 20} more")
         if isinstance(self.buckets, BucketConfig):
             spread = Counter(str(row.bucket) for row in self.rows if row.bucket)
-            told = ", ".join(f"{name}: {count}" for name, count in spread.most_common())
+            stated = ", ".join(f"{name}: {count}" for name, count in spread.most_common())
             out = len(self.rows) - spread.total()
-            lines.append(f"the first epoch has {spread.total()} of them ({told}), {out} left out")
+            lines.append(f"the first epoch has {spread.total()} of them ({stated}), {out} left out")
         return "\n".join(lines)
 
 

@@ -62,7 +62,7 @@ class CudaCopyStream:
 
 
 class MovedBatch(NamedTuple):
-    """A batch on its way, and what its receiver has to wait for."""
+    """A batch that is being copied, and what its receiver has to wait for."""
 
     batch: Any
     leaves: list[Any]

@@ -1,4 +1,4 @@
-"""Samples on their way into steps: the stream, windows of it, and the queue of what is drawn."""
+"""Samples before they are in steps: the stream, windows of it, and the queue of what is drawn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SampleStream:
     ) -> None:
         self._shapes, self._seed, self._shuffle = shapes, seed, shuffle
         self.counts: dict[Shape, tuple[int, int]] | None = None
-        told = f"stream {seed} {getattr(shapes, 'digest', '')}".rstrip()
+        source = f"stream {seed} {getattr(shapes, 'digest', '')}".rstrip()
         if not callable(shapes):
             if isinstance(shapes, torch.Tensor):
                 raise GulliverError("shapes are a tensor: give a list, such as shapes.tolist()")
@@ -40,8 +40,8 @@ class SampleStream:
             codes = np.fromiter(map(number.__getitem__, shapes), np.int64, len(shapes))
             content = hashlib.blake2b(repr(list(number)).encode(), digest_size=8)
             content.update(codes.tobytes())
-            told = f"{len(shapes)} samples {content.hexdigest()}, seed {seed}, shuffle {shuffle}"
-        self.digest = told
+            source = f"{len(shapes)} samples {content.hexdigest()}, seed {seed}, shuffle {shuffle}"
+        self.digest = source
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[int, Shape]]:
         """Yields index and shape of the samples from a position on."""

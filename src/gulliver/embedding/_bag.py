@@ -172,7 +172,7 @@ class CachedEmbeddingBag(nn.Module):
             GulliverError: it does not have `weight`, or is not row-wise.
         """
         if self._attached is not None:
-            raise GulliverError("the table has an optimizer already: make a table anew for another")
+            raise GulliverError("the table has an optimizer already: make another table for it")
         self._attached = Attached(
             self._store, self._gradient, optimizer, row_states, self._storage, self.options.stable
         )

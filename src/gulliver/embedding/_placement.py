@@ -41,7 +41,7 @@ def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 class FirstRows:
-    """First values of rows, the same whoever holds them."""
+    """First values of rows, the same on whichever rank."""
 
     def __init__(self, tables: list[Table], dim: int, given: Tensor | None, seed: int) -> None:
         rows = tables[-1].first + tables[-1].rows

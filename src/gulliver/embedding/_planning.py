@@ -20,7 +20,7 @@ STATE = {"sgd": 0.0, "adagrad": 1.0, "row-wise adagrad": 0.0, "sparse adam": 2.0
 """Elements of state for each element of a row; row-wise Adagrad has one for a row."""
 ITEM = 4
 SLOT_BYTES = 4
-"""Bytes on the device for a slot beside its record: the row in it."""
+"""Bytes on the device for a slot in addition to its record: the row in it."""
 CRITEO_1TB = (
     *(45833188, 36746, 17245, 7413, 20243, 3, 7114, 1441, 62, 29275261, 1572176, 345138, 10),
     *(2209, 11267, 128, 4, 974, 14, 48937457, 11316796, 40094537, 452104, 12606, 104, 35),

@@ -340,7 +340,7 @@ class RecordStore:
         return {WEIGHT: self.weight.data, **self._states()}
 
     def drain(self) -> None:
-        """Waits until nothing is under way."""
+        """Waits until nothing is in flight."""
         self._planner.submit(bool).result()
         self._mover.submit(bool).result()
         self._raise_failures()

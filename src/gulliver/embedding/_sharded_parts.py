@@ -1,4 +1,4 @@
-"""What a rank tells a checkpoint of tables that it shares, beside the rows that it has."""
+"""What a rank saves of tables that it shares, in addition to the rows that it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions that learn from real steps: a factor for each shape, beside what was measured before.
+"""Predictions that learn from real steps: a factor for each shape, on top of the fitted costs.
 
 Clocks, neighbours and kernels make real seconds differ from a fit by a factor that hardly depends
 on the batch. So each shape has one, a mean in logarithms of measured over predicted seconds in
@@ -26,7 +26,7 @@ LAST = 64
 class Refinement:
     """Factors from predicted to measured seconds, and the error that is left."""
 
-    # All ranks must be told the same measurements, for they plan with what they have learned.
+    # All ranks must get the same measurements, for they plan with what they have learned.
 
     def __init__(self) -> None:
         self._means: dict[str, tuple[float, int]] = {}

@@ -86,7 +86,7 @@ class TableCosts:
 
         Tables named ``communication`` and ``recompute``, of the same form, may say what the seconds
         consist of; with ``recompute``, a list ``kinds`` of what blocks hold that are kept (name,
-        count, kept_bytes, share) beside a ``token_bytes``, and ``host`` of host memory that they
+        count, kept_bytes, share) and a ``token_bytes``, and ``host`` of host memory that they
         may move to (bytes, write_rate, read_rate).
 
         Args:
@@ -168,7 +168,7 @@ class TableCosts:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Parts of the seconds that are told: ``communication``, ``recompute``."""
+        """Parts of the seconds that are known: ``communication``, ``recompute``."""
         if self.parts is no_parts:
             return ()
         if not isinstance(self.parts, _Looked):

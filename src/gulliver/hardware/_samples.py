@@ -192,7 +192,7 @@ class SampleCosts:
         cluster: ranks and links; None: groups of one rank only.
         allowed: degrees that the model takes, such as divisors of its heads; None: all.
         encoded_alike: every rank of a group encodes all pixels of its samples; else its share.
-        tensor: ranks that each of these ranks is, which share each layer's tensors. Bytes are told
+        tensor: ranks that each of these ranks is, which share each layer's tensors. Bytes are given
             as without them: never too few.
         host: host memory that activations may move to; None: they are kept or computed again.
     """
@@ -208,12 +208,12 @@ class SampleCosts:
 
     @property
     def alone(self) -> SampleCosts:
-        """Costs without tensor ranks: which samples make a step hangs on these."""
+        """Costs without tensor ranks: which samples make a step depends on these."""
         return replace(self, tensor=1)
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Parts of the seconds that are told."""
+        """Parts of the seconds that are known."""
         return "communication", "recompute"
 
     @property

@@ -1,7 +1,7 @@
 """Files and folders that appear whole or not at all.
 
-All is written under a temporary name beside the final one, forced to the disk, and renamed. Nothing
-here knows what the bytes mean.
+All is written under a temporary name next to the final one, forced to the disk, and renamed.
+Nothing here knows what the bytes mean.
 """
 
 from __future__ import annotations

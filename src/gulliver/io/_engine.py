@@ -12,7 +12,7 @@ What is staged goes through a pool of aligned pages::
     read, write         straight between the file and the caller's memory   -> I/O queue -> DONE
     sync(file)          waits for the writes submitted before it on that file -> I/O queue -> DONE
 
-Nothing here knows what the bytes mean. Addresses are believed: whoever submits one keeps its memory
+Nothing here knows what the bytes mean. Addresses are believed: the caller keeps its memory
 alive until `copied` (staging) or `done` (reading, writing).
 """
 
@@ -174,7 +174,7 @@ class Engine(ABC):
     ) -> Ticket:
         """Gathers segments of memory into a page, and writes it.
 
-        Does not wait for a page or the disk, only while `queue` requests are under way.
+        Does not wait for a page or the disk, only while `queue` requests are in flight.
 
         Args:
             file: file to write to.
@@ -265,7 +265,7 @@ class Engine(ABC):
     def sync(self, file: File) -> Ticket:
         """Forces a file to the disk, after the writes on it that were submitted before.
 
-        An error of any earlier write on the file is the error of this: whoever waits for the sync
+        An error of any earlier write on the file is the error of this: who waits for the sync
         alone must not take a broken file for a whole one.
         """
         self._check_process()
@@ -273,7 +273,7 @@ class Engine(ABC):
 
     @abstractmethod
     def close_file(self, file: File) -> None:
-        """Closes a file after what is under way on it; a second time does nothing.
+        """Closes a file after what is in flight on it; a second time does nothing.
 
         Raises:
             IoError: the system reports a late failure.

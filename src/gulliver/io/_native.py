@@ -42,7 +42,7 @@ def native_problem() -> str | None:
     except ImportError as error:
         return f"its extension is not built ({error})"
     if built != INTERFACE:
-        return "its extension is of another version: pip install -e . builds it anew"
+        return "its extension is of another version: pip install -e . builds it again"
     return None
 
 

@@ -108,7 +108,7 @@ class Counters:
     read: int
     # Bytes, written and read, that went past the page cache.
     direct: int
-    # Number of requests under way or waiting.
+    # Number of requests in flight or waiting.
     pending: int
     # Number of pages that nobody has.
     free_pages: int

@@ -1,8 +1,8 @@
 """Finds the slot of a row: a hash table of 32-bit numbers, or an array where that is smaller.
 
 All of it works on arrays of keys at once. `HashIndex` is open addressing with linear probing, at
-most half full; a key that is removed leaves a mark that probes pass, and the table is laid out anew
-when marks become many. `DenseIndex` has an entry for every row there is.
+most half full; a key that is removed leaves a mark that probes pass, and the table is laid out
+again when marks become many. `DenseIndex` has an entry for every row there is.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class RowReplacement:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the decisions' own state, beside the index."""
+        """Bytes of the decisions' own state, in addition to the index."""
         arrays = (self.slot_rows, self._keys, self._scores, self._next_use)
         sketches = sum(sketch.nbytes for sketch in self._sketches) if self._sketch else 0
         duel = self._duel.nbytes if self._duel else 0
@@ -309,7 +309,7 @@ LEAD = 0.01
 
 
 class Duel:
-    """Half-lives beside each other, each in a cache of its own for a sample of the rows."""
+    """Half-lives next to each other, each in a cache of its own for a sample of the rows."""
     # A sample by a hash of the row, in a cache as much smaller, misses about as often as all rows
     # do in theirs (Waldspurger et al. 2017, "Cache modeling and optimization using miniature
     # simulations"); that the better of two rules is taken is set dueling (Qureshi et al. 2007).

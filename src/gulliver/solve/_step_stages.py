@@ -6,7 +6,7 @@ Micro-batches of p_1, ..., p_n seconds on each of S equal stages, one after the 
 
 seconds: the makespan of a proportionate flow shop, in whatever order they run (Pinedo,
 "Scheduling", section 6.1). So few large micro-batches, which compute best, let stages wait longest.
-`fill_stages` cuts the samples of each group anew, with several limits of what one micro-batch may
+`fill_stages` cuts the samples of each group again, with several limits of what one micro-batch may
 take, and keeps what ends soonest.
 """
 

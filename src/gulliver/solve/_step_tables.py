@@ -146,7 +146,7 @@ def _not_built() -> str | None:
     except ImportError as error:
         return f"its extension is not built ({error})"
     if built != INTERFACE:
-        return "its extension is of another version: pip install -e . builds it anew"
+        return "its extension is of another version: pip install -e . builds it again"
     return None
 
 

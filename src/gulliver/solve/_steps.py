@@ -256,7 +256,7 @@ class StepSolver:
         return found
 
     def _searched(self, counts: Mapping[Hashable, int]) -> _Found:
-        # The order of a mapping is the order of arrival: answers must not hang on it.
+        # The order of a mapping is the order of arrival: answers must not depend on it.
         shapes = sorted(counts, key=self._names.__getitem__)
         sizes = [counts[shape] for shape in shapes]
         for shape, count in zip(shapes, sizes, strict=True):
