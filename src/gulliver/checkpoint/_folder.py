@@ -179,6 +179,8 @@ class CheckpointFolder:
             GulliverError: the step could not be given its name.
         """
         left_before = self.left_behind()
+        # The rename is the commit. A crash before it leaves a temporary folder, after it a whole
+        # step.
         name_folder(self.partial(step), self.path(step))
         for what, settle in (
             ("its name may not outlive a loss of power", lambda: sync(self.root)),
@@ -303,6 +305,7 @@ class FolderLock:
             except OSError:
                 os.close(handle)
                 raise
+            # Who holds the lock, for the message of the one that is refused.
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._handle = handle

@@ -67,6 +67,8 @@ class GatheredWeights(Weights):
     def announce(self, runs: Iterable[Run]) -> None:
         """Tells the others what will be read, and in which order; once."""
         assert self._order is None, "the order is announced once"
+        # One message for the whole order instead of one for each run: the ranks then send without
+        # being asked.
         self._order = deque(broadcast_object(list(runs), 0, self._group))
 
     def read(self, wanted: Mapping[str, Part]) -> None:

@@ -70,6 +70,7 @@ def load_huggingface(
         sources = _sources(weights, targets, prefix)
         if not checked:
             _check_fits(weights, sources, {})
+        # A checkpoint may still be copying these tensors.
         before_write(_value(leaf) for leaf in sources.values() if _is_plain(leaf))
         _fill(weights, sources)
     return odd

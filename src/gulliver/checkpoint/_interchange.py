@@ -318,6 +318,8 @@ def import_huggingface(
         plan = plan_file(folder.partial(step) / name, weights, names, dtype)
         require_space(run, plan.image.nbytes)
         with _unfinished(folder, step) as partial:
+            # Written before the order is known: steps that the run saves meanwhile are counted,
+            # too.
             files = write_files(weights, [plan], dtype, progress, str(final))
             newest = folder.latest()
             # What comes from elsewhere is the newest only if the run had come less far.

@@ -65,11 +65,13 @@ def publish(
     texts = {STATE: _state(reports), **_indices(tensors, world_size)}
     files = {name: entry for report in reports for name, entry in report["files"].items()}
     indent = 1 if is_short(tensors) else None
+    # The manifest comes last: it lists the sizes and checksums of all files, these two as well.
     for name, text in texts.items():
         write_json(partial / name, text, indent)
         files[name] = checksummed(partial / name)
     for rank in range(world_size):
         _report_file(partial, rank).unlink()
+    # All ranks have reported, so nobody locks these files any more.
     remove_heartbeats(partial, world_size)
     manifest = {
         "format": FORMAT,

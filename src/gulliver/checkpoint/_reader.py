@@ -192,6 +192,7 @@ class StepReader:
         """Fills tensors, and parts of tensors, in place; converts to their dtype."""
         saved = self.tensors(entry)
         there = {name: saved[prefix + name] for name in wanted if prefix + name in saved}
+        # Parts may come from callers that did not match first, such as the boosters.
         match(there, wanted).refuse(f"{self.folder}, entry {entry!r},", len(wanted))
         runs: dict[str, list[_FileRun]] = {}
         for name, leaf in wanted.items():
@@ -200,6 +201,8 @@ class StepReader:
         mapped = FileMappings()
         with torch.no_grad():
             for file, found in runs.items():
+                # File by file, in the order of its bytes: a page that holds several tensors is read
+                # once.
                 self._read_file(file, sorted(found, key=lambda run: run.begin), mapped)
 
     def _runs(self, entry: str, name: str, leaf: Leaf) -> Iterator[tuple[str, _FileRun]]:

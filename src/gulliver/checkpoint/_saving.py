@@ -185,6 +185,8 @@ class AsyncCheckpointer:
                 "step %d waited %.1f s: the step before was still being written", step, waited
             )
         skips = busy and self.when_busy == "skip"
+        # A rank that skips keeps its failure: it is raised by the call that saves again, on all
+        # ranks.
         status = RankStatus(skips, None if skips else self._take_failure())
         collected = None if skips or status.failure else self._prepare(step, state, status)
         save_id = self._agree(step, status)
@@ -258,6 +260,7 @@ class AsyncCheckpointer:
         """Hands everything over; other ranks learn afterwards what fails from here on."""
         self._stalled, self.saves = self.stall_s, self.saves + 1
         self._snapshot = None
+        # Before anything that can fail: rank 0 has to see that this rank lives until it reports.
         save.heartbeat = Heartbeat(self.folder.partial(save.step), self.rank)
         try:
             snapshot = Snapshot(collected, self.rank, self.world_size, self._caught)
@@ -278,6 +281,8 @@ class AsyncCheckpointer:
         self._job = self._worker.submit(self._finish, save)
         if save.snapshot is not None:
             save.snapshot.stall_s += time.perf_counter() - save.begun
+        # Last, when the pages of all tensors are queued: what changes without asking has to be
+        # copied before `save` returns, and is copied first.
         if self._snapshot is not None and self._snapshot.unguarded:
             self._snapshot.release(self._snapshot.unguarded)
 
@@ -334,6 +339,7 @@ class AsyncCheckpointer:
                 with suppress(OSError):  # the step is saved, whatever the disk says of its room
                     self._warn_of_space(nbytes)
         except Exception as error:
+            # The first cause counts: what follows from it (no report, a closed file) would hide it.
             save.problem = save.problem or error
         if save.problem is None:
             self.last = save.report()
@@ -382,9 +388,12 @@ class AsyncCheckpointer:
         assert engine is not None
         try:
             snapshot.submit(engine, partial, save.copy_stream)
+            # After `submit`: the first pages are being copied while the rest of the shadow is
+            # allocated.
             if not save.is_ring and self._given is None:
                 self._grow(engine, snapshot)
             if save.copy_stream is not None:
+                # Page-locking is slow, so the pool keeps its locks between saves.
                 save.copy_stream.prepare(engine.regions)
                 snapshot.pump(engine)
             snapshot.wait_copied()

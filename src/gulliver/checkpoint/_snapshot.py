@@ -167,6 +167,7 @@ class Snapshot:
                 self._tickets[name] = self._submit_file(
                     engine, self._files[name], image, copy_stream
                 )
+                # Only addresses are needed from here on; `_alive` holds what is not copied yet.
                 image.sources = []
             self._forget_leaves()
         except GulliverError:
@@ -234,6 +235,8 @@ class Snapshot:
         begun = time.perf_counter()
         self._submitted.wait()
         with self._lock:
+            # Tickets are taken under the lock and waited for outside of it: the background thread
+            # needs the lock, too.
             wanted = self._waiting.keys() & storages if storages is not None else self._waiting
             # They stay listed until they are copied: another thread that asks waits for them, too.
             waited = {key: self._waiting[key] for key in wanted}
@@ -287,6 +290,8 @@ class Snapshot:
             for name, image in self.images.items():
                 for ticket in self._tickets[name]:
                     ticket.wait()
+                # The checksums are those of the bytes as they were staged, so what the disk returns
+                # later is compared with memory, not with itself.
                 engine.sync(self._files[name]).wait()
                 checksums = tuple(int(ticket.checksum or 0) for ticket in self._tickets[name])
                 entries[name] = FileEntry(image.nbytes, engine.page_bytes, checksums)

@@ -116,6 +116,7 @@ def _run(source: list[Iterator[Any]], move: Callable[[Any], MovedBatch], channel
     """Runs the thread; `source` is a list, so that popping it leaves the only reference here."""
     entries = _moved(source.pop(), move)
     while True:
+        # Before the batch is made, not after: a batch without a permit would hold arena memory.
         channel.permits.acquire()
         if channel.closed.is_set():
             break

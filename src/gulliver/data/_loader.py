@@ -270,6 +270,7 @@ class DataLoader(torch_data.DataLoader):
                 f"the saved position has the generator of rank {state['rank']}, this is rank "
                 f"{self.rank}: load each rank's own, or give `seed` instead of `generator`"
             )
+        # The thread draws from the sampler that is about to be set back.
         self._feed.close()
         self._epoch, self._done, self._mark = state["epoch"], state["done"], state["inner"]
         self._resumes, self._generators = True, list(state["generators"])
@@ -417,6 +418,7 @@ class DataLoader(torch_data.DataLoader):
                 self._stateful.load_state_dict(self._mark)
             self._mark = self._stateful.state_dict()
         by_loading = self._is_iterable and self._stateful is None
+        # A stream without a state cannot skip: its batches are loaded again and dropped (`_after`).
         self._work.begin(self._epoch, 0 if by_loading else self._done, self._generators)
         self._resumes, self._generators = False, None
         return self._done if by_loading else 0

@@ -231,9 +231,9 @@ class DataCentricPlanner:
             if self.unfit == "refuse":
                 which = "" if count in (None, 1) else f", one of {count:,} of this shape,"
                 raise GulliverError(
-                    f"sample {index} ({shape}, {tokens:,} tokens){which} fits at no degree of up to "
-                    f"{self.ranks} ranks in {self._room} of a rank: take more ranks or memory, or "
-                    "unfit='skip'"
+                    f"sample {index} ({shape}, {tokens:,} tokens){which} fits at no degree of up "
+                    f"to {self.ranks} ranks in {self._room} of a rank: take more ranks or memory, "
+                    "or unfit='skip'"
                 )
             return
         factor = self.refinement.factor(shape) / self.stages
@@ -286,6 +286,7 @@ class DataCentricPlanner:
                 if window.is_over and self.epoch == epoch:
                     self.epoch, self._queue = epoch + 1, Queue()
                 return
+            # Planned from the queue alone, so that a loaded state plans the same step again.
             plan = self._planned(epoch)
             # Counted before the plan is given out: a state taken with it says that it is done.
             self.step += 1
@@ -439,6 +440,7 @@ class DataCentricPlanner:
         """Plans the next step, such as to load it ahead, and takes nothing; None where none is."""
         before, skipped = self.position(), self.skipped.copy()
         plan = next(iter(self), None)
+        # Planning is deterministic: the same plan comes again when it is asked for.
         self.rewind(before)
         self.skipped = skipped
         return plan

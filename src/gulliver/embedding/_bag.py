@@ -269,6 +269,7 @@ class CachedEmbeddingBag(nn.Module):
         self.rows += more
         self._gradient = RowGradient(self._store)
         if self._attached is not None:
+            # The old one is bound to the slots and rows that there were.
             self._attached.gradient = self._gradient
         set_state_shape(self.weight, (self.rows, self.embedding_dim))
 
@@ -430,6 +431,7 @@ class CachedEmbeddingBag(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with torch.no_grad():
+            # `fn` is what `Module.to` applies; one row tells where it would go.
             probe = fn(self.weight[:1])
         if probe.device != self.weight.device or probe.dtype != self.weight.dtype:
             raise GulliverError(

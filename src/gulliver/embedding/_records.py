@@ -310,6 +310,7 @@ class RecordStore:
         self._row_of_slot.index_copy_(0, slots, rows)
 
     def _leave(self, plan: RowPlan) -> None:
+        # Rows that were only read have a valid copy in their column: dropping them costs nothing.
         changed = plan.victims[self._dirty[plan.victims]]
         self.moved.clean += len(plan.victims) - len(changed)
         self._dirty[changed] = False
@@ -328,6 +329,7 @@ class RecordStore:
     def _write(self, rows: Tensor, taken: Records, ready: Any) -> None:
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
+                # `taken` was gathered on the compute stream.
                 self._stream.wait_event(ready)
                 rows = rows.cpu()
                 taken = {name: values.cpu() for name, values in taken.items()}

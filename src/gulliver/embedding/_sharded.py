@@ -162,11 +162,13 @@ class ShardedEmbeddingBag(nn.Module):
         found, error = self._found(everyone, error)
         outgoing = [self._outgoing(found, everyone, rank, error) for rank in self._ranks]
         counts = [self._count(rank, own) + 1 for rank in self._ranks]
+        # Gradients are scaled as they arrive, once, and not in every row that they are added to.
         scale = 1.0 / self.group.size if self.average else 1.0
         arrived = BagExchange.apply(self.anchor, self.group, counts, scale, *outgoing)
         try:
             arriving = unflagged(self.group, cast(Sequence[Tensor], arrived), error)
         except GulliverError:
+            # The lookups were made and will get no gradient: their rows may leave the cache.
             self._take_back(found)
             raise
         if announced:

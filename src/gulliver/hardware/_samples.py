@@ -315,8 +315,10 @@ def fit_samples(
         raise GulliverError("costs of samples need points with seconds and bytes above 0")
     rows = np.array([_terms(model, point) for point in points])
     seconds = np.array([point.seconds for point in points])
+    # Relative errors: otherwise the longest samples alone would decide.
     rates = _not_negative(rows / seconds[:, None], np.ones(len(points)))
     errors = np.abs(rows @ rates / seconds - 1)
+    # With as many rates as points a fit has no error; left-out points show what it is worth.
     if len(points) > rows.shape[1]:
         errors = np.array([_left_out(rows, seconds, n) for n in range(len(points))])
     size = np.array([point.bytes for point in points], dtype=float)

@@ -67,6 +67,7 @@ class FallbackPacking:
             while left[shape]:
                 degree = chosen[shape]
                 if degree > free:
+                    # Too few ranks are left: a narrower group is better than none.
                     degree = self._degree(shape, limit, free)
                 if not degree and not partly:
                     return None
@@ -100,6 +101,7 @@ class FallbackPacking:
                 break
         if best is None:
             packed = self.pack(float("inf"), [], partly=not self._repeat)
+            # No time was long enough, as where two shapes need more ranks together than there are.
             best = None if packed is None else _answer(packed)
         return best
 

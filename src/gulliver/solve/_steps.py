@@ -122,6 +122,7 @@ class StepSolver:
             raise GulliverError(f"shape {shape!r} fits at no degree of up to {self.ranks} ranks")
         self._seconds[shape], self._names[shape], self._known[shape] = fit, repr(shape), 0
         self._one[shape] = min(float(t.min()) for t in fit.values())
+        # Plans that were found are of other costs.
         self._plans.clear()
         self._packings.clear()
         self._learn(shape, 16)
@@ -141,6 +142,7 @@ class StepSolver:
         least, self._rate[shape] = covering({d: d * t for d, t in rows.items()}, size)
         self._least[shape] = least.tolist()
         number = self._numbers.setdefault(shape, len(self._numbers))
+        # Tables grow by doubling: new counts make a shape learn again only a few times.
         self._tables.learn(number, self._ends[shape], self._rate[shape])
 
     def rank_seconds(self, shape: Hashable) -> float:
