@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import operator
@@ -19,7 +20,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -393,10 +394,14 @@ def differences(
     return found
 
 
-def from_keywords(kind: type[_Kind], given: Mapping[str, Any], where: str) -> _Kind:
-    """Makes an options dataclass of keyword arguments; refuses names that it does not have."""
+def from_keywords(kind: type[_Kind], given: Mapping[str, Any], owner: Callable[..., Any]) -> _Kind:
+    """Makes an options dataclass of a constructor's keywords; refuses names that neither has."""
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in given:
         if name not in known:
-            raise GulliverError(f"{where} has no argument {name!r}: {nearest(name, known)}")
+            parameters = inspect.signature(owner).parameters.values()
+            own = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+            raise GulliverError(
+                f"{owner.__name__} has no argument {name!r}: {nearest(name, [*own, *known])}"
+            )
     return kind(**given)

@@ -152,7 +152,7 @@ class DataCentricPlanner:
         budget: Budget,
         **options: Any,
     ) -> None:
-        chosen = from_keywords(DataCentricOptions, options, "DataCentricPlanner")
+        chosen = from_keywords(DataCentricOptions, options, DataCentricPlanner)
         if not isinstance(budget, Budget):
             raise GulliverError(f"budget={budget!r}: give Samples(n), Tokens(n) or Seconds(s)")
         if not isinstance(ranks, int) or ranks < 1:

@@ -127,7 +127,7 @@ class CachedEmbeddingBag(nn.Module):
         super().__init__()
         if mode not in MODES:
             raise GulliverError(f"mode={mode!r} is unknown: {nearest(str(mode), MODES)}")
-        self.options = chosen = from_keywords(EmbeddingCacheOptions, options, "an embedding bag")
+        self.options = chosen = from_keywords(EmbeddingCacheOptions, options, CachedEmbeddingBag)
         self.tables = make_tables(num_embeddings, padding_idx, chosen.name)
         self.rows = sum(table.rows for table in self.tables)
         self.several = isinstance(num_embeddings, Mapping)
