@@ -11,7 +11,7 @@ import inspect
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain, islice
 from typing import Any
 
@@ -38,6 +38,29 @@ from gulliver.options import whole_number
 _log = logging.getLogger("gulliver")
 USED_AT_ONCE = 2
 """Batches alive outside the loader: the one in use, and the next, before that is dropped."""
+
+
+@dataclass(frozen=True)
+class StagingOptions:
+    """Memory that a `DataLoader` passes batches through; its fields are given to it by name.
+
+    Attributes:
+        arena: arena shared with other loaders; None makes one if one is needed.
+        warm_up: one example batch of every shape that occurs, whose tensors may be on ``meta``. All
+            memory is then taken now. Otherwise it is taken as batches come, up to `arena_limit`.
+        arena_limit: most bytes of the arena that is made here; None: what `warm_up` needs, else
+            1 GiB.
+    """
+
+    arena: PinnedArena | None = None
+    warm_up: Iterable[Any] | None = None
+    arena_limit: int | None = None
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> StagingOptions:
+        """Takes these options out of keyword arguments, of which the rest is torch's."""
+        own = (field.name for field in fields(cls))
+        return cls(**{name: options.pop(name) for name in own if name in options})
 
 
 # [Note: the position] The state counts batches that were handed to the user, not those made ahead.
@@ -88,16 +111,11 @@ class DataLoader(torch_data.DataLoader):
         seed: seed of all that is drawn, the same on all ranks.
         rank: rank of this process; None asks torch.distributed.
         world_size: number of ranks; None asks torch.distributed.
-        arena: arena shared with other loaders; None makes one if one is needed.
-        warm_up: one example batch of every shape that occurs, whose tensors may be on ``meta``. All
-            memory is then taken now. Otherwise it is taken as batches come, up to `arena_limit`.
-        arena_limit: most bytes of the arena that is made here; None: what `warm_up` needs, else
-            1 GiB.
         threaded: whether a thread makes the batches ahead of use, where there are no workers. The
             generators are left alone then: data set and collation must draw from none of the
             process.
-        options: further arguments of torch's DataLoader, such as `num_workers`, `sampler`,
-            `batch_sampler` (a `BucketSampler` too) and `collate_fn`.
+        options: fields of `StagingOptions`, and further arguments of torch's DataLoader, such as
+            `num_workers`, `sampler`, `batch_sampler` (a `BucketSampler` too) and `collate_fn`.
 
     Raises:
         GulliverError: an argument that does not exist or that torch refuses; an arena too small.
@@ -114,12 +132,10 @@ class DataLoader(torch_data.DataLoader):
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
-        arena: PinnedArena | None = None,
-        warm_up: Iterable[Any] | None = None,
-        arena_limit: int | None = None,
         threaded: bool = False,
         **options: Any,
     ) -> None:
+        staging = StagingOptions.taken_from(options)
         _check_names(options)
         if ahead < 1:
             raise GulliverError(f"{ahead} batches ahead are none: `ahead` must be at least 1")
@@ -147,7 +163,7 @@ class DataLoader(torch_data.DataLoader):
             raise GulliverError("a stream is read in order: give threaded a map-style data set")
         self._stateful = self._find_stateful()
         self._inner, self._work = self._make_inner()
-        self.arena = self._make_arena(arena, warm_up, arena_limit)
+        self.arena = self._make_arena(staging)
         locks = self.pin_memory and self.arena is None
         self._mover = Mover(self.arena, copy_stream(self.device, ahead), locks)
         self._feed: Feed | Inline = Inline(iter(()), self._mover.move, 0)
@@ -367,9 +383,8 @@ class DataLoader(torch_data.DataLoader):
         )
         return inner, work
 
-    def _make_arena(
-        self, arena: PinnedArena | None, warm_up: Iterable[Any] | None, limit: int | None
-    ) -> PinnedArena | None:
+    def _make_arena(self, staging: StagingOptions) -> PinnedArena | None:
+        arena, warm_up, limit = staging.arena, staging.warm_up, staging.arena_limit
         on_device = self.device is not None and self.device.type != "cpu"
         if arena is not None and arena.is_pinned and not on_device:
             raise GulliverError(
@@ -490,6 +505,7 @@ def _after(batches: Iterator[Any], count: int, work: Orders | BatchStream) -> It
 def _check_names(options: Mapping[str, Any]) -> None:
     known = set(inspect.signature(torch_data.DataLoader.__init__).parameters)
     own = set(inspect.signature(DataLoader.__init__).parameters) - {"options"}
+    own |= {field.name for field in fields(StagingOptions)}
     for name in options:
         if name not in known:
             meant = nearest(name, (known | own) - {"self"})
