@@ -1,15 +1,15 @@
 """Data: clips and their sources, the order of samples, and the way of batches to the device."""
 
-from gulliver.data._arena import ArenaStatistics, PinnedArena
+from gulliver.data._arena import PinnedArena
 from gulliver.data._bucket_config import BucketConfig
 from gulliver.data._budgets import Budget, Samples, Seconds, Tokens
 from gulliver.data._clips import BrokenClip, Bucket, Clip, ClipBatch, ClipDataset, collate
 from gulliver.data._documents import document_shapes, pack_documents
 from gulliver.data._draws import DISTRIBUTIONS, draw_samples, draw_shapes, least_time
 from gulliver.data._frames import STILL_FPS, Frame, open_video, rate_shown, stacked, upright_frames
-from gulliver.data._loader import DataLoader, LoaderStatistics
+from gulliver.data._loader import DataLoader, StagingOptions
 from gulliver.data._nested import move_tensors
-from gulliver.data._planner import DataCentricPlanner
+from gulliver.data._planner import DataCentricOptions, DataCentricPlanner
 from gulliver.data._records import read_utf8
 from gulliver.data._resolutions import resolution
 from gulliver.data._sampler import BucketSampler, ResumableSampler, Step
@@ -31,7 +31,6 @@ __all__ = [
     "DISTRIBUTIONS",
     "STILL_FPS",
     "STYLES",
-    "ArenaStatistics",
     "BrokenClip",
     "Bucket",
     "BucketConfig",
@@ -41,10 +40,10 @@ __all__ = [
     "ClipBatch",
     "ClipDataset",
     "ClipTable",
+    "DataCentricOptions",
     "DataCentricPlanner",
     "DataLoader",
     "Frame",
-    "LoaderStatistics",
     "MicroBatch",
     "PinnedArena",
     "Probe",
@@ -53,6 +52,7 @@ __all__ = [
     "Samples",
     "Seconds",
     "Shares",
+    "StagingOptions",
     "Step",
     "StepEnds",
     "StepPlan",

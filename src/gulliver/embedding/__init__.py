@@ -7,7 +7,7 @@ in; `_attached.py` ties an optimizer of `_optimizers.py` to them. `_sharded.py` 
 ranks as `_planning.py` chooses; `_budget.py` shares memory among caches.
 """
 
-from gulliver.embedding._bag import CachedEmbeddingBag
+from gulliver.embedding._bag import CachedEmbeddingBag, EmbeddingCacheOptions
 from gulliver.embedding._budget import budget_tables
 from gulliver.embedding._lookahead import LookAhead
 from gulliver.embedding._optimizers import ROW_OPTIMIZERS, RowState, RowWiseAdagrad
@@ -24,6 +24,7 @@ __all__ = [
     "DATA_SETS",
     "ROW_OPTIMIZERS",
     "CachedEmbeddingBag",
+    "EmbeddingCacheOptions",
     "LookAhead",
     "PlannedTable",
     "RowState",
