@@ -211,7 +211,12 @@ def test_costs_of_functions_are_a_line_through_samples() -> None:
     assert two.communication.tolist()[:2] == pytest.approx([90, 180])
     assert len(two) == 6
     assert costs.degrees(4) == (1, 2)
-    for bad in (lambda n: 0.0, lambda n: math.inf, lambda n: math.nan, lambda n: 1000 - n):
+    for bad in (
+        lambda n: 0.0,
+        lambda n: math.inf,
+        lambda n: math.nan,
+        lambda n: 99.0 if n < 9 else 1.0,
+    ):
         with pytest.raises(GulliverError):
             line_costs(bad, 1000)
 
