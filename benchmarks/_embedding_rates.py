@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gulliver.embedding import power_law
 from gulliver.solve import RowPolicy, RowReplacement
 
 Trace = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
@@ -85,3 +84,17 @@ def hit_rate(
             cache.commit(cache.decide(queue.pop(0)))
     uses, missed = cache.counts.uses - before[0], cache.counts.missed_uses - before[1]
     return 1 - missed / uses
+
+
+def power_law(
+    draw: np.random.Generator, rows: int, count: int, exponent: float
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Draws numbers below `rows`, the n-th as often as n to the power of minus `exponent`."""
+    # The density over a continuous range is inverted, so that no table of all rows is needed.
+    uniform = draw.random(count)
+    if exponent == 1.0:
+        found = np.exp(uniform * np.log(rows + 1))
+    else:
+        top = (rows + 1.0) ** (1 - exponent)
+        found = (1 + uniform * (top - 1)) ** (1 / (1 - exponent))
+    return np.minimum(found.astype(np.int64) - 1, rows - 1)

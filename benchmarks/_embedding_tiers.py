@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gulliver.embedding import CachedEmbeddingBag, power_law
+from benchmarks._embedding_rates import power_law
+from gulliver.embedding import CachedEmbeddingBag
 from gulliver.embedding._columns import WEIGHT, Column
 
 

@@ -25,20 +25,17 @@ import tyro
 from benchmarks._data_centric_costs import Documents, text_costs, video_costs
 from benchmarks._data_centric_offload import offload
 from benchmarks._data_centric_ranks import LONGEST, run_workloads, workload
-from benchmarks._harness import Report, at_least, at_most, finish
-from gulliver.data import DataCentricPlanner, Tokens
-from gulliver.data._published import METHODS
-from gulliver.data._replay import (
-    DISTRIBUTIONS,
+from benchmarks._data_published import (
+    METHODS,
     PUBLISHED,
     PUBLISHED_IMBALANCE,
     Replayed,
-    draw_shapes,
-    least_time,
     replay_ours,
     replay_published,
     sums,
 )
+from benchmarks._harness import Report, at_least, at_most, finish
+from gulliver.data import DISTRIBUTIONS, DataCentricPlanner, Tokens, draw_shapes, least_time
 from gulliver.hardware import SampleCosts, SampleShape
 from gulliver.solve import pack
 

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 import tyro
 
-from benchmarks._embedding_rates import Trace, TraceConfig, hit_rate, make_trace
+from benchmarks._embedding_rates import Trace, TraceConfig, hit_rate, make_trace, power_law
 from benchmarks._embedding_tiers import TierConfig, make_jobs, weight_of
 from benchmarks._harness import Report, alternate, at_least, at_most, finish
-from gulliver.embedding import DATA_SETS, TablesJob, plan_tables, power_law
-from gulliver.embedding._columns import WEIGHT, ExactColumn, Place
+from gulliver.embedding import DATA_SETS, TablesJob, plan_tables
+from gulliver.embedding._columns import WEIGHT, Column, RowStorage
 from gulliver.embedding._records import RecordStore
 from gulliver.hardware import named_cluster
 from gulliver.options import size_text
@@ -119,7 +119,7 @@ def count_bytes(options: Options) -> None:
     rows, dim = sum(DATA_SETS["criteo-1tb"]), 128
     slots = int(0.01 * rows)
     # The rows of 91 GB are zeros that have no memory: what is counted is not on the host.
-    column = ExactColumn(Place(), torch.zeros(()).expand(rows, dim))
+    column = Column(RowStorage(), torch.zeros(()).expand(rows, dim))
     replacement = RowReplacement(slots, rows)
     store = RecordStore(
         {WEIGHT: column}, replacement, rows, dim, torch.float32, torch.device("cpu"), False

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gulliver.embedding import CachedEmbeddingBag, Clicks, CriteoFile, LookAhead, write_criteo
+from criteo import Clicks, CriteoFile, write_criteo
+from gulliver.embedding import CachedEmbeddingBag, LookAhead
 
 ROWS = [20_000, 5_000, 3_000, 500, 200, 50, 30, 10, *[1_000] * 8, *[100] * 10]
 DIM, BATCH, SAMPLES, HELD_OUT = 16, 128, 16_384, 16

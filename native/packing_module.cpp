@@ -1,7 +1,7 @@
 // The packer of data-centric steps for Python: gulliver.solve._packer. It does what
-// src/gulliver/solve/_step_packing.py and _step_search.py do, line for line and in the same order of
-// sums, so that plans are the same to the bit where it was not built. Those say why; this is told
-// where it differs. Calls take microseconds and keep the GIL, which guards what packings remember.
+// tests/step_packer.py does, its oracle, line for line and in the same order of sums: answers are
+// equal to the bit. The oracle says why; this says where it differs. Calls take microseconds and
+// keep the GIL, which guards what packings remember.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -187,7 +187,7 @@ class Order {
   std::vector<std::unique_ptr<Places>> places_;
 };
 
-// What a search tries; the numbers are those of _step_search.py.
+// What a search tries; the numbers are those of _step_tables.py.
 struct Tries {
   int tries;
   double close, first, shorter;

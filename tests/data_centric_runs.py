@@ -27,7 +27,8 @@ from gulliver.data import (
     StepPlan,
     pack_documents,
 )
-from gulliver.hardware import BlockKind, FunctionCosts, HostRoom, TierRates
+from gulliver.hardware import BlockKind, HostRoom, TierRates
+from tests.data_centric_costs import line_costs
 from tests.hybrid_cells import (
     exact_norms,
     make_optimizer,
@@ -307,7 +308,7 @@ def boosted(case: Case, model: Any) -> tuple[Booster, Any, Any]:
 
 def planned(ranks: int, **changes: Any) -> DataCentricPlanner:
     """A planner of the llama's samples, whose groups change with the step."""
-    costs = FunctionCosts(lambda n: n * n, lambda n: n, 2 * max(LENGTHS), 5.0, 0.02, (1, 2, 3, 4))
+    costs = line_costs(lambda n: n * n, 2 * max(LENGTHS), 5.0, 0.02, (1, 2, 3, 4))
     shapes = [shape_of("llama", index) for index in range(PLANNED)]
     return DataCentricPlanner(costs, shapes, ranks, Samples(5), window=20, **changes)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gulliver.data import Bucket, BucketConfig, BucketSampler, resolution
-from gulliver.data._bucket_config import Sizes, chances
+from gulliver.data._bucket_config import ClipSizes, chances
 from gulliver.errors import GulliverError
 
 CONFIG = {
@@ -22,12 +22,12 @@ CONFIG = {
 }
 
 
-def _clips(count: int) -> Sizes:
+def _clips(count: int) -> ClipSizes:
     draw = np.random.default_rng(0)
     scale = draw.uniform(0.1, 1.2, count)
     frames = draw.choice([1, 40, 51, 52, 110, 205, 300, 500], count)
     heights = (scale * draw.choice([1080, 720, 1440], count)).astype(int)
-    return Sizes(frames, heights, (scale * draw.choice([1920, 1080], count)).astype(int))
+    return ClipSizes(frames, heights, (scale * draw.choice([1920, 1080], count)).astype(int))
 
 
 def test_the_buckets_that_are_possible_are_those_of_many_epochs() -> None:
@@ -43,7 +43,7 @@ def test_the_buckets_that_are_possible_are_those_of_many_epochs() -> None:
         assert (config.refusal(*size, 1) is None) == bool(buckets)
 
 
-def _one_by_one(clips: Sizes, interval: int, seed: int, epoch: int) -> list[tuple | None]:
+def _one_by_one(clips: ClipSizes, interval: int, seed: int, epoch: int) -> list[tuple | None]:
     """The published rule, one clip after the other, with the chances that ours draws."""
     names = sorted(CONFIG, key=lambda name: -resolution(name).pixels)
     rules = [(name, frames) for name in names for frames in sorted(CONFIG[name], reverse=True)]

@@ -49,7 +49,7 @@ from gulliver.io import (
     Engine,
     NativeEngine,
     PythonEngine,
-    View,
+    StridedView,
     gather,
     hold,
     native_problem,
@@ -390,7 +390,7 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     for name in ("../x.safetensors", str(tmp_path / "x.safetensors"), ".."):
         index = {"metadata": {}, "weight_map": {"a": name}}
         write_json(tmp_path / "hf" / "model.safetensors.index.json", index)
-        with pytest.raises(GulliverError, match="have to lie beside it"):
+        with pytest.raises(GulliverError, match="have to lie in its folder"):
             open_weights(tmp_path / "hf")
 
 
@@ -572,7 +572,7 @@ def test_what_lies_apart_is_gathered_in_its_order(tmp_path: Path, kind: type[Eng
     with kind(page_bytes=4096, pages=3) as engine:  # type: ignore[call-arg]
         for number, tensor in enumerate(views_of(draw)):
             wanted = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            view = View(
+            view = StridedView(
                 tensor.data_ptr(), tensor.itemsize, tuple(tensor.shape), tuple(tensor.stride())
             )
             path = tmp_path / str(number)
@@ -593,7 +593,7 @@ def test_what_lies_apart_is_gathered_in_its_order(tmp_path: Path, kind: type[Eng
             assert path.read_bytes() == wanted
         for rows in ([[1, 4]], [[0, 3]], [[0, 4096]]):
             file = engine.create(tmp_path / f"refused{rows}", 4096)
-            view = View(torch.ones(3).data_ptr(), 4, (3,), (1,))
+            view = StridedView(torch.ones(3).data_ptr(), 4, (3,), (1,))
             with pytest.raises(GulliverError, match=r"of a view cut its elements|has no byte"):
                 engine.stage(file, 0, np.array(rows), views={0: view})
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gulliver.data import DataCentricPlanner, Samples, StepEnds, StepPlan, Tokens
 from gulliver.errors import GulliverError
-from gulliver.hardware import FunctionCosts
-from gulliver.solve import BalancedStep, GroupWork, Piece, StepArranger, StepSolver, halves
+from gulliver.solve import BalancedStep, GroupWork, StepArranger, StepSolver, WorkPiece, halves
+from tests.data_centric_costs import line_costs
 from tests.test_data_centric_plans import LengthCosts, indices
 
 
@@ -52,7 +52,7 @@ def test_arranged_samples_come_once_and_go_on_on_other_ranks(
 
 
 def test_steps_of_few_large_samples_fill_the_ranks() -> None:
-    costs = FunctionCosts(lambda n: n, lambda n: n, 100, 0.0, 0.0, (1, 2, 4))
+    costs = line_costs(lambda n: n, 100, 0.0, 0.0, (1, 2, 4))
     lengths = np.random.default_rng(0).permutation([400, 300] * 100).tolist()
     seconds = {}
     for arrange in (None, 8):
@@ -82,8 +82,8 @@ def test_patterns_waste_no_more_than_the_best_of_all_pairs() -> None:
 def test_halves_of_a_step_have_all_its_work_and_end_together() -> None:
     times = {"x": 2.0, "y": 1.0}
     groups = (
-        GroupWork(1, 5.0, (Piece("x", (1, 1)), Piece("y", (1,)))),
-        GroupWork(1, 5.0, (Piece("x", (1,)), Piece("y", (1, 1, 1)))),
+        GroupWork(1, 5.0, (WorkPiece("x", (1, 1)), WorkPiece("y", (1,)))),
+        GroupWork(1, 5.0, (WorkPiece("x", (1,)), WorkPiece("y", (1, 1, 1)))),
     )
     found = list(halves(BalancedStep(groups, 5.0, 5.0, {}), lambda shape, *_: times[str(shape)]))
     best = min(found, key=lambda pair: pair[0].seconds + pair[1].seconds)
@@ -98,13 +98,13 @@ def test_halves_of_a_step_have_all_its_work_and_end_together() -> None:
                 for size in piece.batches
             )
             assert parts == sorted((p.shape, n) for p in whole.pieces for n in p.batches)
-    alone = BalancedStep((GroupWork(1, 2.0, (Piece("x", (1,)),)),), 2.0, 2.0, {})
+    alone = BalancedStep((GroupWork(1, 2.0, (WorkPiece("x", (1,)),)),), 2.0, 2.0, {})
     assert not list(halves(alone, lambda *_: 2.0)), "one micro-batch cannot be cut"
 
 
 def ordered(ends: StepEnds | None) -> StepPlan:
     """A sample that takes all ranks, and four micro-batches of short ones for each rank."""
-    costs = FunctionCosts(lambda n: n, lambda n: n, 100, 0.0, 0.5, (1, 2, 4))
+    costs = line_costs(lambda n: n, 100, 0.0, 0.5, (1, 2, 4))
     (plan,) = DataCentricPlanner(costs, [400] + [50] * 32, 4, Samples(33), ends=ends)
     return plan
 

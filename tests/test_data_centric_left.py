@@ -13,7 +13,7 @@ from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin
 from gulliver.comm import World
 from gulliver.data import DataCentricPlanner, Samples
 from gulliver.errors import GulliverError
-from gulliver.hardware import FunctionCosts
+from tests.data_centric_costs import line_costs
 from tests.pool import Pool
 
 SAMPLES = 12
@@ -25,7 +25,7 @@ def _made(world: World) -> tuple[Any, Any, DataCentricLoader]:
     plugin = DataCentricPlugin(verbose=False)
     boosted = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     data = [torch.full((n, 1), float(n)) for n in [3, 5] * (SAMPLES // 2)]
-    costs = FunctionCosts(lambda n: n, lambda n: n, 12)
+    costs = line_costs(lambda n: n, 12)
     planner = DataCentricPlanner(costs, [len(x) for x in data], world.size, Samples(4))
     return boosted[0], boosted[1], DataCentricLoader(planner, data, boosted[0], boosted[1])
 

@@ -24,9 +24,9 @@ from gulliver.booster import (
 from gulliver.comm import World
 from gulliver.data import DataCentricPlanner, Samples
 from gulliver.errors import GulliverError
-from gulliver.hardware import FunctionCosts
 from gulliver.memory import HostStore
 from gulliver.plan import Plan
+from tests.data_centric_costs import line_costs
 from tests.data_centric_runs import KINDS, Case, errors, trained
 from tests.pool import Pool
 from tests.test_memory_stores import LateCopier
@@ -142,7 +142,7 @@ def _boosted(plan: Plan) -> tuple[Booster, Any, Any]:
 def _loader(world: World, model: Any, optimizer: Any) -> DataCentricLoader:
     """Steps in which every rank has as many micro-batches of one sample."""
     many = world.size * BATCHES
-    costs = FunctionCosts(lambda n: n, lambda n: n, 3)
+    costs = line_costs(lambda n: n, 3)
     planner = DataCentricPlanner(costs, [3] * (many * STEPS), world.size, Samples(many))
     data = [_sample(number) for number in range(many * STEPS)]
     return DataCentricLoader(planner, data, model, optimizer)

@@ -13,7 +13,7 @@ from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin
 from gulliver.comm import World
 from gulliver.data import DataCentricPlanner, Samples
 from gulliver.errors import GulliverError
-from gulliver.hardware import FunctionCosts
+from tests.data_centric_costs import line_costs
 from tests.pool import Pool
 
 SHAPES = [3, 5] * 6
@@ -47,7 +47,7 @@ class Force(nn.Module):
 def _loader(world: World, model: nn.Module, **settings: Any) -> tuple[Any, Any, Any]:
     booster = Booster(plugin=DataCentricPlugin(verbose=False, **settings))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    costs = FunctionCosts(lambda n: n, lambda n: n, 5)
+    costs = line_costs(lambda n: n, 5)
     planner = DataCentricPlanner(costs, SHAPES, world.size, Samples(6))
     return DataCentricLoader(planner, DATA, model, optimizer), model, optimizer
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from gulliver.data import Budget, DataCentricPlanner, Samples, Seconds, StepPlan, Tokens, step_lines
 from gulliver.data._windows import longer_lots
 from gulliver.errors import GulliverError
-from gulliver.hardware import BatchCosts, BlockKind, FunctionCosts, keep_blocks
+from gulliver.hardware import BatchCosts, BlockKind, keep_blocks
+from tests.data_centric_costs import line_costs
 
 KINDS = (BlockKind("spatial", 3, 0.5), BlockKind("temporal", 2, 0.25))
 
@@ -164,7 +165,7 @@ def test_what_was_drawn_and_fits_fewer_ranks_no_more_is_skipped(
     then: int, arrange: int | None
 ) -> None:
     lengths = [10, 150, 20, 30, 150, 10, 10, 20]
-    costs = FunctionCosts(lambda n: n, lambda n: n, 50, allowed=(1, 2, 4))
+    costs = line_costs(lambda n: n, 50, allowed=(1, 2, 4))
     made, again = (
         DataCentricPlanner(costs, lengths, ranks, Tokens(150), unfit="skip", arrange=arrange)
         for ranks in (4, then)
@@ -207,7 +208,7 @@ def test_samples_of_a_step_do_not_depend_on_the_ranks() -> None:
 def test_steps_are_of_a_kind_however_long_the_lots_that_costs_ask_for(budget: Budget) -> None:
     """No steps of one shape in a row where the fixed cost of a micro-batch is nearly all of it."""
     lengths = np.random.default_rng(0).choice([10, 20, 30], 480).tolist()
-    costs = FunctionCosts(lambda n: 1e-3 * n, lambda n: n, 10**6, fixed=5.0)
+    costs = line_costs(lambda n: 1e-3 * n, 10**6, fixed=5.0)
     plans = list(DataCentricPlanner(costs, lengths, 1, budget))
     assert len(plans) >= 20
     shapes = [[lengths[index] for index in indices([plan])] for plan in plans]
@@ -230,7 +231,7 @@ def test_small_lots_wait_for_each_other_where_a_step_has_few_lots() -> None:
 def test_stills_between_long_clips_do_not_take_a_part_of_every_step() -> None:
     """Three stills leave one of four ranks waiting, and each step had three."""
     lengths = np.random.default_rng(0).permutation([400] * 200 + [75] * 200).tolist()
-    costs = FunctionCosts(lambda n: n, lambda n: n, 100, 0.0, 0.3, (1, 4))
+    costs = line_costs(lambda n: n, 100, 0.0, 0.3, (1, 4))
     plans = list(DataCentricPlanner(costs, lengths, 4, Tokens(1600)))
     stills = [sum(lengths[n] == 75 for n in indices([plan])) for plan in plans]
     assert np.mean(np.array(stills) % 4 == 0) > 0.6
@@ -384,7 +385,7 @@ def test_a_table_whose_lengths_lie_is_found_at_the_sample() -> None:
 
 
 def test_a_sample_that_takes_all_ranks_does_not_widen_the_groups_of_others() -> None:
-    costs = FunctionCosts(lambda n: n, lambda n: n, 100, 0.0, 0.5, (1, 2, 4))
+    costs = line_costs(lambda n: n, 100, 0.0, 0.5, (1, 2, 4))
     (plan,) = DataCentricPlanner(costs, [400] + [50] * 8, 4, Samples(9))
     assert [[group.degree for group in phase] for phase in plan.phases] == [[4], [1] * 4]
     assert plan.seconds == pytest.approx(400 / 4 + 200 + 100)

@@ -1,71 +1,27 @@
-"""Published planners replayed beside ours, pictures of steps, and the command that draws them."""
+"""Drawn samples, pictures of steps, and the command that draws them."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from benchmarks._data_centric_costs import TABLE, video_costs
 
 from gulliver.cli._main import run
-from gulliver.data import DataCentricPlanner, MicroBatch, RankGroup, Samples, StepPlan, Tokens
-from gulliver.data._published import METHODS, Share, published_plan
-from gulliver.data._replay import (
+from gulliver.data import (
     DISTRIBUTIONS,
-    _weights,
+    DataCentricPlanner,
+    MicroBatch,
+    RankGroup,
+    Samples,
+    StepPlan,
     draw_shapes,
-    least_time,
-    replay_ours,
-    replay_published,
 )
 from gulliver.data._step_pictures import shares_of, step_lines, steps_page
 from gulliver.errors import GulliverError
 
 COSTS = video_costs()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_published_planners_stay_inside_the_ranks_and_count_what_they_drop(method: str) -> None:
-    shapes = draw_shapes(COSTS, "balanced", 3000)
-    plan = published_plan(method, COSTS, Counter(shapes), 8)  # type: ignore[arg-type]
-    used: Counter[str] = Counter()
-    for step in plan.steps:
-        assert sum(share.degree for share in step) <= 8
-        for share in step:
-            used[share.shape] += share.batch * share.repeats
-            row = COSTS.batches(share.shape, share.degree, method == "inter+pac")
-            assert share.seconds == pytest.approx(row.seconds[share.batch - 1])
-            assert share.repeats == 1 or method.startswith("inter")
-            assert share.degree == 4 or method != "bucketing"
-    assert used <= Counter(shapes)
-    assert used.total() + plan.dropped == 3000
-    assert plan.dropped > 0, "drop_last, as published"
-
-
-def test_weights_of_published_steps_are_means_of_means() -> None:
-    step = [Share("a", 2, 1, 1.0), Share("b", 2, 10, 1.0, 10)]
-    effective, spread = _weights(step)
-    assert spread == pytest.approx(100.0)
-    weights = [1.0] + [0.01] * 100
-    told = sum(weights) ** 2 / sum(w * w for w in weights) / 101
-    assert effective == pytest.approx(told)
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_ours_is_ahead_of_what_was_published_and_loses_nothing(distribution: str) -> None:
-    shapes = draw_shapes(COSTS, distribution, 6000)  # type: ignore[arg-type]
-    ours = replay_ours(COSTS, shapes, 8, Tokens(8_000_000))
-    assert ours.dropped == 0
-    assert ours.samples == 6000
-    assert ours.imbalance <= 0.01
-    assert ours.gap is not None
-    assert 0 <= ours.gap < 0.06
-    assert ours.seconds >= least_time(COSTS, shapes, 8)
-    for method in METHODS:
-        theirs = replay_published(method, COSTS, shapes, 8)
-        assert ours.speed > theirs.speed
 
 
 def test_distributions_have_two_images_a_video_and_what_dominates() -> None:

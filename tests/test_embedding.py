@@ -339,10 +339,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "slots": ({"cache": 11}, "give 1 to 10"),
     "padding": ({"padding_idx": 10}, "0 to 9"),
     "padding below": ({"padding_idx": -11}, "-1 to -10"),
-    "int8": ({"cold": "int8", "_weight": torch.full((10, 4), torch.inf)}, "row 0 .* inf or nan"),
     "policy": ({"policy": "dataset"}, "frequencies belong together"),
     "short": ({"policy": "dataset", "frequencies": torch.ones(3).numpy()}, "of 3 rows, not of 10"),
-    "cold": ({"cold": "int4"}, "cold='int4' is unknown"),
     "disk": ({"disk": "/nowhere/at/all"}, "does not exist"),
 }
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gulliver.embedding import Clicks, CriteoFile, power_law, write_criteo
+from criteo import Clicks, CriteoFile, power_law, write_criteo
 from gulliver.errors import GulliverError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from dynamic_ids import DynamicIds
 from gulliver.cli import main
 from gulliver.embedding import (
     DATA_SETS,
     CachedEmbeddingBag,
-    DynamicIds,
     ShardedEmbeddingBag,
     TablesJob,
     budget_tables,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import signal
 import subprocess
@@ -13,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gulliver.checkpoint import AsyncCheckpointer, load
 from gulliver.embedding import CachedEmbeddingBag, LookAhead
-from gulliver.embedding._columns import round_bf16, round_int8
 from gulliver.errors import GulliverError
 from tests.embedding_runs import OPTIMIZERS, Step, cached, most_rows, steps, train, whole_run
 from tests.patience import patient
@@ -154,60 +152,6 @@ def test_tables_of_any_size_grow_again_and_again(full: bool) -> None:
         assert _equal(_states(optimizer), optimizer_state["state"].get(0, {})), seed
 
 
-def test_rounding_has_no_direction_and_at_most_one_step() -> None:
-    values, draw = torch.randn(4, 64), torch.Generator().manual_seed(0)
-    for cold, count in itertools.product(("bf16", "int8"), (2000,)):
-        total = torch.zeros_like(values)
-        if cold == "bf16":
-            step = values.abs() * 2**-7
-            for _ in range(count):
-                rounded = round_bf16(values, draw).float()
-                assert ((rounded - values).abs() <= step).all()
-                total += rounded
-        else:
-            step = (values.abs().amax(1, keepdim=True) / 127).expand_as(values)
-            for _ in range(count):
-                whole, scales = round_int8(values, draw)
-                rounded = whole * scales
-                assert ((rounded - values).abs() <= step * 1.0001).all()
-                total += rounded
-        # A standard error is at most half a step over the root of the count.
-        assert ((total / count - values).abs() < 5 * step / 2 / count**0.5).all(), cold
-
-
-def test_the_largest_numbers_stay_finite_in_bf16_and_inf_and_nan_what_they_are() -> None:
-    values = torch.tensor([3.4e38, -3.4028e38, float("inf"), float("-inf"), float("nan"), -0.0])
-    rounded = round_bf16(values, torch.Generator().manual_seed(0))
-    largest = torch.finfo(torch.bfloat16).max
-    assert rounded[:4].tolist() == [largest, -largest, float("inf"), float("-inf")]
-    assert rounded[4].isnan()
-    assert rounded[5].signbit()
-
-
-@pytest.mark.parametrize("cold", ["bf16", "int8"])
-def test_cold_rows_are_near_the_exact_ones_and_take_the_bytes_that_they_say(cold: Any) -> None:
-    first, batches = torch.randn(ROWS, 16), steps(ROWS, 16, 30)
-    _, exact, _ = whole_run("sum", "adagrad", batches, first, False)
-    table, optimizer = cached("sum", "adagrad", first, 20, cold=cold)
-    train(table, optimizer, iter(batches), False)
-    error = (table.state_dict()["weight"] - exact["weight"]).abs().max()
-    assert 0 < error < (0.12 if cold == "bf16" else 0.3)
-    weight = table._store.columns["weight"]
-    assert weight.nbytes == ROWS * (32 if cold == "bf16" else 16 + 4)
-
-
-def test_a_run_with_rounded_rows_repeats() -> None:
-    first, batches = torch.randn(ROWS, 16), steps(ROWS, 16, 10)
-
-    def run(seed: int) -> Tensor:
-        table, optimizer = cached("sum", "sgd", first, 20, cold="int8", seed=seed)
-        train(table, optimizer, iter(batches), False)
-        return table.state_dict()["weight"]
-
-    assert torch.equal(run(1), run(1))
-    assert not torch.equal(run(1), run(2))
-
-
 KILLED = """
 import os, signal, sys
 import torch
@@ -244,10 +188,9 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_step(tmp_path: Path) -> N
     assert _equal(_states(optimizer), optimizer_state["state"][0])
 
 
-@pytest.mark.parametrize("cold", ["exact", "bf16", "int8"])
-def test_a_copy_has_the_same_rows_and_trains_alone(cold: Any) -> None:
-    table = CachedEmbeddingBag({"a": 20, "b": 9}, 4, mode="sum", cache=9, cold=cold,
-                               padding_idx={"b": -1})  # fmt: skip
+def test_a_copy_has_the_same_rows_and_trains_alone() -> None:
+    rows = {"a": 20, "b": 9}
+    table = CachedEmbeddingBag(rows, 4, mode="sum", cache=9, padding_idx={"b": -1})
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
     table.attach(optimizer)
     ids = torch.tensor([[1, 2], [3, 8]])
@@ -268,17 +211,3 @@ def test_a_copy_has_the_same_rows_and_trains_alone(cold: Any) -> None:
         expected = before[ids + torch.tensor([0, 20])] * torch.tensor([[[1], [1]], [[1], [0]]])
         assert torch.equal(copy(ids), expected)
     copy.attach(torch.optim.SGD(copy.parameters(), lr=0.1))
-
-
-def test_int8_keeps_tiny_rows_and_refuses_rows_without_a_scale() -> None:
-    tiny = torch.full((1, 2000), 1e-39)
-    whole, scales = round_int8(tiny, torch.Generator().manual_seed(0))
-    assert (whole * scales).mean().item() == pytest.approx(1e-39, rel=0.3)
-    table = CachedEmbeddingBag(30, 4, mode="sum", cache=2, cold="int8")
-    optimizer = torch.optim.SGD(table.parameters(), lr=torch.inf)
-    table.attach(optimizer)
-    table(torch.tensor([[17]])).sum().backward()
-    optimizer.step()
-    for again in (table.flush, table.state_dict, lambda: table(torch.tensor([[3]]))):
-        with pytest.raises(GulliverError, match="row 17 of the table has inf or nan"):
-            again()

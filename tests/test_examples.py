@@ -20,8 +20,8 @@ from tests.patience import patient
 from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINED = set((ROOT / "examples").glob("*.py")) - {ROOT / "examples/own_clips.py"}
-EXAMPLES = sorted(path.stem for path in TRAINED)
+UNTRAINED = {"own_clips", "criteo", "dynamic_ids"}
+EXAMPLES = sorted({path.stem for path in (ROOT / "examples").glob("*.py")} - UNTRAINED)
 RUN = r"python|torchrun --nproc-per-node \d+"
 COMMAND = re.compile(rf"^ {{4}}((?:{RUN}) examples/.*?)(?: {{2,}}#.*)?$", re.MULTILINE)
 SNIPPET = re.compile(r"<!-- run: (\d+) ranks? -->\n```python\n(.*?)```", re.DOTALL)

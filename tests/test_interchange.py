@@ -35,6 +35,7 @@ from gulliver.checkpoint import _huggingface as huggingface_module
 from gulliver.checkpoint import _weights as weights_module
 from gulliver.checkpoint import _writing as writing_module
 from gulliver.checkpoint._image import CODES
+from gulliver.checkpoint._manifest import write_manifest
 from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
 from gulliver.io import PythonEngine
@@ -560,11 +561,11 @@ def test_a_file_of_another_step_is_found(tmp_path: Path) -> None:
     manifest = read_json(one / "manifest.json")
     del manifest["crc32"]
     manifest["tensors"]["model"]["a"]["dtype"] = "F64"
-    write_json(one / "manifest.json", manifest)
+    write_manifest(one, manifest)
     (found,) = verify(one)
     assert found.what == "the header and the manifest disagree"
     manifest["files"]["model.safetensors"]["crc32"] = []
-    write_json(one / "manifest.json", manifest)
+    write_manifest(one, manifest)
     with pytest.raises(GulliverError, match="a file lacks checksums"):
         verify(one)
 

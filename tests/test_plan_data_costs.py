@@ -61,17 +61,6 @@ def told(capsys: pytest.CaptureFixture[str], costs: Path, *options: str) -> str:
     return capsys.readouterr().out
 
 
-def old(kept: Path) -> Path:
-    """The same file as it was written before it knew of the host."""
-    values = json.loads(kept.read_text())
-    values["format"] = 1
-    del values["kinds"], values["shapes"]
-    for name in ("to_host_s", "from_host_s", "move_error"):
-        del values["fit"][name]
-    kept.write_text(json.dumps(values))
-    return kept
-
-
 def test_kept_costs_are_planned_as_the_planner_plans_them(
     kept: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,24 +87,6 @@ def test_shapes_of_kept_costs_have_names_tokens_or_sides(
     shapes.write_text("15x30\n")
     with pytest.raises(GulliverError, match="'15x30' is no shape: write one that the costs know"):
         told(capsys, kept, "--ranks", "1", "--shapes", str(shapes))
-
-
-def test_old_files_are_read_and_nothing_of_them_is_kept_or_moved(
-    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = old(kept)
-    fit = load_samples(path, MODEL)
-    assert fit.flop_s == FIT.flop_s
-    assert fit.host_room(1e9) is None
-    assert not read_samples(path).keeps
-    with pytest.raises(GulliverError, match="does not say which shapes there are"):
-        told(capsys, path)
-    shapes = tmp_path / "shapes.txt"
-    shapes.write_text("2x8x8\n" * 12)
-    options = ["--ranks", "1", "--shapes", str(shapes), "--memory", "40"]
-    assert "every block is computed again: the file does not say" in told(capsys, path, *options)
-    with pytest.raises(GulliverError, match="does not say what blocks hold that are kept"):
-        told(capsys, path, *options, "--offload", "1")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +213,7 @@ def test_files_that_hold_something_else_are_told_from_costs(kept: Path, tmp_path
     assert not holds_samples(tmp_path / "none.json")
     values = json.loads(kept.read_text())
     for change, message in (
-        ({"format": 9}, "has format 9, this version reads 1 and 2"),
+        ({"format": 9}, "has format 9, this version reads 2"),
         ({"fit": 3}, "holds no costs of samples"),
         ({"kinds": [{"name": "spatial"}]}, "holds no costs of samples"),
     ):
@@ -252,7 +223,6 @@ def test_files_that_hold_something_else_are_told_from_costs(kept: Path, tmp_path
     save_samples(kept, MODEL, FIT, SHAPES)
     saved = read_samples(kept)
     assert (saved.model, saved.fit, saved.shapes) == (MODEL, FIT, SHAPES)
-    assert saved.keeps
 
 
 def test_moves_are_fitted_each_way_and_tell_their_error() -> None:

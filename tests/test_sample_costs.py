@@ -26,7 +26,6 @@ from gulliver.hardware import (
     all_to_all_seconds,
     described,
     fit_samples,
-    kept_samples,
     load_samples,
     measure_samples,
     save_samples,
@@ -166,10 +165,6 @@ def test_a_file_is_good_for_its_model_and_machine_only(tmp_path: Path) -> None:
     path.write_text(json.dumps(values))
     with pytest.raises(GulliverError, match=r"another version of torch \(1.0, here"):
         load_samples(path, MODEL)
-    fit, why = kept_samples(path, MODEL, lambda: TRUE)
-    assert fit == TRUE
-    assert "measured anew" in why
-    assert load_samples(path, MODEL) == TRUE
     path.write_text("{}")
     with pytest.raises(GulliverError, match="holds no costs of samples"):
         load_samples(path, MODEL)

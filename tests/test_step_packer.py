@@ -1,4 +1,4 @@
-"""The native packer of steps against the one in Python: the same answers to the bit."""
+"""The native packer of steps against its oracle, to the bit, and the fallback without it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from gulliver.data import DataCentricPlanner, Tokens
 from gulliver.errors import GulliverError
-from gulliver.hardware import FunctionCosts
 from gulliver.solve import _step_tables as tables_module
-from gulliver.solve._step_search import PythonTables
+from gulliver.solve._step_fallback import FallbackTables
 from gulliver.solve._step_tables import NativeTables, packer_problem, step_tables
+from tests.data_centric_costs import line_costs
+from tests.step_packer import PythonTables
 
 needs_native = pytest.mark.skipif(
     packer_problem() is not None, reason=f"no native packer: {packer_problem()}"
@@ -90,18 +91,51 @@ def test_both_packers_give_the_same_groups_to_the_bit(seed: int) -> None:
         compare_packings(draw)
 
 
-@needs_native
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_the_fallback_places_every_sample_once_inside_the_ranks(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    ranks, repeat = int(draw.integers(1, 20)), bool(draw.random() < 0.8)
+    tables, counts, work = FallbackTables(ranks, repeat), list[int](), 0.0
+    shapes = [random_ends(draw, ranks) for _ in range(int(draw.integers(1, 9)))]
+    for number, ends in enumerate(shapes):
+        tables.learn(number, ends, 0.0)
+        most = min(map(len, ends.values()))
+        counts.append(int(draw.integers(1, most)) if most > 1 else 1)
+        work += counts[-1] * min(d * row[-1] / (len(row) - 1) for d, row in ends.items())
+    found = tables.packing(range(len(shapes)), counts).search(work / ranks)
+    if found is None:
+        assert not set.intersection(*(set(ends) for ends in shapes))
+        return
+    groups, left = found.packed()
+    assert sum(degree for degree, _, _ in groups) <= ranks
+    assert not (repeat and any(left))
+    placed = [0] * len(shapes)
+    for degree, seconds, taken in groups:
+        assert seconds == pytest.approx(sum(shapes[shape][degree][n] for shape, n in taken))
+        assert repeat or len(taken) == 1
+        for shape, n in taken:
+            placed[shape] += n
+    assert [n + rest for n, rest in zip(placed, left, strict=True)] == counts
+    assert found.seconds == max(seconds for _, seconds, _ in groups)
+
+
 @pytest.mark.parametrize("arrange", [None, 4])
-def test_plans_do_not_hang_on_which_packer_is_there(
+def test_plans_of_the_fallback_are_whole_and_hardly_longer(
     arrange: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = np.random.default_rng(0).choice([3, 8, 20, 50, 300, 400], 400).tolist()
-    costs = FunctionCosts(lambda n: n + n * n / 900, lambda n: n, 128, 0.1, 0.1, (1, 2, 3, 4))
-    plans = {}
-    for packer in ("python", "native"):
-        monkeypatch.setenv("GULLIVER_PACKER", packer)
-        plans[packer] = list(DataCentricPlanner(costs, lengths, 4, Tokens(900), arrange=arrange))
-    assert plans["python"] == plans["native"]
+    costs = line_costs(lambda n: n + n * n / 900, 128, 0.1, 0.1, (1, 2, 3, 4))
+    monkeypatch.setenv("GULLIVER_PACKER", "python")
+    planner = DataCentricPlanner(costs, lengths, 4, Tokens(900), arrange=arrange)
+    plans = list(planner)
+    seen = sorted(index for plan in plans for _, batch in plan for index in batch.samples)
+    assert seen == list(range(400))
+    assert sum(plan.seconds for plan in plans) < 1.3 * sum(plan.bound for plan in plans)
+    monkeypatch.delenv("GULLIVER_PACKER")
+    if packer_problem() is None:
+        other = DataCentricPlanner(costs, lengths, 4, Tokens(900), arrange=arrange)
+        assert other.signature != planner.signature, "ranks with other packers are refused"
 
 
 @needs_native
@@ -133,13 +167,15 @@ def test_the_packer_is_chosen_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> 
         step_tables(2, True)
     monkeypatch.setenv("GULLIVER_PACKER", "python")
     assert packer_problem() == "GULLIVER_PACKER=python"
-    assert isinstance(step_tables(2, True), PythonTables)
+    assert isinstance(step_tables(2, True), FallbackTables)
 
 
-def test_without_the_extension_steps_are_packed_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extension_steps_are_packed_by_the_fallback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("GULLIVER_PACKER", raising=False)
     monkeypatch.setattr(tables_module, "_not_built", lambda: "its extension is not built")
-    assert isinstance(step_tables(2, True), PythonTables)
+    assert isinstance(step_tables(2, True), FallbackTables)
     monkeypatch.setenv("GULLIVER_PACKER", "native")
     with pytest.raises(GulliverError, match=r"native cannot be met: its extension is not built"):
         step_tables(2, True)

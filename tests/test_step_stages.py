@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gulliver.data import DataCentricPlanner, Samples, Seconds
 from gulliver.errors import GulliverError
-from gulliver.hardware import FunctionCosts
-from gulliver.solve import BalancedStep, GroupWork, Piece, StepSolver, fill_stages
+from gulliver.solve import BalancedStep, GroupWork, StepSolver, WorkPiece, fill_stages
+from tests.data_centric_costs import line_costs
 
 
 def simulated(seconds: list[float], stages: int) -> float:
@@ -63,8 +63,8 @@ def test_micro_batches_are_near_the_best_of_all_ways(
 def test_several_shapes_and_groups_are_cut_each_for_itself() -> None:
     tables = {"a": {1: np.arange(1.0, 9.0)}, "b": {1: 1 + np.arange(1.0, 9.0), 2: np.ones(4)}}
     works = (
-        GroupWork(2, 2.0, (Piece("b", (4, 4)),)),
-        GroupWork(1, 12.0, (Piece("a", (4,)), Piece("b", (7,)))),
+        GroupWork(2, 2.0, (WorkPiece("b", (4, 4)),)),
+        GroupWork(1, 12.0, (WorkPiece("a", (4,)), WorkPiece("b", (7,)))),
     )
     step = fill_stages(BalancedStep(works, 12.0, 10.0, {}), tables, 3)
     wide, narrow = step.groups
@@ -77,7 +77,7 @@ def test_several_shapes_and_groups_are_cut_each_for_itself() -> None:
 
 
 def planned(**changes: object) -> DataCentricPlanner:
-    costs = FunctionCosts(lambda n: n, lambda n: n, 64, fixed=2.0, allowed=(1, 2))
+    costs = line_costs(lambda n: n, 64, fixed=2.0, allowed=(1, 2))
     shapes = [4, 8, 8, 16, 32] * 12
     options = {"budget": Samples(20), "seed": 3} | changes
     return DataCentricPlanner(costs, shapes, 4, **options)  # type: ignore[arg-type]

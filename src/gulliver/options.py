@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import operator
@@ -19,15 +20,17 @@ import os
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from gulliver.errors import GulliverError, nearest
+
+_Kind = TypeVar("_Kind")
 
 MOST = 2**31 - 1
 """Upper bound of whole numbers that have no other."""
@@ -389,3 +392,16 @@ def differences(
         elif before != after and name not in may_change:
             found.append(f"{name} was {before!r}, is {after!r}")
     return found
+
+
+def from_keywords(kind: type[_Kind], given: Mapping[str, Any], owner: Callable[..., Any]) -> _Kind:
+    """Makes an options dataclass of a constructor's keywords; refuses names that neither has."""
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            parameters = inspect.signature(owner).parameters.values()
+            own = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+            raise GulliverError(
+                f"{owner.__name__} has no argument {name!r}: {nearest(name, [*own, *known])}"
+            )
+    return kind(**given)

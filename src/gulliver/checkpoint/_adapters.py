@@ -34,11 +34,7 @@ def has_adapters(model: Any) -> bool:
 
 
 def adapter_names(model: Any) -> dict[str, dict[str, str]]:
-    """Returns for each adapter of a model the names of its file, each with the model's own.
-
-    Raises:
-        GulliverError: an adapter's tensors are not just some of the model's.
-    """
+    """Returns for each adapter of a model the names of its file, each with the model's own."""
     from peft import PeftModel, get_peft_model_state_dict
 
     # PEFT chooses and renames by names alone, so that nothing need be gathered to ask it.
@@ -68,16 +64,7 @@ def write_adapters(
     progress: Progress | None = None,
     names: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Path:
-    """Writes the adapters of a model, whole or not at all.
-
-    Args:
-        weights: tensors by the names of the model's state, those of its adapters at least.
-        model: model with adapters, for their configurations.
-        folder: folder to make; it must not exist.
-        dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        progress: callback that is told the bytes done and all there are.
-        names: what `adapter_names` returned; None asks it.
-    """
+    """Writes the adapters of a model, whole or not at all."""
     refuse_existing(folder)
     found = names or adapter_names(model)
     plans = {n: plan_file(folder / FILE, weights, own, dtype) for n, own in found.items()}

@@ -1,6 +1,6 @@
-"""One save: what a rank offers to the others before it, what they agree on, and how it went.
+"""One save: the status of each rank before it, what they agree on, and how it went.
 
-`decide` is the whole agreement; it depends on nothing but what all ranks have said.
+`agree_on_save` is the whole agreement; it depends on nothing but the statuses of all ranks.
 """
 
 from __future__ import annotations
@@ -12,36 +12,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gulliver.checkpoint._copy_stream import CopyStream
-from gulliver.checkpoint._liveness import LivenessLock
+from gulliver.checkpoint._liveness import Heartbeat
 from gulliver.checkpoint._snapshot import Snapshot
 from gulliver.errors import GulliverError
 from gulliver.io import Engine
 
-_log = logging.getLogger("gulliver")
+log = logging.getLogger("gulliver")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Report on a save that succeeded.
+    """Report on a save that succeeded."""
 
-    Attributes:
-        step: number of the step that was saved.
-        nbytes: bytes that this rank wrote.
-        stall_s: seconds for which training was held up: in `save`, and until it could change the
-            state.
-        copied_s: seconds from the beginning until the state could change again.
-        total_s: seconds from the beginning until the step was complete.
-    """
-
+    # Number of the step that was saved.
     step: int
+    # Bytes that this rank wrote.
     nbytes: int
+    # Seconds for which training was held up: in `save`, and until it could change the state.
     stall_s: float
+    # Seconds from the beginning until the state could change again.
     copied_s: float
+    # Seconds from the beginning until the step was complete.
     total_s: float
 
 
 @dataclass
-class Offer:
+class RankStatus:
     """Message of a rank to the others before they save together."""
 
     skips: bool
@@ -52,23 +48,23 @@ class Offer:
     digest: str = ""
     begun: bool = False
 
-    def said(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Returns the JSON values that the others get; exceptions as their text."""
         return {
             "skips": self.skips,
             "failure": None if self.failure is None else text_of(self.failure),
             "problem": None if self.problem is None else text_of(self.problem),
             "digest": self.digest,
-            "mark": uuid.uuid4().hex,
+            "save_id": uuid.uuid4().hex,
         }
 
 
 @dataclass
 class Save:
-    """A step on its way."""
+    """A step that is being saved."""
 
     step: int
-    mark: str
+    save_id: str
     """The same on all ranks, and on no other save."""
     begun: float
     snapshot: Snapshot | None = None
@@ -77,9 +73,9 @@ class Save:
     copy_stream: CopyStream | None = None
     skeletons: dict[str, Any] = field(default_factory=dict)
     problem: Exception | None = None
-    alive: LivenessLock | None = None
+    heartbeat: Heartbeat | None = None
 
-    def told(self) -> Saved:
+    def report(self) -> Saved:
         """Returns the report, once the step is complete."""
         assert self.snapshot is not None
         return Saved(
@@ -91,40 +87,27 @@ class Save:
         )
 
 
-def decide(step: int, offer: Offer, every: list[dict[str, Any]], raises: bool) -> str | None:
-    """Decides what all ranks do; the same on each, as all have heard the same.
-
-    Args:
-        step: number of the step that is to be saved.
-        offer: what this rank has said.
-        every: what all ranks have said, in their order.
-        raises: whether a save that cannot be begun is an error, else a warning.
-
-    Returns:
-        The save's mark; None to go on without it.
-
-    Raises:
-        GulliverError: the save before has failed, or this one cannot be begun, on any rank.
-    """
-    failures = [(rank, said["failure"]) for rank, said in enumerate(every) if said["failure"]]
-    problems = [(rank, said["problem"]) for rank, said in enumerate(every) if said["problem"]]
-    skips = any(said["skips"] for said in every)
+def agree_on_save(
+    step: int, own: RankStatus, every: list[dict[str, Any]], raises: bool
+) -> str | None:
+    """Returns the id of the save, or None where it is left out; the same on every rank."""
+    failures = [(rank, status["failure"]) for rank, status in enumerate(every) if status["failure"]]
+    problems = [(rank, status["problem"]) for rank, status in enumerate(every) if status["problem"]]
+    skips = any(status["skips"] for status in every)
     if not failures and not problems and not skips:
-        if len({said["digest"] for said in every}) == 1:
-            return every[0]["mark"]
+        if len({status["digest"] for status in every}) == 1:
+            return every[0]["save_id"]
         problems = [(0, "ranks save different states; mark what differs with PerRank")]
     if failures:
-        # Told once; the next call saves again.
-        raise offer.failure or GulliverError(f"rank {failures[0][0]} failed: {failures[0][1]}")
+        # Raised once; the next call saves again.
+        raise own.failure or GulliverError(f"rank {failures[0][0]} failed: {failures[0][1]}")
     if not problems:
-        _log.warning("step %d is not saved: the step before is still being written", step)
+        log.warning("step %d is not saved: the step before is still being written", step)
         return None
-    problem = offer.problem or GulliverError(
-        f"step {step}: rank {problems[0][0]}: {problems[0][1]}"
-    )
+    problem = own.problem or GulliverError(f"step {step}: rank {problems[0][0]}: {problems[0][1]}")
     if raises:
         raise problem
-    _log.warning("step %d is not saved: %s; training goes on without it", step, problem)
+    log.warning("step %d is not saved: %s; training goes on without it", step, problem)
     return None
 
 

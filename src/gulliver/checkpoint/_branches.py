@@ -1,12 +1,4 @@
-"""Order in which the steps of a run were saved, and the steps on branches that the run has left.
-
-[Note: branches] Who loads step 100 of 300 and trains on goes back: the steps saved from then on are
-the run, though 300 is the higher number. So every step's manifest counts: its ``order`` is one more
-than the highest in the folder was. The step of the highest order is the newest. A step lies on a
-branch that was left if a lower one, or one of the same number, was saved after it: the run that is
-now did not pass through it. Nothing else has to be written down, and no order changes when steps
-are deleted, copied or linked.
-"""
+"""Order in which the steps of a run were saved, and the steps on branches that the run has left."""
 
 from __future__ import annotations
 
@@ -16,44 +8,46 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gulliver.checkpoint._files import read_json
-from gulliver.checkpoint._manifest import MANIFEST, saved_at
+from gulliver.checkpoint._manifest import MANIFEST, order_of
 from gulliver.errors import GulliverError
 
-Age = tuple[int, str, int]
-"""Sort key of a step: its order, the time (it decides for versions without order), its number."""
+Age = tuple[int, int]
+"""Sort key of a step: its order, and its number."""
 SHOWN = 6
 """Most steps that a message names."""
 
 
+# [Note: branches] Who loads step 100 of 300 and trains on goes back: the steps saved from then on
+# are the run, though 300 is the higher number. So every step's manifest counts: its ``order`` is
+# one more than the highest in the folder was. The step of the highest order is the newest. A step
+# lies on a branch that was left if a lower one, or one of the same number, was saved after it: the
+# run that is now did not pass through it. Nothing else has to be written down, and no order changes
+# when steps are deleted, copied or linked.
 def age_of(folder: Path, step: int) -> Age | None:
     """Returns when a step was saved; None where its manifest cannot be read."""
     path = Path(folder) / MANIFEST
     try:
         found = os.stat(path)
-        order, time = _read(str(path), found.st_ino, found.st_mtime_ns, found.st_size)
+        order = _read_order(str(path), found.st_ino, found.st_mtime_ns, found.st_size)
     except (OSError, GulliverError):
         return None
-    return order, time, step
+    return order, step
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(path: str, inode: int, mtime_ns: int, nbytes: int) -> tuple[int, str]:
-    """Reads order and time of a manifest, once while the file is the same: it may be large."""
-    return saved_at(read_json(Path(path)))
+def _read_order(path: str, inode: int, mtime_ns: int, nbytes: int) -> int:
+    """Reads the order in a manifest, once while the file is the same: it may be large."""
+    return order_of(read_json(Path(path)))
 
 
 def by_age(folders: Iterable[tuple[int, Path]]) -> list[int]:
     """Steps that have a readable manifest, those saved first first."""
     ages = (age_of(folder, step) for step, folder in folders)
-    return [age[2] for age in sorted(age for age in ages if age is not None)]
+    return [step for _, step in sorted(age for age in ages if age is not None)]
 
 
 def left_behind(steps: Sequence[int]) -> list[int]:
-    """Returns the steps that lie on a branch that was left, ascending.
-
-    Args:
-        steps: numbers of all steps, in the order in which they were saved.
-    """
+    """Returns the steps that lie on a branch that was left, ascending."""
     # From the newest back: whatever is not below all that came later was left.
     found, lowest = list[int](), float("inf")
     for step in reversed(steps):
@@ -74,7 +68,7 @@ def higher(folder: Path, siblings: Iterable[tuple[int, Path]]) -> tuple[list[int
     mine = ages.get(folder.name)
     if mine is None:
         return [], []
-    beyond = sorted((age[2], age) for age in ages.values() if age is not None and age[2] > mine[2])
+    beyond = sorted((age[1], age) for age in ages.values() if age is not None and age[1] > mine[1])
     return [n for n, age in beyond if age < mine], [n for n, age in beyond if age > mine]
 
 

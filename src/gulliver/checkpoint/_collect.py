@@ -40,24 +40,21 @@ class PerRank:
 
 @dataclass
 class Collected:
-    """Content that one rank writes.
+    """Content that one rank writes."""
 
-    Attributes:
-        tensors: tensors and parts by entry and name.
-        skeletons: skeletons by entry, of what all ranks have.
-        own: skeletons by entry, of what this rank alone has.
-        kinds: class names of optimizers and schedulers by entry, and the shapes of the parameters
-            that an optimizer steps.
-        digest: hash of the names, dtypes and shapes that all ranks have to have in common.
-        guarded: storages that are changed by optimizers whose steps wait for a snapshot; anything
-            else may change as soon as `save` has returned.
-    """
-
+    # Tensors and parts by entry and name.
     tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
+    # Skeletons by entry, of what all ranks have.
     skeletons: dict[str, Any] = field(default_factory=dict)
+    # Skeletons by entry, of what this rank alone has.
     own: dict[str, Any] = field(default_factory=dict)
+    # Class names of optimizers and schedulers by entry, and the shapes of the parameters that an
+    # optimizer steps.
     kinds: dict[str, Any] = field(default_factory=dict)
+    # Hash of the names, dtypes and shapes that all ranks have to have in common.
     digest: str = ""
+    # Storages that are changed by optimizers whose steps wait for a snapshot; anything else may
+    # change as soon as `save` has returned.
     guarded: set[int] = field(default_factory=set)
 
 
@@ -78,17 +75,7 @@ def collect(
     rank: int = 0,
     world_size: int = 1,
 ) -> Collected:
-    """Takes a state apart.
-
-    Args:
-        state: values by entry, as `split_state` takes them, or objects that have a `state_dict`.
-            Tensors are taken to be the same on every rank, `Part`s and `PerRank` values are not.
-        rank: rank that writes.
-        world_size: number of ranks that write together.
-
-    Raises:
-        GulliverError: an entry's name cannot be a file's, or a value cannot be saved.
-    """
+    """Takes a state apart."""
     found = Collected()
     common: dict[str, dict[str, Tensor]] = {}
     for entry, value in state.items():
@@ -161,15 +148,7 @@ def kind_of(value: Any) -> dict[str, Any] | None:
 
 
 def refuse_boosted(model: nn.Module, action: str) -> None:
-    """Refuses a model whose parameters are in chunks: what this rank has may not be the whole.
-
-    Args:
-        model: model to be saved or loaded.
-        action: method of the booster to call instead, for the message.
-
-    Raises:
-        GulliverError: a parameter lies in a chunk; the message names what to call.
-    """
+    """Refuses a model whose parameters are in chunks: what this rank has may not be the whole."""
     for name, parameter in model.named_parameters():
         if "_boosted" in vars(parameter):
             raise GulliverError(

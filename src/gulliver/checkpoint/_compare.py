@@ -20,7 +20,7 @@ from gulliver.checkpoint._manifest import MANIFEST, read_manifest
 from gulliver.checkpoint._matching import match
 from gulliver.checkpoint._verifying import Problem, Verifier
 from gulliver.checkpoint._weights import (
-    Batch,
+    ReadBatch,
     StepWeights,
     TensorInfo,
     Weights,
@@ -45,20 +45,7 @@ def run_steps(path: Path | str) -> list[tuple[int, Path]]:
 def verify(
     path: Path | str, step: int | None = None, progress: Progress | None = None
 ) -> list[Problem]:
-    """Reads every byte of a step and checks it against the checksums in its manifest.
-
-    Args:
-        path: folder of a step, or of a run.
-        step: number of the step, of a run; None for the newest, complete or not.
-        progress: callback that is told the bytes done and all there are.
-
-    Returns:
-        What is broken; empty if nothing is.
-
-    Raises:
-        GulliverError: there is no such step, its manifest is missing or broken, or it is of another
-            format.
-    """
+    """Reads every byte of a step and checks it against the checksums in its manifest."""
     folder = any_step(path, step)
     manifest = read_manifest(folder)
     problems: list[Problem] = []
@@ -77,15 +64,7 @@ def verify(
 
 
 def any_step(path: Path | str, step: int | None = None) -> Path:
-    """Finds a step's folder, complete or not, given a run's folder or the step's own.
-
-    Args:
-        path: folder of a step, or of a run.
-        step: number of the step, of a run; None for the newest.
-
-    Raises:
-        GulliverError: there is none, or `path` is that of another step.
-    """
+    """Finds a step's folder, complete or not, given a run's folder or the step's own."""
     path = Path(path)
     if (path / MANIFEST).is_file():
         check_number(path, step)
@@ -122,20 +101,17 @@ def _joined(problems: list[Problem]) -> list[Problem]:
 
 @dataclass
 class Difference:
-    """Distance between the values that two checkpoints have of a tensor.
+    """Distance between the values that two checkpoints have of a tensor."""
 
-    Attributes:
-        name: name of the tensor.
-        numel: number of elements that were compared.
-        unequal: number of these that are further apart than was allowed.
-        absolute: largest difference of two elements; infinite where one of them is not a number.
-        relative: largest difference in terms of the larger of the two elements.
-    """
-
+    # Name of the tensor.
     name: str
+    # Number of elements that were compared.
     numel: int = 0
+    # Number of these that are further apart than was allowed.
     unequal: int = 0
+    # Largest difference of two elements; infinite where one of them is not a number.
     absolute: float = 0.0
+    # Largest difference in terms of the larger of the two elements.
     relative: float = 0.0
 
     def add(self, one: Tensor, other: Tensor, tolerance: float, relative: float) -> None:
@@ -184,28 +160,24 @@ def _double(value: Tensor) -> Tensor:
 
 @dataclass
 class Comparison:
-    """Differences between two checkpoints.
+    """Differences between two checkpoints."""
 
-    Attributes:
-        missing: tensors of the first that the second has not.
-        unexpected: tensors of the second that the first has not.
-        shapes: shapes in the first and in the second by name, where they differ.
-        dtypes: dtypes in the first and in the second by name, where they differ; the values are
-            compared all the same.
-        values: entries of which something else than the tensors differs.
-        differences: distances of tensors with elements further apart than allowed, the furthest
-            first.
-        compared: number of tensors whose values were compared.
-        allow_dtypes: whether other dtypes are no difference.
-    """
-
+    # Tensors of the first that the second has not.
     missing: list[str] = field(default_factory=list)
+    # Tensors of the second that the first has not.
     unexpected: list[str] = field(default_factory=list)
+    # Shapes in the first and in the second by name, where they differ.
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    # Dtypes in the first and in the second by name, where they differ; the values are compared all
+    # the same.
     dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+    # Entries of which something else than the tensors differs.
     values: list[str] = field(default_factory=list)
+    # Distances of tensors with elements further apart than allowed, the furthest first.
     differences: list[Difference] = field(default_factory=list)
+    # Number of tensors whose values were compared.
     compared: int = 0
+    # Whether other dtypes are no difference.
     allow_dtypes: bool = False
 
     @property
@@ -226,26 +198,9 @@ def compare(
     other_step: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compares two checkpoints, batch by batch: memory does not grow with their size.
-
-    Elements are apart where ``|a - b| > tolerance + relative * max(|a|, |b|)``. Zeros of either
-    sign are equal, and so is what is not a number in both.
-
-    Args:
-        a: a run, a step, a safetensors file or a Hugging Face folder.
-        b: the other, of any of these kinds.
-        entry: entry of steps to compare; None compares all entries, what is no tensor too: both
-            have to be steps.
-        tolerance: absolute difference that is allowed.
-        relative: difference that is allowed in terms of the larger element.
-        allow_dtypes: whether tensors of other dtypes may be equal.
-        step: number of the first's step, where it is a run; None for the newest complete one.
-        other_step: number of the second's, likewise.
-        progress: callback that is told the bytes done and all there are.
-
-    Raises:
-        GulliverError: one of them is missing or broken.
-    """
+    """Compares two checkpoints, batch by batch: memory does not grow with their size."""
+    # Elements are apart where ``|a - b| > tolerance + relative * max(|a|, |b|)``. Zeros of either
+    # sign are equal, and so is what is not a number in both.
     with open_weights(a, entry, step) as one, open_weights(b, entry, other_step) as other:
         if entry is None and type(one) is not type(other):
             raise GulliverError(
@@ -281,7 +236,7 @@ def _differences(
 ) -> list[Difference]:
     total, done = sum(info.nbytes for info in common.values()), 0
     found: dict[str, Difference] = {}
-    ours, theirs = Batch(), Batch()
+    ours, theirs = ReadBatch(), ReadBatch()
     for runs in batches(common):
         mine, their = ours.read(one, runs), theirs.read(other, runs)
         for name, start, stop in runs:

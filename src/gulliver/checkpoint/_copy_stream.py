@@ -3,9 +3,6 @@
 The copy stream begins after what had been queued when the snapshot was taken. Whoever is about to
 change a source makes its own stream wait for the copy; no thread waits for the device, but the one
 that calls `pump`.
-
-[Note: page-locked memory] CUDA copies into pageable memory while the caller waits. So the pool
-is page-locked, once: every save uses it again.
 """
 
 from __future__ import annotations
@@ -23,18 +20,15 @@ from gulliver.errors import GulliverError
 from gulliver.io import Engine, File, Page, Ticket
 
 
+# [Note: page-locked memory] CUDA copies into pageable memory while the caller waits. So the pool is
+# page-locked, once: every save uses it again.
 class CopyStream:
-    """Copy stream between a device and the host; copies run in the order of the calls.
+    """Copy stream between a device and the host; copies run in the order of the calls."""
 
-    This base class serves host memory, where every copy has ended when the call returns.
-    """
+    # This base class serves host memory, where every copy has ended when the call returns.
 
     def prepare(self, regions: Iterable[tuple[int, int]]) -> None:
-        """Makes the pool's memory fit for copies that do not wait.
-
-        Args:
-            regions: addresses and bytes; those that were prepared before are passed over.
-        """
+        """Makes the pool's memory fit for copies that do not wait."""
 
     def begin(self) -> None:
         """Orders the copies to come after the work that the caller has queued so far."""
@@ -55,11 +49,7 @@ class CopyStream:
 
 
 class CudaCopyStream(CopyStream):
-    """Copy stream of CUDA, into host memory that is page-locked for it.
-
-    Args:
-        device: device that the sources are on.
-    """
+    """Copy stream of CUDA, into host memory that is page-locked for it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,11 +57,7 @@ class CudaCopyStream(CopyStream):
         self._locked: set[int] = set()
 
     def prepare(self, regions: Iterable[tuple[int, int]]) -> None:
-        """Page-locks the pool, each region once.
-
-        Raises:
-            GulliverError: memory could not be page-locked.
-        """
+        """Page-locks the pool, each region once."""
         for address, nbytes in regions:
             if address in self._locked:
                 continue
@@ -108,11 +94,7 @@ class CudaCopyStream(CopyStream):
 
 
 class CopyTicket:
-    """Page that a copy stream fills and the engine writes; waits as an engine's ticket does.
-
-    Attributes:
-        nbytes: bytes of the page.
-    """
+    """Page that a copy stream fills and the engine writes; waits as an engine's ticket does."""
 
     def __init__(
         self,
@@ -122,6 +104,7 @@ class CopyTicket:
         sources: Sequence[tuple[Tensor, int, int]],
     ) -> None:
         self.copy_stream, self.file, self.offset, self.sources = copy_stream, file, offset, sources
+        # Bytes of the page.
         self.nbytes = sum(count for _, _, count in sources)
         self._issued, self._written = threading.Event(), threading.Event()
         self._event: Any = None
@@ -138,9 +121,13 @@ class CopyTicket:
         target, position = torch.from_numpy(page.array), 0
         with self.copy_stream.queue():
             for source, begin, count in self.sources:
+                # `reshape` copies what is not contiguous, into memory of the copy stream: it may be
+                # freed at once, as whatever takes it next on this stream runs after the copy.
                 run = source.detach().reshape(-1).view(torch.uint8)[begin : begin + count]
                 target[position : position + count].copy_(run, non_blocking=True)
                 position += count
+            # `self.sources` keeps the sources alive until `write` has waited for this event: memory
+            # freed earlier could be given out again on the compute stream while it is being read.
             self._event = self.copy_stream.mark()
         self._issued.set()
 
@@ -157,7 +144,7 @@ class CopyTicket:
             self.copy_stream.wait(self._event)
 
     def fail(self, error: BaseException) -> None:
-        """Wakes whoever waits, with the error that keeps the page from being written."""
+        """Wakes all waiting threads, with the error that keeps the page from being written."""
         if not self._written.is_set():
             self._error = error
         self._issued.set()
@@ -170,11 +157,7 @@ class CopyTicket:
             self.copy_stream.order(self._event)
 
     def wait(self) -> None:
-        """Waits until the page is written.
-
-        Raises:
-            GulliverError: it could not be copied or written.
-        """
+        """Waits until the page is written."""
         self._written.wait()
         if self._error is not None:
             raise self._error
@@ -183,11 +166,7 @@ class CopyTicket:
 
 
 def pump(engine: Engine, tickets: Sequence[CopyTicket]) -> None:
-    """Copies page after page, as many ahead as the pool has, and has them written in order.
-
-    Raises:
-        Exception: a copy failed with it; tickets that are left fail with it, too.
-    """
+    """Copies page after page, as many ahead as the pool has, and has them written in order."""
     copying: deque[tuple[CopyTicket, Page]] = deque()
     left = deque(tickets)
     try:

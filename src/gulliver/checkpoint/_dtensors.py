@@ -19,18 +19,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_leaf(where: str, tensor: Any, saving: bool) -> Leaf:
-    """Returns what this rank has of a DTensor, as a tensor or a part of the whole.
-
-    Args:
-        where: name of the tensor, for messages.
-        tensor: the DTensor.
-        saving: whether it is to be saved. Then what does not lie in one piece is copied, and what
-            several ranks have alike is left to the first of them; else the rank's own memory is
-            returned, to be filled.
-
-    Raises:
-        GulliverError: it is cut along several axes of its mesh, or cannot be held or filled.
-    """
+    """Returns what this rank has of a DTensor, as a tensor or a part of the whole."""
     local = tensor.to_local().detach()
     check_holdable(where, local)
     placements, mesh = tensor.placements, tensor.device_mesh

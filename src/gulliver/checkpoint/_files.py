@@ -20,14 +20,8 @@ from gulliver.io import atomic_file, named_errors, write_text
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes named tensors to a safetensors file, whole or not at all.
-
-    Tied and non-contiguous tensors are written each by its own values.
-
-    Raises:
-        GulliverError: the format cannot hold a tensor, there is no space, or the path cannot be
-            written.
-    """
+    """Writes named tensors to a safetensors file, whole or not at all."""
+    # Tied and non-contiguous tensors are written each by its own values.
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -67,21 +61,13 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads all tensors of a safetensors file.
-
-    Raises:
-        GulliverError: the file is missing, truncated, or no safetensors file.
-    """
+    """Reads all tensors of a safetensors file."""
     with _opened(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Reads the text that was written beside the tensors of a safetensors file.
-
-    Raises:
-        GulliverError: the file is missing, truncated, or no safetensors file.
-    """
+    """Reads the text stored next to the tensors of a safetensors file."""
     with _opened(path) as file:
         return dict(file.metadata() or {})
 
@@ -107,20 +93,12 @@ def write_json(path: Path, value: Any, indent: int | None = 1, durable: bool = T
 
 
 def read_json(path: Path) -> Any:
-    """Reads JSON.
-
-    Raises:
-        GulliverError: the file is missing or broken, or says something twice.
-    """
+    """Reads JSON."""
     return parse_json(path, read_bytes(path))
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a small file.
-
-    Raises:
-        GulliverError: it is missing, or cannot be read.
-    """
+    """Reads a small file."""
     path = Path(path)
     if not path.is_file():
         raise GulliverError(f"{path} does not exist")

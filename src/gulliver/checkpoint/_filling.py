@@ -32,32 +32,25 @@ EXTRA = "_extra_state"
 
 @dataclass
 class Filling:
-    """Plan of what is filled from an entry.
+    """Plan of what is filled from an entry."""
 
-    Attributes:
-        reader: reader of the step.
-        entry: name that the tensors are kept under.
-        prefix: text that their names begin with there, and not here.
-        leaves: tensors and parts to be filled in place, by name.
-        odd: names and shapes that did not match.
-        finish: function that takes up the rest once the leaves are filled, and returns the value.
-        is_object: whether the value has a state of its own, and is not given back.
-    """
-
+    # Reader of the step.
     reader: StepReader
+    # Name that the tensors are kept under.
     entry: str
+    # Text that their names begin with there, and not here.
     prefix: str = ""
+    # Tensors and parts to be filled in place, by name.
     leaves: dict[str, Leaf] = field(default_factory=dict)
+    # Names and shapes that did not match.
     odd: Mismatch = field(default_factory=Mismatch)
+    # Function that takes up the rest once the leaves are filled, and returns the value.
     finish: Callable[[], Any] = lambda: None
+    # Whether the value has a state of its own, and is not given back.
     is_object: bool = False
 
     def check(self, strict: bool) -> None:
-        """Refuses what does not match, and values that do not fit; see `Mismatch.refuse`.
-
-        Raises:
-            GulliverError: something does not match or fit, or a target cannot be filled.
-        """
+        """Refuses what does not match, and values that do not fit; see `Mismatch.refuse`."""
         where = f"{self.reader.folder}, entry {self.entry!r},"
         self.odd.refuse(where, len(self.leaves) + len(self.odd.missing), strict)
         for name, leaf in self.leaves.items():
@@ -75,19 +68,7 @@ class Filling:
 def plan(
     reader: StepReader, entry: str, value: Any, rank: int | None, strict: bool, prefix: str
 ) -> Filling:
-    """Finds out how a value is filled from an entry, while nothing is changed.
-
-    Args:
-        reader: reader of the step.
-        entry: name of the entry.
-        value: value that is to be filled.
-        rank: rank whose value is read, where every rank has its own; None where all share one.
-        strict: whether to refuse names that are missing or left over.
-        prefix: text before the names there, for modules and for dicts of tensors.
-
-    Raises:
-        GulliverError: it does not match, or does not fit.
-    """
+    """Finds out how a value is filled from an entry, while nothing is changed."""
     stored, skeleton = reader.place(entry, rank)
     filling = Filling(reader, stored, is_object=hasattr(value, "load_state_dict"))
     if isinstance(value, nn.Module):
@@ -136,7 +117,7 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
     if target.is_meta:
         raise GulliverError(
             f"{where} is on meta: give the model memory first, by model.to_empty(device=...), and "
-            "make anew what is not saved"
+            "recompute what is not saved"
         )
     if target.layout == torch.strided and not has_memory(target):
         raise GulliverError(
@@ -250,10 +231,9 @@ def _plan_tree(filling: Filling, entry: str, value: Any, skeleton: Any) -> None:
 
 
 class _Tree:
-    """Matches a nested value with where the tensors of an entry belong.
+    """Matches a nested value with where the tensors of an entry belong."""
 
-    What has no tensor in it stands for anything: it is given back as it was saved.
-    """
+    # What has no tensor in it stands for anything: it is given back as it was saved.
 
     def __init__(self, filling: Filling, entry: str) -> None:
         self.filling, self.entry = filling, entry

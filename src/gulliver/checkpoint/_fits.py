@@ -32,12 +32,7 @@ def always_fits(saved: torch.dtype, target: torch.dtype) -> bool:
 
 
 def misfit(values: Tensor, target: torch.dtype) -> str | None:
-    """Names the first value that does not fit, for a message; None if all fit.
-
-    Args:
-        values: values of any shape, in host memory.
-        target: dtype that they are to be converted to.
-    """
+    """Names the first value that does not fit, for a message; None if all fit."""
     values = values.reshape(-1)
     if always_fits(values.dtype, target) or not values.numel():
         return None
@@ -65,11 +60,7 @@ def fitted(where: str, name: str, values: Tensor, target: torch.dtype) -> Tensor
 
 
 def refuse_misfit(where: str, name: str, values: Tensor, target: torch.dtype) -> None:
-    """Refuses values of a tensor that do not fit the dtype that they are to be converted to.
-
-    Raises:
-        GulliverError: one does not; the message names the tensor and the value.
-    """
+    """Refuses values of a tensor that do not fit the dtype that they are to be converted to."""
     problem = misfit(values, target)
     if problem is not None:
         raise GulliverError(

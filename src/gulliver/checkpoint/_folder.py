@@ -2,7 +2,7 @@
 
 A step is written under a temporary name, forced to the disk, and renamed; `latest` is moved after
 that. A process killed at any moment leaves complete steps and at most some temporary folders, which
-the next save removes. Who writes what into a step is told in `_saving.py`.
+the next save removes. Who writes what into a step is described in `_saving.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gulliver.options import positive_number, whole_number
 LATEST, LOCK = "latest", ".lock"
 STEP = re.compile(r"step-([0-9]{8,})")
 OURS = re.compile(rf".+\.safetensors(\.index\.json)?|{re.escape(STATE)}", re.DOTALL)
-"""Names of files that steps have beside their manifest."""
+"""Names of files that steps have next to their manifest."""
 
 OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 """Flags of a lock's file. A link planted under its name is not followed: its target is not ours."""
@@ -52,10 +52,8 @@ def steps_of(root: Path) -> list[tuple[int, Path]]:
 
 
 def _was_step(path: Path) -> bool:
-    """Whether a folder is, or has been, a step: there is a manifest, or nothing but our files.
-
-    What somebody else has put under a step's name is theirs.
-    """
+    """Whether a folder is, or has been, a step: there is a manifest, or nothing but our files."""
+    # What somebody else has put under a step's name is theirs.
     if not path.is_dir():
         return False
     names = {entry.name for entry in path.iterdir()}
@@ -181,6 +179,8 @@ class CheckpointFolder:
             GulliverError: the step could not be given its name.
         """
         left_before = self.left_behind()
+        # The rename is the commit. A crash before it leaves a temporary folder, after it a whole
+        # step.
         name_folder(self.partial(step), self.path(step))
         for what, settle in (
             ("its name may not outlive a loss of power", lambda: sync(self.root)),
@@ -273,22 +273,17 @@ class CheckpointFolder:
 
 
 class FolderLock:
-    """Keeps a second job from writing the same folder, for as long as this process has it.
+    """Keeps a second job from writing the same folder, for as long as this process has it."""
 
-    The system releases it when the process ends, however it ends. Processes that it forks do not
-    have it.
-    """
+    # The system releases it when the process ends, however it ends. Processes that it forks do not
+    # have it.
 
     def __init__(self, root: Path) -> None:
         self.path = Path(root) / LOCK
         self._handle: int | None = None
 
     def take(self) -> None:
-        """Takes the lock; having it already is fine.
-
-        Raises:
-            GulliverError: another process has it, or the folder cannot be written.
-        """
+        """Takes the lock; having it already is fine."""
         if self._handle is not None:
             if self._is_there(self._handle):
                 return
@@ -310,6 +305,7 @@ class FolderLock:
             except OSError:
                 os.close(handle)
                 raise
+            # Who holds the lock, for the message of the one that is refused.
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._handle = handle
@@ -336,11 +332,7 @@ class FolderLock:
 
 
 def lock_file(path: Path) -> int | None:
-    """Opens and locks a file; None where another process, or another handle, has it locked.
-
-    Raises:
-        OSError: it cannot be opened, or there are no locks.
-    """
+    """Opens and locks a file; None where another process, or another handle, has it locked."""
     handle = os.open(path, OPEN_LOCK, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,7 @@ from gulliver.checkpoint._fits import fitted
 from gulliver.checkpoint._image import CODES
 from gulliver.checkpoint._manifest import PartEntry, tensor_from_json
 from gulliver.checkpoint._matching import merge_parts
-from gulliver.checkpoint._regions import Copies, Place, copy_bytes, overlap, place_of
+from gulliver.checkpoint._regions import Copies, PartPlace, copy_bytes, overlap, place_of
 from gulliver.checkpoint._tree import Leaf
 from gulliver.checkpoint._weights import TensorInfo, Weights
 from gulliver.comm import (
@@ -42,19 +42,10 @@ Run = tuple[str, int, int]
 
 
 class GatheredWeights(Weights):
-    """Tensors that lie with all ranks; every rank makes one.
+    """Tensors that lie with all ranks; every rank makes one."""
 
-    The first rank calls `read`, after `announce`, and `drain` in the end, whatever happened. The
-    others call `serve`.
-
-    Args:
-        leaves: tensors and parts that this rank has, by name. What is no `Part` is taken from the
-            first rank that has it; parts of all ranks make up the others.
-        dtypes: dtypes that floating-point tensors of this rank are converted to, by name.
-
-    Raises:
-        GulliverError: parts are missing or there twice; on every rank.
-    """
+    # The first rank calls `read`, after `announce`, and `drain` in the end, whatever happened. The
+    # others call `serve`.
 
     def __init__(
         self, leaves: Mapping[str, Leaf], dtypes: Mapping[str, torch.dtype] | None = None
@@ -76,6 +67,8 @@ class GatheredWeights(Weights):
     def announce(self, runs: Iterable[Run]) -> None:
         """Tells the others what will be read, and in which order; once."""
         assert self._order is None, "the order is announced once"
+        # One message for the whole order instead of one for each run: the ranks then send without
+        # being asked.
         self._order = deque(broadcast_object(list(runs), 0, self._group))
 
     def read(self, wanted: Mapping[str, Part]) -> None:
@@ -106,7 +99,7 @@ class GatheredWeights(Weights):
         name, start, stop = run
         entry = self._entries[name]
         for part in entry.parts:
-            copies = overlap(part.place(entry.shape), Place(entry.shape, start, stop))
+            copies = overlap(part.place(entry.shape), PartPlace(entry.shape, start, stop))
             if len(copies):
                 yield int(part.file), copies
 
@@ -136,7 +129,7 @@ class GatheredWeights(Weights):
         self._mapped.let_go(used.data_ptr(), used.nbytes if used.is_cpu else 0)
 
     def drain(self) -> None:
-        """Receives what is still under way: the others wait for that."""
+        """Receives what is still in flight: the others wait for that."""
         if self._order is None:
             self.announce([])
         while self._order:
@@ -180,7 +173,7 @@ def _described(leaf: Leaf, rank: int, dtype: torch.dtype | None) -> tuple[bool, 
     place, own = place_of(leaf), leaf.value.dtype if isinstance(leaf, Part) else leaf.dtype
     part = PartEntry(str(rank), place.start, place.stop, place.region)
     dtype = dtype if dtype is not None and own.is_floating_point else own
-    # What cannot be is told where all ranks learn of it.
+    # What cannot be held is refused later, where all ranks learn of it.
     code = CODES.get(dtype, str(dtype))
     return isinstance(leaf, Part), {
         "dtype": code,
@@ -194,20 +187,10 @@ def on_gathered(
     use: Callable[[GatheredWeights], None],
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Lets rank 0 use tensors that lie with all ranks; every rank calls it.
-
-    Args:
-        leaves: tensors and parts that this rank has; see `GatheredWeights`.
-        use: function called on rank 0, with weights that read one tensor after the other.
-        dtypes: dtypes that floating-point tensors of this rank are converted to, by name.
-
-    Raises:
-        Exception: `use` raised it, on rank 0.
-        GulliverError: rank 0 failed, on the other ranks.
-    """
+    """Lets rank 0 use tensors that lie with all ranks; every rank calls it."""
     failure: Exception | None = None
     with guard(), GatheredWeights(leaves, dtypes) as weights:
-        # A rank that cannot send what it has leaves the first waiting: it is told.
+        # A rank that cannot send what it has would leave the first waiting: the error is sent.
         with together():
             if weights.rank == 0:
                 try:

@@ -18,7 +18,7 @@ from gulliver.checkpoint._fits import always_fits, refuse_misfit
 from gulliver.checkpoint._matching import Mismatch, match
 from gulliver.checkpoint._transformers import model_weights
 from gulliver.checkpoint._tree import Leaf
-from gulliver.checkpoint._weights import BATCH, Batch, TensorInfo, Weights, identity
+from gulliver.checkpoint._weights import BATCH, ReadBatch, TensorInfo, Weights, identity
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, Region, before_write, region_of
 
@@ -70,6 +70,7 @@ def load_huggingface(
         sources = _sources(weights, targets, prefix)
         if not checked:
             _check_fits(weights, sources, {})
+        # A checkpoint may still be copying these tensors.
         before_write(_value(leaf) for leaf in sources.values() if _is_plain(leaf))
         _fill(weights, sources)
     return odd
@@ -85,16 +86,11 @@ def match_huggingface(
     dtypes: Mapping[str, torch.dtype] | None = None,
     like: nn.Module | None = None,
 ) -> Mismatch:
-    """Returns what `load_huggingface` would of these arguments; changes nothing.
-
-    The model may be on meta.
-
-    Headers are read, and values that are to go to a narrower dtype: that of the tensor, or the one
-    that `dtypes` has under its name, in which it will be computed with.
-
-    Raises:
-        GulliverError: in the cases of `load_huggingface`, but for other broken values.
-    """
+    """Returns what `load_huggingface` would of these arguments; changes nothing."""
+    # The model may be on meta.
+    #
+    # Headers are read, and values that are to go to a narrower dtype: that of the tensor, or the
+    # one that `dtypes` has under its name, in which it will be computed with.
     targets = _targets(model, filled=False)
     with _opened(path, model, like, targets, prefix, elsewhere) as weights:
         odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
@@ -106,19 +102,7 @@ def match_huggingface(
 def read_weights(
     path: Path | str, model: nn.Module, strict: bool = True
 ) -> tuple[dict[str, Tensor], Mismatch]:
-    """Reads all tensors into new host memory, checked as `load_huggingface` checks them.
-
-    Args:
-        path: safetensors file, Hugging Face folder, step or run.
-        model: model that is to be filled.
-        strict: whether to refuse what does not match; else it is reported.
-
-    Returns:
-        Tensors by name, of the dtypes that they are stored in, and what did not match.
-
-    Raises:
-        GulliverError: the files are missing or broken; something does not match or fit.
-    """
+    """Reads all tensors into new host memory, checked as `load_huggingface` checks them."""
     wanted = model.state_dict()
     with model_weights(path, model, wanted) as weights:
         odd = _matched(weights, wanted, strict, "", (), None)
@@ -150,7 +134,7 @@ def _check_fits(
     weights: Weights, sources: Mapping[str, Leaf], dtypes: Mapping[str, torch.dtype]
 ) -> None:
     """Refuses values that do not fit; they are read again to be kept, for they may be many."""
-    batch = Batch()
+    batch = ReadBatch()
     for source, leaf in sources.items():
         target = dtypes.get(source, _value(leaf).dtype)
         if not always_fits(weights.infos[source].dtype, target):
@@ -230,7 +214,7 @@ def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
     weights.read({source: part for source, part in straight.items() if part.value.numel()})
     # Whoever watches tensors by their versions (autograd, ZeRO's copies) saw nothing of that.
     increment_version([_value(targets[source]) for source in straight])
-    batch = Batch()
+    batch = ReadBatch()
     for source, leaf in staged.items():
         info = weights.infos[source]
         if _is_plain(leaf) and _value(leaf).is_contiguous():
@@ -257,14 +241,14 @@ def _fits(leaf: Leaf, info: TensorInfo) -> bool:
     return usual and value.dtype == info.dtype
 
 
-def _fill_staged(weights: Weights, source: str, leaf: Leaf, batch: Batch) -> None:
+def _fill_staged(weights: Weights, source: str, leaf: Leaf, batch: ReadBatch) -> None:
     value = _value(leaf).view(-1)
     for start, values in _pieces(weights, source, leaf, batch):
         value[start : start + values.numel()].copy_(values)
 
 
 def _pieces(
-    weights: Weights, source: str, leaf: Leaf, batch: Batch
+    weights: Weights, source: str, leaf: Leaf, batch: ReadBatch
 ) -> Iterator[tuple[int, Tensor]]:
     """Reads what a leaf is filled from, batch by batch; each is good until the next."""
     count = _value(leaf).numel()

@@ -68,11 +68,7 @@ class Slot:
 
 
 def shape_from_json(value: Any) -> tuple[int, ...]:
-    """Parses a shape.
-
-    Raises:
-        ValueError: it is no list of whole numbers of 0 or more.
-    """
+    """Parses a shape."""
     if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError(f"{value!r} is no shape")
     return tuple(value)
@@ -93,11 +89,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def check_holdable(where: str, tensor: Tensor) -> None:
-    """Refuses a tensor that the format cannot hold.
-
-    Raises:
-        GulliverError: it cannot; the message names the tensor and its kind.
-    """
+    """Refuses a tensor that the format cannot hold."""
     if not is_holdable(tensor):
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         if not tensor.is_meta and tensor.layout == torch.strided and tensor.dtype in CODES:
@@ -108,15 +100,7 @@ def check_holdable(where: str, tensor: Tensor) -> None:
 
 
 class Image:
-    """File to be written: a header, and tensors one behind the other.
-
-    Args:
-        tensors: tensors by name.
-        metadata: text beside them, by key.
-
-    Raises:
-        GulliverError: the format cannot hold a dtype, or has no room for that many names.
-    """
+    """File to be written: a header, and tensors one behind the other."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
@@ -154,12 +138,7 @@ class Image:
         self.nbytes = self.header.nbytes + end
 
     def pages(self, page_bytes: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
-        """Cuts the file into pages.
-
-        Yields:
-            Offset of the page in the file, and its runs: number of the source, first byte in that,
-            bytes.
-        """
+        """Cuts the file into pages."""
         runs: list[tuple[int, int, int]] = []
         offset = filled = 0
         for number, source in enumerate(self.sources):
@@ -176,11 +155,7 @@ class Image:
 
 
 def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
-    """Finds the tensors in a safetensors file, and the text beside them; reads the header only.
-
-    Raises:
-        GulliverError: it is missing, truncated, or no safetensors file.
-    """
+    """Finds the tensors in a safetensors file, and the text next to them; reads the header only."""
     path = Path(path)
     try:
         size = path.stat().st_size

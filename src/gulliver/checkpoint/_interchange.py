@@ -26,10 +26,10 @@ from gulliver.checkpoint._folder import LATEST, CheckpointFolder, FolderLock
 from gulliver.checkpoint._gathering import GatheredWeights, on_gathered
 from gulliver.checkpoint._image import CODES
 from gulliver.checkpoint._manifest import (
+    FORMAT,
     STATE,
     FileEntry,
     file_to_json,
-    format_of,
     read_manifest,
     write_manifest,
 )
@@ -88,7 +88,7 @@ def save_huggingface(
         max_shard_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
         config: content of ``config.json``; None writes none.
         dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        progress: callback that is told the bytes done and all there are.
+        progress: callback that is given the bytes done and the total.
 
     Returns:
         The folder.
@@ -122,27 +122,8 @@ def gather_huggingface(
     aliases: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Writes a model that is spread over ranks as a Hugging Face folder; every rank calls it.
-
-    Rank 0 writes, and has one tensor at a time: the others send it theirs.
-
-    Args:
-        leaves: parts that this rank has, and tensors that are alike wherever they are, by name.
-        folder: folder to make; it must not exist.
-        max_shard_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
-        config: content of ``config.json``; None writes none.
-        dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        dtypes: dtypes that floating-point tensors of this rank are sent as, by name, instead of
-            their own.
-        aliases: names that are left out, and those that have their values (tied weights).
-        progress: callback that is told the bytes done and all there are, on rank 0.
-
-    Returns:
-        The folder.
-
-    Raises:
-        GulliverError: on every rank: the folder exists or cannot be written; parts are missing.
-    """
+    """Writes a model that is spread over ranks as a Hugging Face folder; every rank calls it."""
+    # Rank 0 writes, and has one tensor at a time: the others send it theirs.
 
     def write(weights: GatheredWeights) -> None:
         write_untied(weights, Path(folder), max_shard_bytes, config, dtype, progress, aliases)
@@ -186,7 +167,7 @@ def export_huggingface(
 
     Args:
         path: folder of a step, or of a run; also a Hugging Face folder, to be cut or converted
-            anew.
+            again.
         target: folder, or file ``*.safetensors``, to make; it must not exist.
         entry: entry of the step whose tensors are written.
         max_shard_bytes: bytes of tensors in a file of a folder; a larger tensor has one of its own.
@@ -194,7 +175,7 @@ def export_huggingface(
         prefix: text that names have to begin with to be written, without it.
         config: content of ``config.json``; None for that which `import_huggingface` found, if any.
         step: number of the step, of a run; None for the newest complete one.
-        progress: callback that is told the bytes done and all there are.
+        progress: callback that is given the bytes done and the total.
 
     Returns:
         The target.
@@ -313,7 +294,7 @@ def import_huggingface(
         entry: entry of the step that the tensors become.
         dtype: dtype that floating-point tensors are converted to; None keeps their own.
         prefix: text that names have to begin with to be taken, without it.
-        progress: callback that is told the bytes done and all there are.
+        progress: callback that is given the bytes done and the total.
 
     Returns:
         The step's folder.
@@ -337,6 +318,8 @@ def import_huggingface(
         plan = plan_file(folder.partial(step) / name, weights, names, dtype)
         require_space(run, plan.image.nbytes)
         with _unfinished(folder, step) as partial:
+            # Written before the order is known: steps that the run saves meanwhile are counted,
+            # too.
             files = write_files(weights, [plan], dtype, progress, str(final))
             newest = folder.latest()
             # What comes from elsewhere is the newest only if the run had come less far.
@@ -358,7 +341,7 @@ def _describe(
     """Writes the state and the manifest that make a file of tensors a step."""
     tensors = dict(zip(plan.image.names, plan.image.sources, strict=True))
     skeleton = {"dict": [[name, {"tensor": name}] for name in plan.sources]}
-    write_json(partial / STATE, {"entries": {entry: skeleton}, "ranks": [{}]})
+    write_json(partial / STATE, {"entries": {entry: skeleton}, "ranks": [{}], "kinds": {}})
     parts = {
         name: {
             "dtype": CODES[tensors[name].dtype],
@@ -368,7 +351,7 @@ def _describe(
         for name in plan.sources
     }
     manifest = {
-        "format": format_of({entry: parts}),
+        "format": FORMAT,
         "step": step,
         "order": order,
         "world_size": 1,

@@ -10,16 +10,7 @@ from gulliver.errors import GulliverError
 
 
 def parse_json(path: Path, content: bytes, kind: str = "JSON") -> Any:
-    """Parses the content of a JSON file.
-
-    Args:
-        path: path of the file, for messages.
-        content: bytes of the file.
-        kind: kind of file that it should be, for messages.
-
-    Raises:
-        GulliverError: it is no JSON, or an object of it has a key twice.
-    """
+    """Parses the content of a JSON file."""
     try:
         return json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

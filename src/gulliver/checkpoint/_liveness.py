@@ -1,10 +1,10 @@
-"""Signs of life of the ranks that write a step, in its temporary folder.
+"""Heartbeats of the ranks that write a step, in its temporary folder.
 
-Each rank but the first holds a lock on a file of its own while it writes. The system takes the lock
-away when the process ends, however it ends: rank 0, which waits for the rank's word, then gets the
-lock itself, and finds in the file whether the rank had finished. There is no heartbeat: a rank that
-is only slow still holds its lock, and must not be taken for dead. On file systems without locks
-rank 0 only has its patience.
+A heartbeat is a file that its rank holds a lock on while it writes; rank 0 has none. The system
+takes the lock away when the process ends, however it ends: rank 0, which waits for the rank's
+report, then gets the lock itself, and finds in the file whether the rank had finished. Nothing
+beats in time: a rank that is only slow still holds its lock, and must not be taken for dead. On
+file systems without locks rank 0 only has its patience.
 """
 
 from __future__ import annotations
@@ -21,33 +21,28 @@ TRIES, PAUSE_S = 200, 0.005
 """Attempts of a rank to lock its file, and seconds between them."""
 
 
-def _sign(partial: Path, rank: int) -> Path:
+def _heartbeat_file(partial: Path, rank: int) -> Path:
     return partial / f"rank-{rank:05d}.alive"
 
 
-def make_signs(partial: Path, world_size: int) -> None:
+def create_heartbeats(partial: Path, world_size: int) -> None:
     """Makes the files; rank 0 does, so that no rank has to wait for another's to be seen."""
     for rank in range(1, world_size):
-        _sign(partial, rank).touch()
+        _heartbeat_file(partial, rank).touch()
 
 
-def remove_signs(partial: Path, world_size: int) -> None:
+def remove_heartbeats(partial: Path, world_size: int) -> None:
     """Removes the files."""
     for rank in range(1, world_size):
-        _sign(partial, rank).unlink(missing_ok=True)
+        _heartbeat_file(partial, rank).unlink(missing_ok=True)
 
 
-class LivenessLock:
-    """Shows rank 0 that this rank is writing.
-
-    Args:
-        partial: the temporary folder of the step.
-        rank: rank of this process.
-    """
+class Heartbeat:
+    """Shows rank 0 that this rank is writing."""
 
     def __init__(self, partial: Path, rank: int) -> None:
         self._handle: int | None = None
-        path = _sign(partial, rank)
+        path = _heartbeat_file(partial, rank)
         try:
             # Rank 0 looks by locking, for a moment: who gave way to that would seem never to begin.
             for _ in range(TRIES if rank and path.exists() else 0):
@@ -59,7 +54,7 @@ class LivenessLock:
             self._handle = None  # no locks here
 
     def end(self, done: bool) -> None:
-        """Says whether this rank has left word, and gives the lock back."""
+        """Notes whether this rank has written its report, and gives the lock back."""
         if self._handle is not None:
             if done:
                 os.pwrite(self._handle, DONE, 0)
@@ -67,26 +62,16 @@ class LivenessLock:
             self._handle = None
 
 
-class Watch:
-    """Notices that a rank ended without leaving word.
-
-    Args:
-        partial: the temporary folder of the step.
-        rank: rank to be watched.
-        silence_s: seconds within which it has to begin.
-    """
+class HeartbeatWatch:
+    """Notices that a rank ended without a report."""
 
     def __init__(self, partial: Path, rank: int, silence_s: float) -> None:
-        self._path, self.rank, self._silence_s = _sign(partial, rank), rank, silence_s
+        self._path, self.rank, self._silence_s = _heartbeat_file(partial, rank), rank, silence_s
         self._begun = time.monotonic()
         self._seen = False
 
     def check(self) -> None:
-        """Checks that the rank still writes, or has left word.
-
-        Raises:
-            GulliverError: the rank ended without word, or did not begin in time.
-        """
+        """Checks that the rank still writes, or has reported."""
         try:
             handle = lock_file(self._path) if self.rank and self._path.exists() else None
         except OSError:

@@ -71,16 +71,7 @@ class Loaded:
 
 
 def step_folder(path: Path | str, step: int | None = None) -> Path:
-    """Finds a complete step's folder, given a run's folder or the step's own.
-
-    Args:
-        path: folder of a step, or of a run.
-        step: number of the step, of a run; None for the newest complete one, which is the one saved
-            last.
-
-    Raises:
-        GulliverError: there is none, or `path` is that of another step.
-    """
+    """Finds a complete step's folder, given a run's folder or the step's own."""
     path = Path(path)
     if (path / MANIFEST).is_file():
         check_number(path, step)
@@ -114,11 +105,7 @@ def _why_broken(step: Path) -> str:
 
 
 def check_number(folder: Path, step: int | None) -> None:
-    """Refuses a step's folder where another step is asked for.
-
-    Raises:
-        GulliverError: it is another step; the message names both.
-    """
+    """Refuses a step's folder where another step is asked for."""
     if step is not None and (number := read_manifest(folder).step) != step:
         raise GulliverError(
             f"{folder} is step {number}, not step {step}: give the folder of its run, or no step"
@@ -137,9 +124,9 @@ def load(
     Modules, and tensors and parts, also those in dicts and lists, are filled in place, with only
     their bytes read; values are converted to their dtype, where they fit it. Other objects are
     given their whole state by `load_state_dict`. What else there is in dicts and lists is in
-    `Loaded.values`, beside the tensors that were filled; what has no tensor in it, such as None,
-    stands for whatever was saved. Everything is checked before anything is filled, but for the
-    checksums of what is read in place.
+    `Loaded.values`, together with the tensors that were filled; what has no tensor in it, such as
+    None, stands for whatever was saved. Everything is checked before anything is filled, but for
+    the checksums of what is read in place.
 
     Args:
         path: folder of a run, or of one of its steps.
@@ -159,19 +146,9 @@ def load(
 
 
 def beside_a_writer(path: Path | str, step: int | None, read: Callable[[Path], Result]) -> Result:
-    """Reads a step; again, and perhaps another, where its folder went while it was read.
-
-    Another process may be saving there and keep only few steps. There is no lock for readers: a
-    folder that was replaced or removed meanwhile is noticed by its identity.
-
-    Args:
-        path: folder of a run, or of one of its steps.
-        step: number of the step, of a run; None for the newest complete one.
-        read: function that is given the step's folder.
-
-    Raises:
-        GulliverError: `step_folder` or `read` raised it, though the folder stayed as it was.
-    """
+    """Reads a step; again, and perhaps another, where its folder went while it was read."""
+    # Another process may be saving there and keep only few steps. There is no lock for readers: a
+    # folder that was replaced or removed meanwhile is noticed by its identity.
     for left in reversed(range(ATTEMPTS)):
         folder, before = None, _identity(Path(path))
         try:
@@ -210,11 +187,7 @@ def _load(folder: Path, state: Mapping[str, Any] | None, strict: bool, prefix: s
 def plan_all(
     reader: StepReader, state: Mapping[str, Any], strict: bool, prefix: str, loaded: Loaded
 ) -> dict[str, Filling]:
-    """Finds out how a state takes up a step, while nothing is changed; see `fill_all`.
-
-    Raises:
-        GulliverError: something does not match.
-    """
+    """Finds out how a state takes up a step, while nothing is changed; see `fill_all`."""
     found: dict[str, Filling] = {}
     for entry, value in _present(reader, state, loaded, strict).items():
         rank = group_rank() if isinstance(value, PerRank) or reader.is_per_rank(entry) else None

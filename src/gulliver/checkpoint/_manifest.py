@@ -7,8 +7,7 @@ ENTRY.safetensors  the tensors of an entry; with several ranks a file of each,
 
 A tensor of which a file holds a part lies there under its own name, as one row of elements. Where
 that part lies in the whole the manifest says: ``[file, start, stop]`` counts elements of the whole,
-``[file, start, stop, [dim, [[a, b], ...]]]`` those of a region of it (format 3, which is written
-only where there are regions).
+``[file, start, stop, [dim, [[a, b], ...]]]`` those of a region of it.
 """
 
 from __future__ import annotations
@@ -26,31 +25,27 @@ import torch
 from gulliver.checkpoint._files import read_bytes
 from gulliver.checkpoint._image import CODES, DTYPES, shape_from_json
 from gulliver.checkpoint._json import parse_json
-from gulliver.checkpoint._regions import Place, missing, region_from_json, region_to_json
+from gulliver.checkpoint._regions import PartPlace, missing, region_from_json, region_to_json
 from gulliver.errors import GulliverError
 from gulliver.io import write_text
 from gulliver.memory import Region
 
-FORMAT, OLDEST = 3, 2
-"""Newest and oldest format of manifests that are read; the newest has regions."""
+FORMAT = 3
+"""Format of manifests that are written and read."""
 MANIFEST, STATE = "manifest.json", "state.json"
-KEYS = {"format", "step", "world_size", "about", "files", "tensors", "order"}
 SEAL = ',\n "crc32": '
 """Text between a manifest's content and the checksum of that."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """File of a step.
+    """File of a step."""
 
-    Attributes:
-        nbytes: size of the file, in bytes.
-        page_bytes: bytes of each page that has a checksum; the last may be shorter.
-        crc32: checksum of each page, as `zlib.crc32` computes it.
-    """
-
+    # Size of the file, in bytes.
     nbytes: int
+    # Bytes of each page that has a checksum; the last may be shorter.
     page_bytes: int
+    # Checksum of each page, as `zlib.crc32` computes it.
     crc32: tuple[int, ...]
 
 
@@ -63,9 +58,9 @@ class PartEntry:
     stop: int
     region: Region | None = None
 
-    def place(self, shape: tuple[int, ...]) -> Place:
+    def place(self, shape: tuple[int, ...]) -> PartPlace:
         """Returns where the part lies in a tensor of a shape."""
-        return Place(shape, self.start, self.stop, self.region)
+        return PartPlace(shape, self.start, self.stop, self.region)
 
     def to_json(self) -> list[Any]:
         """Returns the JSON values that are written."""
@@ -75,17 +70,13 @@ class PartEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Tensor of a step.
+    """Tensor of a step."""
 
-    Attributes:
-        dtype: dtype as it is stored.
-        shape: shape of the whole.
-        parts: parts that together are the whole; see the note in `_regions.py`. Equal ones are
-            there once.
-    """
-
+    # Dtype as it is stored.
     dtype: torch.dtype
+    # Shape of the whole.
     shape: tuple[int, ...]
+    # Parts that together are the whole; see the note in `_regions.py`. Equal ones are there once.
     parts: tuple[PartEntry, ...]
 
     @property
@@ -101,23 +92,19 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All files and tensors of a step.
+    """All files and tensors of a step."""
 
-    Attributes:
-        step: number of the step.
-        world_size: number of ranks that wrote it.
-        about: versions, time, and what the writer wanted to say (the plan).
-        files: files by name.
-        tensors: tensors by entry and name.
-        order: position in the order of saving, see the note in `_branches.py`; 0 where a version
-            did not count.
-    """
-
+    # Number of the step.
     step: int
+    # Number of ranks that wrote it.
     world_size: int
+    # Versions, time, and what the writer wanted to say (the plan).
     about: Mapping[str, Any]
+    # Files by name.
     files: Mapping[str, FileEntry]
+    # Tensors by entry and name.
     tensors: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
+    # Position in the order of saving, see the note in `_branches.py`.
     order: int = 0
 
     @property
@@ -139,7 +126,7 @@ class Manifest:
             for entry, tensors in self.tensors.items()
         }
         return {
-            "format": format_of(tensors),
+            "format": FORMAT,
             "step": self.step,
             "order": self.order,
             "world_size": self.world_size,
@@ -147,21 +134,6 @@ class Manifest:
             "files": {name: file_to_json(entry) for name, entry in self.files.items()},
             "tensors": tensors,
         }
-
-
-def format_of(tensors: Mapping[str, Mapping[str, Any]]) -> int:
-    """Returns the oldest format that can say where the parts of tensors lie.
-
-    Args:
-        tensors: JSON values of tensors by entry and name.
-    """
-    regions = any(
-        len(part) > 3
-        for found in tensors.values()
-        for tensor in found.values()
-        for part in tensor["parts"]
-    )
-    return FORMAT if regions else OLDEST
 
 
 def file_to_json(entry: FileEntry) -> dict[str, Any]:
@@ -174,12 +146,7 @@ def file_to_json(entry: FileEntry) -> dict[str, Any]:
 
 
 def file_from_json(value: Mapping[str, Any]) -> FileEntry:
-    """Inverts `file_to_json`.
-
-    Raises:
-        ValueError: a number is none, or pages have no checksum.
-        KeyError: something is missing.
-    """
+    """Inverts `file_to_json`."""
     checksums = tuple(int(crc, 16) for crc in value["crc32"])
     entry = FileEntry(int(value["bytes"]), int(value["page_bytes"]), checksums)
     if entry.page_bytes < 1 or -(-entry.nbytes // entry.page_bytes) > len(checksums):
@@ -195,11 +162,7 @@ def _name_from_json(name: str) -> str:
 
 
 def checked_about(about: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copies what a manifest is to say besides, and refuses now what could not be written later.
-
-    Raises:
-        GulliverError: it is not JSON.
-    """
+    """Copies what a manifest is to say besides, and refuses now what could not be written later."""
     try:
         found = dict(about or {})
         json.dumps(found, allow_nan=False)
@@ -220,41 +183,29 @@ def is_short(tensors: Mapping[str, Mapping[str, Any]]) -> bool:
     return sum(map(len, tensors.values())) < 1000
 
 
-def _read_sealed(path: Path) -> Any:
-    """Reads a manifest and checks its checksum; those of older versions have none."""
-    content = read_bytes(path)
-    text, found, _ = content.rpartition(SEAL.encode())
-    parsed = parse_json(path, content)
-    if not isinstance(parsed, dict):
-        return parsed
-    said = parsed.pop("crc32", None)
-    odd = parsed.keys() - KEYS
-    if (found or odd or said is not None) and said != f"{zlib.crc32(text):08x}":
-        raise GulliverError(f"{path} is corrupted: take another checkpoint")
-    return parsed
-
-
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks the manifest of a step.
-
-    Raises:
-        GulliverError: the manifest is missing, broken, or of another format.
-    """
+    """Reads and checks the manifest of a step."""
     path = Path(folder) / MANIFEST
-    content = _read_sealed(path)
+    raw = read_bytes(path)
+    text, _, _ = raw.rpartition(SEAL.encode())
+    content = parse_json(path, raw)
     written = content.get("format") if isinstance(content, dict) else None
     if not isinstance(written, int):
-        raise GulliverError(f"{path} is no manifest of a checkpoint")
-    if written > FORMAT:
+        raise GulliverError(f"{path} is not the manifest of a checkpoint")
+    sealed = content.get("crc32")
+    is_intact = sealed == f"{zlib.crc32(text):08x}"
+    # A flipped bit may turn any format into any other: only what is intact, or has no seal at all,
+    # says what it is.
+    if written != FORMAT and (is_intact or sealed is None):
+        other, remedy = "another version", "load it with the version that wrote it"
+        if written > FORMAT:
+            other, remedy = "a newer version", "update gulliver"
         raise GulliverError(
-            f"{folder} was written by a newer version (format {written}, this one reads format "
-            f"{FORMAT}): update gulliver"
+            f"{folder} was written by {other} (format {written}, this one reads format {FORMAT}): "
+            f"{remedy}"
         )
-    if written < OLDEST:
-        raise GulliverError(
-            f"{folder} was written by an older version (format {written}, this one reads format "
-            f"{OLDEST} on): load it with the version that wrote it"
-        )
+    if not is_intact:
+        raise GulliverError(f"{path} is corrupted: take another checkpoint")
     try:
         return Manifest(
             step=int(content["step"]),
@@ -268,30 +219,22 @@ def read_manifest(folder: Path) -> Manifest:
                 entry: {name: tensor_from_json(value) for name, value in tensors.items()}
                 for entry, tensors in content["tensors"].items()
             },
-            order=int(content.get("order", 0)),
+            order=int(content["order"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GulliverError(f"{path} is broken ({error!r}): take another checkpoint") from error
 
 
-def saved_at(content: Any) -> tuple[int, str]:
-    """Returns order and time of a manifest, without a look at the rest.
-
-    Raises:
-        GulliverError: the content is no manifest.
-    """
+def order_of(content: Any) -> int:
+    """Returns the order of a manifest, without a look at the rest."""
     try:
-        return int(content.get("order", 0)), str(content["about"].get("time", ""))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise GulliverError(f"{content!r:.40} is no manifest of a checkpoint") from error
+        return int(content["order"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise GulliverError(f"{content!r:.40} is not the manifest of a checkpoint") from error
 
 
 def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
-    """Parses a tensor's entry as it was written, or merged from those of several ranks.
-
-    Raises:
-        ValueError: the parts are not the whole.
-    """
+    """Parses a tensor's entry as it was written, or merged from those of several ranks."""
     shape = shape_from_json(value["shape"])
     found, regions = list[PartEntry](), set[PartEntry]()
     for file, start, stop, *rest in value["parts"]:
@@ -310,11 +253,7 @@ def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether all files of a step are there in their sizes; what they hold is not looked at.
-
-    Raises:
-        GulliverError: it was written by a newer version.
-    """
+    """Whether all files of a step are there in their sizes; what they hold is not looked at."""
     try:
         manifest = read_manifest(folder)
     except GulliverError as error:

@@ -3,7 +3,7 @@
 Read `match`. Every road goes by it, before anything is changed: steps, Hugging Face's folders, raw
 tensors, the command that compares two checkpoints. `Mismatch.refuse` says what `strict` means, and
 `merge_parts` whether the parts that ranks have make up whole tensors. Whether values fit a dtype is
-told by `_fits.py`. Nothing here reads a file.
+checked by `_fits.py`. Nothing here reads a file.
 """
 
 from __future__ import annotations
@@ -34,16 +34,13 @@ class Shaped(Protocol):
 
 @dataclass
 class Mismatch:
-    """Names and shapes that did not match.
+    """Names and shapes that did not match."""
 
-    Attributes:
-        missing: names that are wanted and not there.
-        unexpected: names that are there and not wanted.
-        unlike: shapes there and here by name, where they differ.
-    """
-
+    # Names that are wanted and not there.
     missing: list[str] = field(default_factory=list)
+    # Names that are there and not wanted.
     unexpected: list[str] = field(default_factory=list)
+    # Shapes there and here by name, where they differ.
     unlike: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -58,19 +55,9 @@ class Mismatch:
         return "; ".join(text for text in said if text)
 
     def refuse(self, where: str, wanted: int, strict: bool = True) -> None:
-        """Raises unless this may be left as it is.
-
-        Without `strict` names may be left over or missing, but not all missing, and no shape may
-        differ.
-
-        Args:
-            where: file or folder for the message.
-            wanted: number of names that were wanted.
-            strict: whether to refuse any difference.
-
-        Raises:
-            GulliverError: it may not.
-        """
+        """Raises unless this may be left as it is."""
+        # Without `strict` names may be left over or missing, but not all missing, and no shape may
+        # differ.
         if self.unlike or (strict and self) or (wanted and len(self.missing) == wanted):
             raise GulliverError(f"{where} does not fit: {self}")
 
@@ -87,16 +74,7 @@ def match(
     prefix: str = "",
     elsewhere: Collection[str] = (),
 ) -> Mismatch:
-    """Compares names and shapes.
-
-    Args:
-        saved: tensors that are there, by name.
-        wanted: tensors and parts of tensors that are asked for, by name; a tensor that holds a
-            region stands for the whole.
-        prefix: text before the wanted names there; with one, a part of what is there is asked for,
-            and nothing is left over.
-        elsewhere: names that may be there and are not wanted here.
-    """
+    """Compares names and shapes."""
     found = Mismatch()
     for name, leaf in sorted(wanted.items()):
         there, ours = saved.get(prefix + name), _shape(leaf)
@@ -116,16 +94,7 @@ def _shape(leaf: Shaped) -> tuple[int, ...]:
 def merge_parts(
     every: Iterable[Mapping[str, Mapping[str, Any]]], where: str = ""
 ) -> dict[str, dict[str, Any]]:
-    """Merges what each rank has of tensors, and checks that the parts are the whole.
-
-    Args:
-        every: JSON values of a manifest's tensors by name, of each rank.
-        where: text before a tensor's name in messages.
-
-    Raises:
-        GulliverError: a part is missing, or there twice without being a region; the format cannot
-            hold a dtype.
-    """
+    """Merges what each rank has of tensors, and checks that the parts are the whole."""
     merged: dict[str, dict[str, Any]] = {}
     for tensors in every:
         for name, found in tensors.items():

@@ -28,22 +28,7 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     shapes: Sequence[Any] | None,
 ) -> Callable[[], None]:
-    """Reads the state of an optimizer, of DTensors only what this rank has.
-
-    Args:
-        reader: reader of the step.
-        entry: name that the tensors are kept under.
-        skeleton: skeleton of the state, which says where they belong.
-        optimizer: optimizer to be filled.
-        shapes: shapes of the parameters that were stepped, by group; None for versions that did not
-            write them.
-
-    Returns:
-        A function that fills the optimizer.
-
-    Raises:
-        GulliverError: it is the state of another optimizer, or of other parameters.
-    """
+    """Reads the state of an optimizer, of DTensors only what this rank has."""
     where = f"{reader.folder}, entry {entry!r}"
     content = with_refs(skeleton, reader.tensors(entry))
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():

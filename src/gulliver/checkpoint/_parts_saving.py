@@ -4,9 +4,9 @@
     saver.close()                              # every rank; waits until the file is there
 
 Nobody has the whole, and gathering it would hold training up. So each rank saves its parts as those
-of a step (`AsyncCheckpointer`), in a hidden folder beside the target; when they are all on the disk
-rank 0 reads them tensor by tensor, writes the files and removes the folder. For that time the disk
-holds the model twice. What a process that was killed leaves is hidden, and removed by the next one.
+of a step (`AsyncCheckpointer`), in a hidden folder next to the target; when they are all on the
+disk rank 0 reads them tensor by tensor, writes the files and removes the folder. For that time the
+disk holds the model twice. What a killed process leaves is hidden, and removed by the next one.
 """
 
 from __future__ import annotations
@@ -33,13 +33,7 @@ ENTRY, STEP = "model", 0
 
 
 class PartsSaver(AsyncCheckpointer):
-    """Saves parts, and makes whole files of them; every rank makes one.
-
-    Args:
-        target: file or folder that is to be there in the end.
-        write: function that makes it of the whole tensors, on rank 0 and whole or not at all.
-        memory_limit: bytes of host memory that a rank's copy may take; None for what there is.
-    """
+    """Saves parts, and makes whole files of them; every rank makes one."""
 
     def __init__(
         self, target: Path, write: Callable[[Weights], object], memory_limit: int | None = None
@@ -51,14 +45,7 @@ class PartsSaver(AsyncCheckpointer):
         self._target, self._put = target, write
 
     def begin(self, leaves: Mapping[str, Leaf]) -> None:
-        """Begins to save; all ranks call it, once.
-
-        Args:
-            leaves: tensors and parts that this rank has, by name.
-
-        Raises:
-            GulliverError: it cannot be begun; nothing is left behind.
-        """
+        """Begins to save; all ranks call it, once."""
         if self.rank == 0:
             clear_leftovers(self._target.parent)
         try:
@@ -104,17 +91,7 @@ def begin_single(
     dtypes: Mapping[str, torch.dtype],
     memory_limit: int | None = None,
 ) -> PartsSaver:
-    """Begins to write one safetensors file of what all ranks have; every rank calls it.
-
-    Args:
-        leaves: tensors and parts that this rank has, by name.
-        path: file to make; one that is there is replaced.
-        dtypes: dtypes that floating-point tensors of any rank are converted to, by name.
-        memory_limit: bytes of host memory that a rank's copy may take; None for what there is.
-
-    Raises:
-        GulliverError: it cannot be begun; nothing is left behind.
-    """
+    """Begins to write one safetensors file of what all ranks have; every rank calls it."""
 
     def write(weights: Weights) -> None:
         write_single(weights, {name: name for name in weights.infos}, path, dtypes)
@@ -133,20 +110,7 @@ def begin_huggingface(
     memory_limit: int | None = None,
     **options: Any,
 ) -> PartsSaver:
-    """Begins to write a Hugging Face folder of what all ranks have; every rank calls it.
-
-    Args:
-        leaves: tensors and parts that this rank has, by name.
-        folder: folder to make; it must not exist.
-        dtypes: dtypes that floating-point tensors of any rank are converted to, by name.
-        aliases: names that are left out, and those that have their values (tied weights).
-        dtype: one dtype for all of them, instead.
-        memory_limit: bytes of host memory that a rank's copy may take; None for what there is.
-        options: ``max_shard_bytes`` and ``config``, as of `gather_huggingface`.
-
-    Raises:
-        GulliverError: it cannot be begun; nothing is left behind.
-    """
+    """Begins to write a Hugging Face folder of what all ranks have; every rank calls it."""
     kind = dtypes if dtype is None else dtype
     saver = PartsSaver(
         folder,

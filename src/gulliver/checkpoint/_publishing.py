@@ -1,8 +1,8 @@
-"""Completes a step, on rank 0, from the words that its ranks have left.
+"""Completes a step, on rank 0, from the reports of its ranks.
 
-Until a step is complete, every rank's word is a small file in its temporary folder: what the rank
-wrote and where it belongs, or why it could not. These are files and no collective, for one that
-fails does not say which rank has ended (`_liveness.py`).
+A rank report is a small file in the step's temporary folder: what the rank wrote and where it
+belongs, or why it could not. Reports are files and not a collective, which would not say which rank
+has ended when it fails (`_liveness.py`).
 """
 
 from __future__ import annotations
@@ -22,81 +22,59 @@ import torch
 from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._image import DTYPES
-from gulliver.checkpoint._liveness import Watch, remove_signs
-from gulliver.checkpoint._manifest import STATE, format_of, is_short, write_manifest
+from gulliver.checkpoint._liveness import HeartbeatWatch, remove_heartbeats
+from gulliver.checkpoint._manifest import FORMAT, STATE, is_short, write_manifest
 from gulliver.checkpoint._matching import merge_parts
 from gulliver.checkpoint._tree import merge_skeletons
 from gulliver.errors import GulliverError
 
 PATIENCE_S, AT_EXIT_S = 1800.0, 60.0
-"""Seconds that rank 0 waits for the words of the others, and once its program has ended."""
+"""Seconds that rank 0 waits for the reports of the others, and once its program has ended."""
 POLL_S = 0.02
 
 
-def leave_word(partial: Path, rank: int, mark: str, word: Mapping[str, Any]) -> None:
-    """Tells rank 0 what a rank has written, or why it could not.
-
-    Args:
-        partial: the temporary folder of the step.
-        rank: rank that speaks.
-        mark: mark of the save; words of others are not believed.
-        word: JSON values that it says.
-
-    Raises:
-        GulliverError: the folder is gone, or cannot be written.
-    """
+def write_rank_report(partial: Path, rank: int, save_id: str, report: Mapping[str, Any]) -> None:
+    """Tells rank 0 what a rank has written, or why it could not."""
     _check_there(partial)
-    # Rank 0 may complete the step, and rename its folder, as soon as the last word has its name:
+    # Rank 0 may complete the step, and rename its folder, as soon as the last report has its name:
     # nothing looks at the folder after that, not even to force it to the disk.
-    write_json(_word(partial, rank), {**word, "mark": mark}, indent=None, durable=False)
+    content = {**report, "save_id": save_id}
+    write_json(_report_file(partial, rank), content, indent=None, durable=False)
 
 
 def publish(
     folder: CheckpointFolder,
     step: int,
-    mark: str,
+    save_id: str,
     world_size: int,
     about: Mapping[str, Any],
     silence_s: float,
 ) -> int:
-    """Waits for the word of all ranks, and makes the step of it.
-
-    Args:
-        folder: folder of the run.
-        step: number of the step.
-        mark: mark of the save.
-        world_size: number of ranks that leave word.
-        about: JSON values that the manifest says besides.
-        silence_s: seconds within which each rank has to begin to write.
-
-    Returns:
-        The bytes of the step's files.
-
-    Raises:
-        GulliverError: a rank could not write, or did not in time.
-    """
+    """Waits for the reports of all ranks, and makes the step of them; returns its bytes."""
     partial = folder.partial(step)
-    words = [_awaited(partial, rank, mark, silence_s) for rank in range(world_size)]
-    for rank, word in enumerate(words):
-        if "error" in word:
-            raise GulliverError(f"rank {rank}: {word['error']}")
+    reports = [_awaited(partial, rank, save_id, silence_s) for rank in range(world_size)]
+    for rank, report in enumerate(reports):
+        if "error" in report:
+            raise GulliverError(f"rank {rank}: {report['error']}")
     _check_there(partial)
-    entries = dict.fromkeys(entry for word in words for entry in word["parts"])
+    entries = dict.fromkeys(entry for report in reports for entry in report["parts"])
     tensors = {
-        entry: merge_parts((word["parts"].get(entry, {}) for word in words), f"{entry}: ")
+        entry: merge_parts((report["parts"].get(entry, {}) for report in reports), f"{entry}: ")
         for entry in entries
     }
-    texts = {STATE: _state(words), **_indices(tensors, world_size)}
-    files = {name: entry for word in words for name, entry in word["files"].items()}
+    texts = {STATE: _state(reports), **_indices(tensors, world_size)}
+    files = {name: entry for report in reports for name, entry in report["files"].items()}
     indent = 1 if is_short(tensors) else None
+    # The manifest comes last: it lists the sizes and checksums of all files, these two as well.
     for name, text in texts.items():
         write_json(partial / name, text, indent)
         files[name] = checksummed(partial / name)
     for rank in range(world_size):
-        _word(partial, rank).unlink()
-    remove_signs(partial, world_size)
+        _report_file(partial, rank).unlink()
+    # All ranks have reported, so nobody locks these files any more.
+    remove_heartbeats(partial, world_size)
     manifest = {
-        "format": format_of(tensors),
+        "format": FORMAT,
         "step": step,
         "order": folder.next_order(),
         "world_size": world_size,
@@ -109,7 +87,7 @@ def publish(
     return sum(entry["bytes"] for entry in files.values())
 
 
-def _word(partial: Path, rank: int) -> Path:
+def _report_file(partial: Path, rank: int) -> Path:
     return partial / f"rank-{rank:05d}.json"
 
 
@@ -119,42 +97,42 @@ def _check_there(partial: Path) -> None:
         raise GulliverError(f"{partial} vanished while it was written")
 
 
-def _awaited(partial: Path, rank: int, mark: str, silence_s: float) -> dict[str, Any]:
-    """Waits for the word of a rank on this save."""
-    path, patience, begun = _word(partial, rank), PATIENCE_S, time.monotonic()
-    watch = Watch(partial, rank, silence_s)
+def _awaited(partial: Path, rank: int, save_id: str, silence_s: float) -> dict[str, Any]:
+    """Waits for the report of a rank on this save."""
+    path, patience, begun = _report_file(partial, rank), PATIENCE_S, time.monotonic()
+    watch = HeartbeatWatch(partial, rank, silence_s)
     while True:
         _check_there(partial)
         lost: GulliverError | None = None
         try:
-            # Before the look for its word, which it leaves before it gives up its lock.
+            # Before the look for its report, which it writes before it gives up its heartbeat.
             watch.check()
         except GulliverError as error:
             lost = error
         if path.exists():
-            word = read_json(path)
-            if word.get("mark") == mark:
-                return word
+            report = read_json(path)
+            if report.get("save_id") == save_id:
+                return report
         if lost is not None:
             raise lost
         if patience > AT_EXIT_S and not threading.main_thread().is_alive():
-            # A rank that was killed leaves no word: that must not keep the others from ending.
+            # A rank that was killed writes no report: that must not keep the others from ending.
             patience, begun = AT_EXIT_S, time.monotonic()
         if time.monotonic() - begun > patience:
             raise GulliverError(f"rank {rank} has not written its files in {patience:.0f} s")
         time.sleep(POLL_S)
 
 
-def _state(words: list[dict[str, Any]]) -> dict[str, Any]:
+def _state(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Merges what is no tensor, of all ranks and of each."""
     entries: dict[str, list[Any]] = {}
-    for word in words:
-        for entry, skeleton in word["entries"].items():
+    for report in reports:
+        for entry, skeleton in report["entries"].items():
             entries.setdefault(entry, []).append(skeleton)
     return {
         "entries": {entry: merge_skeletons(found) for entry, found in entries.items()},
-        "ranks": [word["own"] for word in words],
-        "kinds": words[0].get("kinds", {}),
+        "ranks": [report["own"] for report in reports],
+        "kinds": reports[0]["kinds"],
     }
 
 

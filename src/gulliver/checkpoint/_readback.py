@@ -33,15 +33,7 @@ class ReadBack:
             self._meant[name] = values.reshape(-1)[:SLICE].clone()
 
     def check(self, path: Path, called: str = "") -> None:
-        """Compares the file with what was meant, and logs the largest difference.
-
-        Args:
-            path: file to read.
-            called: name of it in messages, where `path` is a temporary one.
-
-        Raises:
-            GulliverError: a tensor is not what was written, to the bit.
-        """
+        """Compares the file with what was meant, and logs the largest difference."""
         from safetensors import safe_open
 
         most, which = 0.0, ""

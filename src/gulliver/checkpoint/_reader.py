@@ -34,20 +34,17 @@ SCRATCH = 32 * 2**20
 
 @dataclass
 class _Sink:
-    """Tensor to be filled, and how many of its bytes are still to come.
+    """Tensor to be filled, and how many of its bytes are still to come."""
 
-    Attributes:
-        target: tensor to be filled.
-        row: row that is copied to: bytes, or elements where `dtype` says what they come as.
-        left: bytes that are still to come.
-        dtype: dtype that the bytes are of where they are converted; None where they stay.
-        staged: row in host memory that a tensor is filled from at the end; None without one.
-    """
-
+    # Tensor to be filled.
     target: Tensor
+    # Row that is copied to: bytes, or elements where `dtype` says what they come as.
     row: Tensor
+    # Bytes that are still to come.
     left: int
+    # Dtype that the bytes are of where they are converted; None where they stay.
     dtype: torch.dtype | None = None
+    # Row in host memory that a tensor is filled from at the end; None without one.
     staged: Tensor | None = None
 
     def take(self, content: Tensor, copies: Copies, mapped: FileMappings) -> None:
@@ -62,7 +59,7 @@ class _Sink:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _FileRun:
     """Bytes of a file, and where they go."""
 
     begin: int
@@ -76,15 +73,7 @@ def _values(leaf: Leaf) -> Tensor:
 
 
 class StepReader:
-    """Reader of a saved step.
-
-    Args:
-        folder: folder of the step.
-        engine: engine that reads; None for one of its own.
-
-    Raises:
-        GulliverError: it is no complete step, or of another format.
-    """
+    """Reader of a saved step."""
 
     def __init__(self, folder: Path | str, engine: Engine | None = None) -> None:
         self.folder = Path(folder)
@@ -93,7 +82,7 @@ class StepReader:
         content = parse_json(self.folder / STATE, self._files.text(STATE))
         self._entries: dict[str, Any] = content["entries"]
         self._ranks: list[dict[str, Any]] = content["ranks"]
-        self._kinds: dict[str, Any] = content.get("kinds", {})
+        self._kinds: dict[str, Any] = content["kinds"]
 
     @property
     def bytes_read(self) -> int:
@@ -117,25 +106,13 @@ class StepReader:
         return self.manifest.tensors.get(entry, {})
 
     def skeleton(self, entry: str) -> Any:
-        """Returns the skeleton of an entry, which says where its tensors belong.
-
-        Raises:
-            GulliverError: there is no such entry.
-        """
+        """Returns the skeleton of an entry, which says where its tensors belong."""
         if entry not in self._entries:
             raise GulliverError(f"{self.folder} has no entry {entry!r}: it has {self.entries}")
         return self._entries[entry]
 
     def value(self, entry: str, rank: int | None = None) -> Any:
-        """Reads an entry as it was saved, its tensors in host memory.
-
-        Args:
-            entry: name of the entry.
-            rank: rank whose value is read, where every rank has its own.
-
-        Raises:
-            GulliverError: there is no such entry, or a file is broken.
-        """
+        """Reads an entry as it was saved, its tensors in host memory."""
         entry, skeleton = self.place(entry, rank)
         return join_state(self.whole(entry, names_in(skeleton)), skeleton)
 
@@ -159,16 +136,7 @@ class StepReader:
         return found
 
     def check_tied(self, entry: str, tied: Mapping[str, str], prefix: str = "") -> None:
-        """Refuses two values for one parameter, of which the one read last would win.
-
-        Args:
-            entry: name of the entry with the tensors.
-            tied: names of parameters, each with the first name of the same parameter.
-            prefix: text before these names in the entry.
-
-        Raises:
-            GulliverError: two values of one parameter differ.
-        """
+        """Refuses two values for one parameter, of which the one read last would win."""
         saved = self.tensors(entry)
         for name, other in tied.items():
             both = [prefix + name, prefix + other]
@@ -189,21 +157,9 @@ class StepReader:
         prefix: str = "",
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Reads what is to be converted to a narrower dtype, and keeps nothing; see `read_into`.
-
-        `read_into` reads it again: to keep all of it until it is checked might take any amount of
-        memory.
-
-        Args:
-            entry: name of the entry.
-            wanted: tensors and parts by name, as of `read_into`.
-            prefix: text that the names in the entry begin with.
-            dtypes: dtypes by name in which values are computed with, where the tensors have wider
-                ones.
-
-        Raises:
-            GulliverError: a value does not fit; the message names its tensor.
-        """
+        """Reads what is to be converted to a narrower dtype, and keeps nothing; see `read_into`."""
+        # `read_into` reads it again: to keep all of it until it is checked might take any amount of
+        # memory.
         saved = self.tensors(entry)
         batch: dict[str, Part] = {}
         targets = {n: (dtypes or {}).get(n, _values(leaf).dtype) for n, leaf in wanted.items()}
@@ -233,30 +189,23 @@ class StepReader:
             refuse_misfit(where, prefix + name, part.value, targets[name])
 
     def read_into(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
-        """Fills tensors, and parts of tensors, in place; converts to their dtype.
-
-        Args:
-            entry: name of the entry.
-            wanted: tensors and parts by name; the entry has these names after `prefix`.
-            prefix: text that the names in the entry begin with.
-
-        Raises:
-            GulliverError: a name is not there or of another shape; a file is broken, then some
-                tensors may have been filled.
-        """
+        """Fills tensors, and parts of tensors, in place; converts to their dtype."""
         saved = self.tensors(entry)
         there = {name: saved[prefix + name] for name in wanted if prefix + name in saved}
+        # Parts may come from callers that did not match first, such as the boosters.
         match(there, wanted).refuse(f"{self.folder}, entry {entry!r},", len(wanted))
-        runs: dict[str, list[_Run]] = {}
+        runs: dict[str, list[_FileRun]] = {}
         for name, leaf in wanted.items():
             for file, run in self._runs(entry, prefix + name, leaf):
                 runs.setdefault(file, []).append(run)
         mapped = FileMappings()
         with torch.no_grad():
             for file, found in runs.items():
+                # File by file, in the order of its bytes: a page that holds several tensors is read
+                # once.
                 self._read_file(file, sorted(found, key=lambda run: run.begin), mapped)
 
-    def _runs(self, entry: str, name: str, leaf: Leaf) -> Iterator[tuple[str, _Run]]:
+    def _runs(self, entry: str, name: str, leaf: Leaf) -> Iterator[tuple[str, _FileRun]]:
         """Yields files, and the bytes in them that hold elements of a leaf."""
         saved = self.tensors(entry)[name]
         wanted, size = place_of(leaf), saved.dtype.itemsize
@@ -272,7 +221,7 @@ class StepReader:
         sink = self._sink(target, saved.dtype, runs)
         for file, copies in runs:
             begin, stop = int(copies.source[0]), int(copies.source[-1] + copies.count[-1])
-            yield file, _Run(begin, stop, sink, copies)
+            yield file, _FileRun(begin, stop, sink, copies)
 
     def _sink(self, target: Tensor, dtype: torch.dtype, runs: list[tuple[str, Copies]]) -> _Sink:
         sink = _Sink(target, target, sum(copies.total for _, copies in runs))
@@ -294,7 +243,7 @@ class StepReader:
             sink.row, sink.dtype = row, dtype
         return sink
 
-    def _read_file(self, name: str, runs: list[_Run], mapped: FileMappings) -> None:
+    def _read_file(self, name: str, runs: list[_FileRun], mapped: FileMappings) -> None:
         entry = self._files.check_size(name)
         size = entry.page_bytes
         # The header tells where everything lies, so its page is checked whatever is wanted.
@@ -313,27 +262,8 @@ class StepReader:
                     run.sink.take(content, here, mapped)
 
     def check_files(self) -> None:
-        """Refuses files that are missing, or shorter or longer than they were.
-
-        Raises:
-            GulliverError: a file is; the message names it.
-        """
+        """Refuses files that are missing, or shorter or longer than they were."""
         self._files.check_sizes()
-
-    def verify(self) -> Iterator[tuple[str, int]]:
-        """Reads every page of every file and checks it.
-
-        Yields:
-            Name of the file and bytes of the page, page by page.
-
-        Raises:
-            GulliverError: a file is broken; the message names it, the bytes and the tensors.
-        """
-        for name in self.manifest.files:
-            for found in self._files.check(name):
-                if not isinstance(found, int):
-                    raise found
-                yield name, found
 
     def close(self) -> None:
         """Ends the threads of the engine, unless it was given."""

@@ -9,11 +9,6 @@ not row by row.
 
 Read `stretches`, `overlap`, then `copy_bytes`. `missing` says what a set of parts lacks. Nothing
 here knows files.
-
-[Note: what makes a whole] Parts that name no region hold every element once. Parts of regions: the
-runs of elements of each region make it up, and the regions make up the whole along one dim. They
-may overlap, as heads of keys and values do that several ranks hold; such elements are taken to be
-equal, and any of them is read.
 """
 
 from __future__ import annotations
@@ -34,16 +29,13 @@ UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Dtypes that bytes are copied as, by size: the widest that all offsets are multiples of."""
 
 
+# [Note: what makes a whole] Parts that name no region hold every element once. Parts of regions:
+# the runs of elements of each region make it up, and the regions make up the whole along one dim.
+# They may overlap, as heads of keys and values do that several ranks hold; such elements are taken
+# to be equal, and any of them is read.
 @dataclass(frozen=True)
-class Place:
-    """Position of a part's elements in its whole.
-
-    Args:
-        shape: shape of the whole.
-        start: first element, counted in the region, or in the whole where there is none.
-        stop: one past the last element.
-        region: slices of the whole that hold the part; None for the whole.
-    """
+class PartPlace:
+    """Position of a part's elements in its whole."""
 
     shape: tuple[int, ...]
     start: int
@@ -64,31 +56,28 @@ class Place:
         return region
 
 
-def place_of(leaf: Tensor | Part) -> Place:
+def place_of(leaf: Tensor | Part) -> PartPlace:
     """Returns the place of a part, or of a tensor, which is a whole."""
     if isinstance(leaf, Part):
-        return Place(tuple(leaf.shape), leaf.start, leaf.stop, leaf.region)
-    return Place(tuple(leaf.shape), 0, leaf.numel())
+        return PartPlace(tuple(leaf.shape), leaf.start, leaf.stop, leaf.region)
+    return PartPlace(tuple(leaf.shape), 0, leaf.numel())
 
 
 @dataclass(frozen=True)
 class Stretches:
-    """Runs of elements without a gap in the whole, ascending; arrays of one length.
+    """Runs of elements without a gap in the whole, ascending; arrays of one length."""
 
-    Attributes:
-        begin: first element of each, counted in the whole.
-        local: the same element, counted in the part.
-        count: number of elements.
-        run: number of the region's run that it belongs to.
-    """
-
+    # First element of each, counted in the whole.
     begin: np.ndarray
+    # The same element, counted in the part.
     local: np.ndarray
+    # Number of elements.
     count: np.ndarray
+    # Number of the region's run that it belongs to.
     run: np.ndarray
 
 
-def stretches(place: Place) -> Stretches:
+def stretches(place: PartPlace) -> Stretches:
     """Cuts a part into its stretches."""
     region = place.sliced
     if region is None:
@@ -116,18 +105,15 @@ def stretches(place: Place) -> Stretches:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies from one row of elements to another, ascending in both; arrays of one length.
+    """Copies from one row of elements to another, ascending in both; arrays of one length."""
 
-    Attributes:
-        source: first element, or byte, of each copy.
-        target: element, or byte, that the first goes to.
-        count: number of elements, or bytes.
-        kind: number that copies share that are likely to follow each other in equal steps.
-    """
-
+    # First element, or byte, of each copy.
     source: np.ndarray
+    # Element, or byte, that the first goes to.
     target: np.ndarray
+    # Number of elements, or bytes.
     count: np.ndarray
+    # Number that copies share that are likely to follow each other in equal steps.
     kind: np.ndarray
 
     def __len__(self) -> int:
@@ -167,12 +153,7 @@ class Copies:
         return found
 
     def boxes(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Joins copies that follow each other in equal steps.
-
-        Yields:
-            First source and target, how many, the step of the source and of the target, and the
-            count of each.
-        """
+        """Joins copies that follow each other in equal steps."""
         for kind in np.unique(self.kind):
             chosen = np.flatnonzero(self.kind == kind)
             source, target, count = self.source[chosen], self.target[chosen], self.count[chosen]
@@ -192,7 +173,7 @@ class Copies:
                 at = stop
 
 
-def overlap(source: Place, target: Place) -> Copies:
+def overlap(source: PartPlace, target: PartPlace) -> Copies:
     """Finds what two parts of one whole have in common, as copies of elements between them."""
     if source.sliced is None and target.sliced is None:
         low, high = max(source.start, target.start), min(source.stop, target.stop)
@@ -202,7 +183,7 @@ def overlap(source: Place, target: Place) -> Copies:
     first = np.searchsorted(ours.begin + ours.count, theirs.begin, "right")
     last = np.searchsorted(ours.begin, theirs.begin + theirs.count, "left")
     found = np.maximum(last - first, 0)
-    # Pairs of stretches that meet: numbers of theirs, and beside them those of ours.
+    # Pairs of stretches that meet: numbers of theirs, and those of ours.
     their = np.repeat(np.arange(len(found)), found)
     our = np.arange(len(their)) + np.repeat(first - (np.cumsum(found) - found), found)
     begin = np.maximum(ours.begin[our], theirs.begin[their])
@@ -219,15 +200,7 @@ def overlap(source: Place, target: Place) -> Copies:
 def copy_bytes(
     target: Tensor, source: Tensor, copies: Copies, dtype: torch.dtype | None = None
 ) -> None:
-    """Copies between two rows of bytes, box by box.
-
-    Args:
-        target: row of bytes (uint8), or of elements with `dtype`.
-        source: row of bytes.
-        copies: copies, counted in bytes of the source's dtype on both sides.
-        dtype: dtype of the source's elements, which are converted to the target's; None copies
-            bytes.
-    """
+    """Copies between two rows of bytes, box by box."""
     if dtype is None and len(copies) == 1:
         begin, at, count = int(copies.source[0]), int(copies.target[0]), int(copies.count[0])
         target[at : at + count].copy_(source[begin : begin + count])
@@ -250,16 +223,7 @@ def copy_bytes(
 
 
 def clusters(copies: Copies, gap: int, limit: int) -> list[tuple[int, int]]:
-    """Groups copies into stretches of the source that are read at once.
-
-    Args:
-        copies: copies, counted in bytes.
-        gap: longest gap that is read with what lies around it, in bytes.
-        limit: most bytes that are read at once.
-
-    Returns:
-        First byte of each, and one past the last, ascending.
-    """
+    """Groups copies into stretches of the source that are read at once."""
     stops = copies.source + copies.count
     apart = np.flatnonzero(copies.source[1:] - stops[:-1] > gap) + 1
     edges = [0, *apart.tolist(), len(copies)]
@@ -280,16 +244,8 @@ def _unit(target: Tensor, source: Tensor, copies: Copies) -> int:
     return common
 
 
-def missing(shape: tuple[int, ...], parts: Sequence[Place]) -> str | None:
-    """Tells what keeps parts from being a whole, each element once; see the note above.
-
-    Args:
-        shape: shape of the whole.
-        parts: places of the parts, in any order.
-
-    Returns:
-        Text to follow the tensor's name; None where nothing is wrong.
-    """
+def missing(shape: tuple[int, ...], parts: Sequence[PartPlace]) -> str | None:
+    """Tells what keeps parts from being a whole, each element once; see the note above."""
     whole = math.prod(shape)
     if not any(part.region for part in parts):
         return _not_once(sorted((part.start, part.stop) for part in parts), whole)
@@ -337,16 +293,12 @@ def _said(region: Region) -> str:
 
 
 def region_to_json(region: Region) -> list[Any]:
-    """Returns the JSON values of a region, as the manifest has it beside a tensor's shape."""
+    """Returns the JSON values of a region, as the manifest has it next to a tensor's shape."""
     return [region.dim, [list(run) for run in region.runs]]
 
 
 def region_from_json(shape: tuple[int, ...], value: Any) -> Region:
-    """Inverts `region_to_json`.
-
-    Raises:
-        ValueError: a tensor of that shape has no such region.
-    """
+    """Inverts `region_to_json`."""
     dim, runs = int(value[0]), tuple((int(a), int(b)) for a, b in value[1])
     edges = [0, *(edge for run in runs for edge in run)]
     if not 0 <= dim < len(shape) or edges != sorted(edges) or edges[-1] > shape[dim]:

@@ -1,17 +1,12 @@
 """Saves while training goes on: `AsyncCheckpointer`.
 
 Read `AsyncCheckpointer.save`, then `_finish`, which is what happens behind the training's back.
-
-[Note: ranks] `save` and `wait` are called by all ranks together, which then agree on what has
-happened so far. Between them every rank's thread works for itself: it leaves what it wrote in a
-small file of the unfinished step, and rank 0 finishes the step when all of these are there.
 """
 
 from __future__ import annotations
 
 import errno
 import gc
-import logging
 import os
 import time
 import weakref
@@ -24,14 +19,14 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from gulliver.checkpoint._agreement import Offer, Save, Saved, decide, text_of
+from gulliver.checkpoint._agreement import RankStatus, Save, Saved, agree_on_save, log, text_of
 from gulliver.checkpoint._collect import Collected, collect
 from gulliver.checkpoint._copy_stream import CopyStream, CudaCopyStream
 from gulliver.checkpoint._folder import CheckpointFolder, FolderLock
 from gulliver.checkpoint._guard import install_hooks
-from gulliver.checkpoint._liveness import LivenessLock, make_signs
+from gulliver.checkpoint._liveness import Heartbeat, create_heartbeats
 from gulliver.checkpoint._manifest import checked_about, file_to_json
-from gulliver.checkpoint._publishing import leave_word, publish
+from gulliver.checkpoint._publishing import publish, write_rank_report
 from gulliver.checkpoint._snapshot import Snapshot
 from gulliver.comm import gather_objects, host_rank_group, return_rank_group
 from gulliver.errors import GulliverError, nearest
@@ -52,9 +47,10 @@ GROWTH = 32
 
 NO_INODES = "the disk has no inodes left, however many bytes are free: remove some files"
 
-_log = logging.getLogger("gulliver")
 
-
+# [Note: ranks] `save` and `wait` are called by all ranks together, which then agree on what has
+# happened so far. Between them every rank's thread works for itself: it reports what it wrote in
+# a small file of the unfinished step, and rank 0 finishes the step when all reports are there.
 class AsyncCheckpointer:
     """Saves a program's state while the program goes on.
 
@@ -165,8 +161,8 @@ class AsyncCheckpointer:
                 among them, but for `Part`s, DTensors and `PerRank` values.
 
         Returns:
-            Whether it was begun: False where a save was under way and ``when_busy`` is ``skip``, or
-            where it could not be and ``on_error`` is ``warn``.
+            Whether it was begun: False where a save was in progress and ``when_busy`` is ``skip``,
+            or where it could not be and ``on_error`` is ``warn``.
 
         Raises:
             GulliverError: what went wrong with the save before (``on_error="raise"``), the folder
@@ -185,17 +181,19 @@ class AsyncCheckpointer:
         if busy and self.when_busy == "wait":
             self._join()
             waited = time.perf_counter() - begun
-            _log.warning(
+            log.warning(
                 "step %d waited %.1f s: the step before was still being written", step, waited
             )
         skips = busy and self.when_busy == "skip"
-        offer = Offer(skips, None if skips else self._take_failure())
-        collected = None if skips or offer.failure else self._prepare(step, state, offer)
-        mark = self._agree(step, offer)
-        if mark is None:
+        # A rank that skips keeps its failure: it is raised by the call that saves again, on all
+        # ranks.
+        status = RankStatus(skips, None if skips else self._take_failure())
+        collected = None if skips or status.failure else self._prepare(step, state, status)
+        save_id = self._agree(step, status)
+        if save_id is None:
             return False
         assert collected is not None
-        self._start(Save(step, mark, begun), collected)
+        self._start(Save(step, save_id, begun), collected)
         return True
 
     def _check_process(self) -> None:
@@ -218,21 +216,21 @@ class AsyncCheckpointer:
                 f"({error})"
             ) from error
 
-    def _prepare(self, step: int, state: Mapping[str, Any], offer: Offer) -> Collected | None:
-        """Does what this rank can before all agree; notes in `offer` whether it could."""
+    def _prepare(self, step: int, state: Mapping[str, Any], status: RankStatus) -> Collected | None:
+        """Does what this rank can before all agree; notes in `status` whether it could."""
         try:
             collected = collect(state, self.rank, self.world_size)
             self._check_limit(collected)
             if self.rank == 0:
                 self._lock.take()
                 partial = self.folder.begin(step)
-                offer.begun = True
-                make_signs(partial, self.world_size)
-            offer.digest = collected.digest
+                status.begun = True
+                create_heartbeats(partial, self.world_size)
+            status.digest = collected.digest
             return collected
         except Exception as error:
             # Whatever it is, the others must not wait for this rank.
-            offer.problem = error
+            status.problem = error
             return None
 
     def _check_limit(self, collected: Collected) -> None:
@@ -247,23 +245,23 @@ class AsyncCheckpointer:
                     f"{LIMIT} allows {self.memory_limit}: give mode='ring'"
                 )
 
-    def _agree(self, step: int, offer: Offer) -> str | None:
-        """Agrees on what all ranks do: the save's mark, None to go on without it, or an error."""
-        mine = offer.said()
-        every = self._gather(mine, offer.failure)
-        mark = None
+    def _agree(self, step: int, status: RankStatus) -> str | None:
+        """Agrees on what all ranks do: the save's id, None to go on without it, or an error."""
+        every = self._gather(status.to_json(), status.failure)
+        save_id = None
         try:
-            mark = decide(step, offer, every, self.on_error == "raise")
+            save_id = agree_on_save(step, status, every, self.on_error == "raise")
         finally:
-            if mark is None and offer.begun:
+            if save_id is None and status.begun:
                 self.folder.discard(step)
-        return mark
+        return save_id
 
     def _start(self, save: Save, collected: Collected) -> None:
         """Hands everything over; other ranks learn afterwards what fails from here on."""
         self._stalled, self.saves = self.stall_s, self.saves + 1
         self._snapshot = None
-        save.alive = LivenessLock(self.folder.partial(save.step), self.rank)
+        # Before anything that can fail: rank 0 has to see that this rank lives until it reports.
+        save.heartbeat = Heartbeat(self.folder.partial(save.step), self.rank)
         try:
             snapshot = Snapshot(collected, self.rank, self.world_size, self._caught)
             self._snapshot = save.snapshot = snapshot
@@ -283,6 +281,8 @@ class AsyncCheckpointer:
         self._job = self._worker.submit(self._finish, save)
         if save.snapshot is not None:
             save.snapshot.stall_s += time.perf_counter() - save.begun
+        # Last, when the pages of all tensors are queued: what changes without asking has to be
+        # copied before `save` returns, and is copied first.
         if self._snapshot is not None and self._snapshot.unguarded:
             self._snapshot.release(self._snapshot.unguarded)
 
@@ -305,7 +305,7 @@ class AsyncCheckpointer:
         if self._engine is None:
             self._engine = default_engine(page_bytes=PAGE, pages=self._ring_pages, queue=QUEUE)
             if self.rank == 0:
-                _log.info("checkpoints: %s, %s", self._engine.kind, self.held)
+                log.info("checkpoints: %s, %s", self._engine.kind, self.held)
         return self._engine
 
     def _ready_copy_stream(self, snapshot: Snapshot) -> CopyStream | None:
@@ -326,12 +326,12 @@ class AsyncCheckpointer:
         """Writes and completes a step in the background, or notes why it failed."""
         partial = self.folder.partial(save.step)
         try:
-            self._write_and_tell(save, partial)
+            self._write_and_report(save, partial)
             if self.rank == 0:
                 nbytes = publish(
                     self.folder,
                     save.step,
-                    save.mark,
+                    save.save_id,
                     self.world_size,
                     self.about,
                     self.silence_s,
@@ -339,9 +339,10 @@ class AsyncCheckpointer:
                 with suppress(OSError):  # the step is saved, whatever the disk says of its room
                     self._warn_of_space(nbytes)
         except Exception as error:
+            # The first cause counts: what follows from it (no report, a closed file) would hide it.
             save.problem = save.problem or error
         if save.problem is None:
-            self.last = save.told()
+            self.last = save.report()
             return
         if save.snapshot is not None:
             drop_read_lock(save.snapshot)
@@ -350,26 +351,26 @@ class AsyncCheckpointer:
         if self.rank == 0:
             self.folder.discard(save.step)
 
-    def _write_and_tell(self, save: Save, partial: Path) -> None:
-        """Writes, and leaves word of how that went."""
-        told = False
+    def _write_and_report(self, save: Save, partial: Path) -> None:
+        """Writes the files, and reports how that went."""
+        reported = False
         try:
             if save.problem is None:
                 self._write(save, partial)
             if save.problem is not None:
                 # Rank 0 stops waiting for this rank.
-                leave_word(partial, self.rank, save.mark, {"error": str(save.problem)})
-            told = True
+                write_rank_report(partial, self.rank, save.save_id, {"error": str(save.problem)})
+            reported = True
         finally:
-            if save.alive is not None:
-                save.alive.end(told)
+            if save.heartbeat is not None:
+                save.heartbeat.end(reported)
 
     def _warn_of_space(self, nbytes: int) -> None:
         """Logs it, once, where the next steps will find no room."""
         short = None if self._warned else self.folder.room_for_next(nbytes)
         if short is not None:
             self._warned = True
-            _log.warning("%s", short)
+            log.warning("%s", short)
 
     def _named(self, step: int, problem: Exception) -> GulliverError:
         text = text_of(problem)
@@ -381,26 +382,29 @@ class AsyncCheckpointer:
         return error
 
     def _write(self, save: Save, partial: Path) -> None:
-        """Sees the files to the disk, and leaves word of them; or notes what went wrong."""
+        """Writes the files and reports them; or notes what went wrong."""
         snapshot, engine = save.snapshot, save.engine
         assert snapshot is not None
         assert engine is not None
         try:
             snapshot.submit(engine, partial, save.copy_stream)
+            # After `submit`: the first pages are being copied while the rest of the shadow is
+            # allocated.
             if not save.is_ring and self._given is None:
                 self._grow(engine, snapshot)
             if save.copy_stream is not None:
+                # Page-locking is slow, so the pool keeps its locks between saves.
                 save.copy_stream.prepare(engine.regions)
                 snapshot.pump(engine)
             snapshot.wait_copied()
             files = snapshot.finish(engine)
             drop_read_lock(snapshot)
-            word = {
+            report = {
                 **save.skeletons,
                 "files": {name: file_to_json(entry) for name, entry in files.items()},
                 "parts": snapshot.parts,
             }
-            leave_word(partial, self.rank, save.mark, word)
+            write_rank_report(partial, self.rank, save.save_id, report)
         except Exception as error:
             save.problem = error
             snapshot.abandon(engine, error)
@@ -443,12 +447,12 @@ class AsyncCheckpointer:
         """Returns what went wrong before, once; None, and a warning, where that was wanted."""
         failure, self._failure = self._failure, None
         if failure is not None and self.on_error == "warn":
-            _log.warning("%s; training goes on without it", failure)
+            log.warning("%s; training goes on without it", failure)
             return None
         return failure
 
     def close(self) -> None:
-        """Waits for what is under way, and frees memory and folder; all ranks call it.
+        """Waits for the save in progress, and frees memory and folder; all ranks call it.
 
         Raises:
             GulliverError: the last save failed (``on_error="raise"``).

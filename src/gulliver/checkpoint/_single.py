@@ -20,18 +20,10 @@ from gulliver.memory import add_read_lock, drop_read_lock
 
 
 class FileSaver:
-    """Writes tensors to a file in the background, whole or not at all.
+    """Writes tensors to a file in the background, whole or not at all."""
 
-    An optimizer's step waits until what it changes has been copied, as with `AsyncCheckpointer`.
-    The copy of the tensors in host memory is freed with every file.
-
-    Args:
-        path: path of the file; one that is there is replaced when the new one is complete.
-        tensors: tensors by name, in host memory.
-
-    Raises:
-        GulliverError: it cannot be begun; nothing is left behind.
-    """
+    # An optimizer's step waits until what it changes has been copied, as with `AsyncCheckpointer`.
+    # The copy of the tensors in host memory is freed with every file.
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         self.path = Path(path)
@@ -86,11 +78,7 @@ class FileSaver:
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def wait(self) -> None:
-        """Waits until the file is there.
-
-        Raises:
-            GulliverError: it could not be written.
-        """
+        """Waits until the file is there."""
         check_process(self._process)
         self._snapshot.release(None)
         self._thread.join()

@@ -1,23 +1,4 @@
-"""Snapshot of what a rank saves of a step, on its way through the engine's pages to the disk.
-
-[Note: who waits for what] `submit` hands over addresses and returns; the engine's threads gather
-page after page and write them. Until its pages are gathered a tensor must not change: `release`
-waits for that, and is called before writes (`gulliver.memory.before_write`), and by hooks of every
-torch optimizer's step. Only what these change is copied after `save` has returned (`guarded`): it
-waits for the rest (`unguarded`), whose writers ask nobody and may not raise a version (``.data``,
-numpy, fused kernels).
-
-[Note: versions] A guarded tensor that is changed by anything else fails the save, rather than
-making a checkpoint of two steps. An operation raises the version when it has ended, so a thread
-that compares while the operation runs sees nothing. Versions are therefore compared by the thread
-that called `save`, the next time that it asks or waits; the step is complete only after that. If
-that thread does neither for long (an evaluation), they are compared in the background, after
-longer than one operation on the state can take.
-
-[Note: who keeps memory] Under a memory limit the memory of a tensor goes when it is evicted, which
-asks `before_write`, too. So a snapshot keeps a tensor alive until `release` has waited for it, or
-all has been copied, and no longer: from `submit` on it knows addresses, and `_alive` by storage.
-"""
+"""Snapshot of what a rank saves of a step; it goes through the engine's pages to the disk."""
 
 from __future__ import annotations
 
@@ -39,22 +20,33 @@ from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._manifest import FileEntry, PartEntry
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, File, FileMappings, Ticket, View, gather
+from gulliver.io import Engine, File, FileMappings, StridedView, Ticket, gather
 from gulliver.memory import Part, storage_of
 
 SETTLE_S = 2.0
 """Seconds, at least, for which the end of a save waits for the thread that began it."""
 
 
+# [Note: who waits for what] `submit` hands over addresses and returns; the engine's threads gather
+# page after page and write them. Until its pages are gathered a tensor must not change: `release`
+# waits for that, and is called before writes (`gulliver.memory.before_write`), and by hooks of
+# every torch optimizer's step. Only what these change is copied after `save` has returned
+# (`guarded`): it waits for the rest (`unguarded`), whose writers ask nobody and may not raise a
+# version (``.data``, numpy, fused kernels).
+#
+# [Note: versions] A guarded tensor that is changed by anything else fails the save, rather than
+# making a checkpoint of two steps. An operation raises the version when it has ended, so a thread
+# that compares while the operation runs sees nothing. Versions are therefore compared by the thread
+# that called `save`, the next time that it asks or waits; the step is complete only after that. If
+# that thread does neither for long (an evaluation), they are compared in the background, after
+# longer than one operation on the state can take.
+#
+# [Note: who keeps memory] Under a memory limit the memory of a tensor goes when it is evicted,
+# which asks `before_write`, too. So a snapshot keeps a tensor alive until `release` has waited for
+# it, or all has been copied, and no longer: from `submit` on it knows addresses, and `_alive` by
+# storage.
 class Snapshot:
-    """Content that a rank saves of one step: its files, and a read lock on their sources.
-
-    Args:
-        collected: tensors that the rank writes.
-        rank: rank of the process.
-        world_size: number of ranks that save together.
-        caught: names of guarded tensors that something else was found to change.
-    """
+    """Content that a rank saves of one step: its files, and a read lock on their sources."""
 
     def __init__(
         self,
@@ -167,17 +159,7 @@ class Snapshot:
         return sum(-(-image.nbytes // page_bytes) for image in self.images.values())
 
     def submit(self, engine: Engine, folder: Path, copy_stream: CopyStream | None = None) -> None:
-        """Makes the files and hands their pages to the engine; `release` waits for that.
-
-        Args:
-            engine: engine that writes.
-            folder: folder that the files go to.
-            copy_stream: stream for copies from a device; None where all sources are in host memory.
-                With one, call `pump` in another thread.
-
-        Raises:
-            GulliverError: a file cannot be made; those that were are closed.
-        """
+        """Makes the files and hands their pages to the engine; `release` waits for that."""
         try:
             for name, image in self.images.items():
                 self._files[name] = engine.create(folder / name, image.nbytes)
@@ -185,6 +167,7 @@ class Snapshot:
                 self._tickets[name] = self._submit_file(
                     engine, self._files[name], image, copy_stream
                 )
+                # Only addresses are needed from here on; `_alive` holds what is not copied yet.
                 image.sources = []
             self._forget_leaves()
         except GulliverError:
@@ -207,7 +190,7 @@ class Snapshot:
         addresses = [self._small.address_of(source) for source in image.sources]
         self._addresses.update(addresses)
         views = {
-            number: View(address, source.itemsize, tuple(source.shape), source.stride())
+            number: StridedView(address, source.itemsize, tuple(source.shape), source.stride())
             for number, (source, address) in enumerate(zip(image.sources, addresses, strict=True))
             if not source.is_contiguous()
         }
@@ -244,7 +227,7 @@ class Snapshot:
         return tickets
 
     def pump(self, engine: Engine) -> None:
-        """Copies from the device into pages, and has them written, until all are under way."""
+        """Copies from the device into pages, and has them written, until all are in flight."""
         pump(engine, self._copy_tickets)
 
     def release(self, storages: set[int] | None) -> None:
@@ -252,6 +235,8 @@ class Snapshot:
         begun = time.perf_counter()
         self._submitted.wait()
         with self._lock:
+            # Tickets are taken under the lock and waited for outside of it: the background thread
+            # needs the lock, too.
             wanted = self._waiting.keys() & storages if storages is not None else self._waiting
             # They stay listed until they are copied: another thread that asks waits for them, too.
             waited = {key: self._waiting[key] for key in wanted}
@@ -299,16 +284,14 @@ class Snapshot:
                 dropped.append((self._waiting.pop(key, None), self._alive.pop(key, None)))
 
     def finish(self, engine: Engine) -> dict[str, FileEntry]:
-        """Waits until all is on the disk; returns the entries of the files by name.
-
-        Raises:
-            GulliverError: writing failed, or a tensor changed before it was copied.
-        """
+        """Waits until all is on the disk; returns the entries of the files by name."""
         entries = {}
         try:
             for name, image in self.images.items():
                 for ticket in self._tickets[name]:
                     ticket.wait()
+                # The checksums are those of the bytes as they were staged, so what the disk returns
+                # later is compared with memory, not with itself.
                 engine.sync(self._files[name]).wait()
                 checksums = tuple(int(ticket.checksum or 0) for ticket in self._tickets[name])
                 entries[name] = FileEntry(image.nbytes, engine.page_bytes, checksums)
@@ -326,7 +309,7 @@ class Snapshot:
         return entries
 
     def abandon(self, engine: Engine, error: Exception) -> None:
-        """Wakes whoever waits, and closes the files, after a failure."""
+        """Wakes all waiting threads, and closes the files, after a failure."""
         self._submitted.set()
         for ticket in self._copy_tickets:
             ticket.fail(error)
@@ -389,7 +372,7 @@ def _wait_copied(ticket: Ticket | CopyTicket) -> None:
     try:
         ticket.wait_copied()
     except GulliverError:
-        # It is told when the save ends; the source is free in any case.
+        # The error surfaces when the save ends; the source is free in any case.
         return
 
 

@@ -3,10 +3,6 @@
 transformers writes many models under other names, or in other pieces, than their parameters have,
 and converts them as it loads. `model_weights` applies the same table of conversions, so that all
 readers see the tensors of the model; block-scaled FP8 tensors appear as what they stand for.
-
-[Note: converted tensors] A renamed tensor is read straight from its file. Experts, which files keep
-one by one, are joined slab by slab: no more than one matrix of one expert is in memory. Other
-conversions compute the whole tensor once, and it is kept until another is asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.checkpoint._files import read_json
-from gulliver.checkpoint._regions import Place, copy_bytes, overlap, place_of
+from gulliver.checkpoint._regions import PartPlace, copy_bytes, overlap, place_of
 from gulliver.checkpoint._weights import FileWeights, TensorInfo, Weights, open_weights
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, whole_shape
@@ -38,19 +34,13 @@ _Compute = Callable[[], dict[str, Tensor]]
 _Slabs = list[tuple[int, int, str, _Compute]]
 
 
+# [Note: converted tensors] A renamed tensor is read straight from its file. Experts, which files
+# keep one by one, are joined slab by slab: no more than one matrix of one expert is in memory.
+# Other conversions compute the whole tensor once, and it is kept until another is asked for.
 def model_weights(
     path: Path | str, model: nn.Module | None, names: Collection[str] | None = None
 ) -> Weights:
-    """Opens weights under the names of a model.
-
-    Args:
-        path: path as for `open_weights`; steps and runs have the model's own names already.
-        model: the model; one that is not of transformers is taken to have the names of the files.
-        names: names of the whole model, where `model` has other ones; None for its state's.
-
-    Raises:
-        GulliverError: as for `open_weights`.
-    """
+    """Opens weights under the names of a model."""
     weights = open_weights(path)
     try:
         if isinstance(weights, FileWeights):
@@ -65,11 +55,7 @@ def model_weights(
 
 
 def float_config(folder: Path | str) -> Any:
-    """Reads the configuration of a folder's model, without how its weights are stored.
-
-    Raises:
-        GulliverError: the weights are stored in a format that is not read.
-    """
+    """Reads the configuration of a folder's model, without how its weights are stored."""
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -86,16 +72,7 @@ def float_config(folder: Path | str) -> Any:
 
 
 class ModelWeights(Weights):
-    """Tensors of files under other names, some of them computed.
-
-    Args:
-        base: the files.
-        straight: names in the files by name.
-        computed: slabs by name: the first element, one past the last, and what computes them under
-            which name.
-        infos: dtypes and shapes by name.
-        scaled: names in the files, by name, of tensors that are computed of them and their scales.
-    """
+    """Tensors of files under other names, some of them computed."""
 
     def __init__(
         self,
@@ -138,7 +115,7 @@ class ModelWeights(Weights):
         info, place = self.infos[name], place_of(part)
         into = part.value.view(-1).view(torch.uint8)
         for start, stop, key, compute in self._computed[name]:
-            copies = overlap(Place(info.shape, start, stop), place)
+            copies = overlap(PartPlace(info.shape, start, stop), place)
             if not len(copies):
                 continue
             if self._last is None or self._last[0] is not compute:

@@ -25,29 +25,13 @@ NAMED = {
 
 
 def as_leaf(value: Leaf) -> Leaf:
-    """Returns a tensor that holds a region of a whole as a part of that; others as they are.
-
-    Raises:
-        GulliverError: the elements of such a tensor lie apart.
-    """
+    """Returns a tensor that holds a region of a whole as a part of that; others as they are."""
     is_slice = isinstance(value, Tensor) and region_of(value) is not None
     return part_of(value) if is_slice else value  # type: ignore[arg-type]
 
 
 def split_state(state: Any) -> tuple[dict[str, Leaf], Any]:
-    """Takes the tensors out of a nested state.
-
-    Args:
-        state: dicts, lists, tuples, tensors, parts of tensors and plain values, nested; keys may be
-            anything plain, or tuples of that. Kinds derived from dict, list and tuple come back as
-            these.
-
-    Returns:
-        The tensors by their path, and a skeleton of JSON values that says where each belongs.
-
-    Raises:
-        GulliverError: a value is neither a tensor nor plain.
-    """
+    """Takes the tensors out of a nested state."""
     tensors: dict[str, Leaf] = {}
     return tensors, _take(state, "", tensors)
 
@@ -56,7 +40,7 @@ def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
     """Returns the skeleton of `value`; its tensors are added to `tensors`."""
     if isinstance(value, _LEAVES):
         path = path or "value"
-        # Keys with dots in them, and 1 beside "1", can give two tensors the same path.
+        # Keys with dots in them, and 1 next to "1", can give two tensors the same path.
         name, number = path, len(tensors)
         while name in tensors:
             name, number = f"{path}~{number}", number + 1
@@ -97,11 +81,7 @@ def _key(key: Any, path: str) -> Any:
 
 
 def join_state(tensors: Mapping[str, Any], skeleton: Any) -> Any:
-    """Inverts `split_state`.
-
-    Raises:
-        GulliverError: a tensor is missing, or the skeleton is none.
-    """
+    """Inverts `split_state`."""
     if not isinstance(skeleton, dict):
         return skeleton
     kind, content = _only_item(skeleton)
@@ -130,11 +110,9 @@ def _only_item(skeleton: dict[str, Any]) -> tuple[str, Any]:
 
 
 def merge_skeletons(skeletons: Sequence[Any]) -> Any:
-    """Merges the skeletons of several ranks: dicts are joined, else the first rank's counts.
-
-    Ranks that hold other parts of a state, such as the optimizer's of other parameters, have dicts
-    with other keys.
-    """
+    """Merges the skeletons of several ranks: dicts are joined, else the first rank's counts."""
+    # Ranks that hold other parts of a state, such as the optimizer's of other parameters, have
+    # dicts with other keys.
     first = skeletons[0]
     if not all(isinstance(s, dict) and s.keys() == {"dict"} for s in skeletons):
         return first

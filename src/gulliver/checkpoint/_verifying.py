@@ -28,21 +28,17 @@ AHEAD = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """Something broken in a step.
+    """Something broken in a step."""
 
-    Attributes:
-        file: name of the file in the step's folder.
-        begin: first byte that may be wrong.
-        stop: one past the last.
-        tensors: names of the tensors that lie there, as ``entry: name``; empty for the header and
-            for text.
-        what: description of what is wrong.
-    """
-
+    # Name of the file in the step's folder.
     file: str
+    # First byte that may be wrong.
     begin: int
+    # One past the last.
     stop: int
+    # Names of the tensors that lie there, as ``entry: name``; empty for the header and for text.
     tensors: tuple[str, ...]
+    # Description of what is wrong.
     what: str
 
     def __str__(self) -> str:
@@ -61,13 +57,7 @@ class BrokenFileError(GulliverError):
 
 
 class Verifier:
-    """Reader of a step's files that believes nothing.
-
-    Args:
-        folder: folder of the step.
-        manifest: manifest of the step.
-        engine: engine that reads; None for one of its own.
-    """
+    """Reader of a step's files that believes nothing."""
 
     def __init__(self, folder: Path, manifest: Manifest, engine: Engine | None = None) -> None:
         self.folder, self.manifest = folder, manifest
@@ -77,11 +67,7 @@ class Verifier:
         """Bytes read from the disk so far."""
 
     def check_size(self, name: str) -> FileEntry:
-        """Returns the entry of a file that is there in its size.
-
-        Raises:
-            GulliverError: it is not; or the manifest does not list it.
-        """
+        """Returns the entry of a file that is there in its size."""
         if name not in self.manifest.files:
             raise GulliverError(f"{self.folder} does not list {name}: its manifest is broken")
         entry, size = self.manifest.files[name], _size(self.folder / name)
@@ -94,20 +80,12 @@ class Verifier:
         raise self._broken(name, begin, stop, what)
 
     def check_sizes(self) -> None:
-        """Refuses files that are missing, or shorter or longer than they were.
-
-        Raises:
-            GulliverError: a file is; the message names it.
-        """
+        """Refuses files that are missing, or shorter or longer than they were."""
         for name in self.manifest.files:
             self.check_size(name)
 
     def text(self, name: str) -> bytes:
-        """Reads a small file, of one page.
-
-        Raises:
-            GulliverError: it is missing or broken.
-        """
+        """Reads a small file, of one page."""
         entry, path = self.check_size(name), self.folder / name
         with named_errors(path, "read"):
             content = path.read_bytes()
@@ -116,11 +94,7 @@ class Verifier:
         return content
 
     def slot(self, entry: str, name: str, part: PartEntry) -> Slot:
-        """Finds a part of a tensor in its file, as the header of that tells.
-
-        Raises:
-            GulliverError: the header is broken, or says otherwise than the manifest.
-        """
+        """Finds a part of a tensor in its file, as the header of that tells."""
         file, dtype = part.file, self.manifest.tensors[entry][name].dtype
         if file not in self._slots:
             self.check_size(file)
@@ -146,11 +120,7 @@ class Verifier:
             pass
 
     def pages(self, name: str, numbers: Iterable[int]) -> Iterator[tuple[int, Page]]:
-        """Reads pages of a file in order, a few ahead; each is good until the next.
-
-        Raises:
-            GulliverError: one is broken; the message names the bytes and the tensors.
-        """
+        """Reads pages of a file in order, a few ahead; each is good until the next."""
         for number, page, error in self._pages(name, numbers):
             if error is not None:
                 raise error

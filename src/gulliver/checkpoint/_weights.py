@@ -1,7 +1,7 @@
 """Steps, Hugging Face folders, single safetensors files and tensors in memory as one thing.
 
 Each is a `Weights`: tensors by name, read run by run of elements. `batches` cuts them into runs
-that fit `BATCH`, and a `Batch` is the memory that they are read into, again and again.
+that fit `BATCH`, and a `ReadBatch` is the memory that they are read into, again and again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gulliver.checkpoint._image import Slot, check_holdable, read_slots
 from gulliver.checkpoint._loading import beside_a_writer
 from gulliver.checkpoint._manifest import MANIFEST
 from gulliver.checkpoint._reader import StepReader
-from gulliver.checkpoint._regions import Copies, Place, clusters, copy_bytes, overlap, place_of
+from gulliver.checkpoint._regions import Copies, PartPlace, clusters, copy_bytes, overlap, place_of
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, File, FileMappings, Ticket, default_engine
@@ -67,28 +67,18 @@ class TensorInfo:
 
 
 class Weights(ABC):
-    """Tensors by name, read piece by piece.
+    """Tensors by name, read piece by piece."""
 
-    Attributes:
-        path: path of the file or folder; without meaning for those in memory.
-        files: files that they are in; none for those in memory.
-        infos: dtypes and shapes by name, in the order in which they are stored or were made.
-    """
-
+    # Path of the file or folder; without meaning for those in memory.
     path: Path
+    # Files that they are in; none for those in memory.
     files: list[Path]
+    # Dtypes and shapes by name, in the order in which they are stored or were made.
     infos: dict[str, TensorInfo]
 
     @abstractmethod
     def read(self, wanted: Mapping[str, Part]) -> None:
-        """Fills parts of tensors, in host memory and of the stored dtype.
-
-        Args:
-            wanted: parts by name; contiguous rows of elements, of tensors or of regions of them.
-
-        Raises:
-            GulliverError: a file is broken.
-        """
+        """Fills parts of tensors, in host memory and of the stored dtype."""
 
     @property
     def sources(self) -> Mapping[str, str]:
@@ -111,16 +101,7 @@ class Weights(ABC):
 
 
 class StepWeights(Weights):
-    """An entry of a saved step, or all of its entries; every page that is read is checked.
-
-    Args:
-        path: folder of a step, or of a run.
-        entry: entry whose tensors are read; None for those of all, named ``entry: name``.
-        step: number of the step, of a run; None for the newest complete one.
-
-    Raises:
-        GulliverError: there is no such step or entry, or it holds no tensors.
-    """
+    """An entry of a saved step, or all of its entries; every page that is read is checked."""
 
     def __init__(self, path: Path, entry: str | None = "model", step: int | None = None) -> None:
         self.reader = beside_a_writer(path, step, StepReader)
@@ -175,18 +156,10 @@ class StepWeights(Weights):
 
 
 class FileWeights(Weights):
-    """Safetensors files: a single one, or those of a Hugging Face folder.
+    """Safetensors files: a single one, or those of a Hugging Face folder."""
 
-    Where a file's text says of a name that it is another one's tensor (as `save_huggingface` and
-    `safetensors.torch.save_model` write), it is there under both.
-
-    Args:
-        path: path of the file or the folder.
-
-    Raises:
-        GulliverError: there are none, a file that the index names is missing or broken, or a
-            tensor that it names is not in its file.
-    """
+    # Where a file's text says of a name that it is another one's tensor (as `save_huggingface` and
+    # `safetensors.torch.save_model` write), it is there under both.
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -211,7 +184,7 @@ class FileWeights(Weights):
             raise GulliverError(f"{index} has no weight_map: it is no index of Hugging Face's")
         for name in places.values():
             if Path(name).name != name or name == "..":
-                raise GulliverError(f"{index} names {name!r}: its files have to lie beside it")
+                raise GulliverError(f"{index} names {name!r}: its files have to lie in its folder")
         names = sorted(set(places.values()))
         self.files = [index.parent / name for name in names]
         absent = [name for name, file in zip(names, self.files, strict=True) if not file.is_file()]
@@ -251,7 +224,7 @@ class FileWeights(Weights):
         tickets, scattered = [], list[tuple[str, Part, Copies]]()
         for name, part in wanted.items():
             _, slot = self._slots[name]
-            whole = Place(slot.shape, 0, math.prod(slot.shape))
+            whole = PartPlace(slot.shape, 0, math.prod(slot.shape))
             copies = overlap(whole, place_of(part)).scaled(slot.dtype.itemsize)
             if len(copies) == 1:
                 count = int(copies.count[0])
@@ -298,15 +271,7 @@ class FileWeights(Weights):
 
 
 class MemoryWeights(Weights):
-    """Tensors of this process, on any device; what shares its memory with another is there once.
-
-    Args:
-        tensors: tensors by name.
-        last: names that give way to others of the same memory.
-
-    Raises:
-        GulliverError: the format cannot hold a tensor, or it is spread over ranks.
-    """
+    """Tensors of this process, on any device; what shares its memory with another is there once."""
 
     def __init__(self, tensors: Mapping[str, Tensor], last: Iterable[str] = ()) -> None:
         self.path, self.files = Path(), []
@@ -366,16 +331,7 @@ def identity(tensor: Tensor) -> Any:
 
 
 def open_weights(path: Path | str, entry: str | None = "model", step: int | None = None) -> Weights:
-    """Opens a run, a step, a safetensors file or a Hugging Face folder, whichever a path is.
-
-    Args:
-        path: path of any of these.
-        entry: entry of a step to read; None for all of its entries.
-        step: number of the step, of a run; None for the newest complete one.
-
-    Raises:
-        GulliverError: it is none of these, or broken.
-    """
+    """Opens a run, a step, a safetensors file or a Hugging Face folder, whichever a path is."""
     path = Path(path)
     if is_step_or_run(path):
         return StepWeights(path, entry, step)
@@ -385,11 +341,7 @@ def open_weights(path: Path | str, entry: str | None = "model", step: int | None
 
 
 def is_step_or_run(path: Path) -> bool:
-    """Whether a path is a step's folder, or a run's folder with a step in it.
-
-    Raises:
-        GulliverError: it does not exist.
-    """
+    """Whether a path is a step's folder, or a run's folder with a step in it."""
     if not path.exists():
         raise GulliverError(f"{path} does not exist")
     if path.is_file():
@@ -434,15 +386,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
 def batches(
     infos: Mapping[str, TensorInfo], limit: int | None = None
 ) -> Iterator[list[tuple[str, int, int]]]:
-    """Cuts tensors into runs of elements to be read together.
-
-    Args:
-        infos: dtypes and shapes by name, in the order in which they are wanted.
-        limit: most bytes of a batch; None for `BATCH`.
-
-    Yields:
-        Name, first element and one past the last of each run; a name once in each batch.
-    """
+    """Cuts tensors into runs of elements to be read together."""
     limit = limit or BATCH
     found: list[tuple[str, int, int]] = []
     filled = 0
@@ -460,7 +404,7 @@ def batches(
         yield found
 
 
-class Batch:
+class ReadBatch:
     """Memory that batch after batch is read into."""
 
     def __init__(self) -> None:
@@ -472,13 +416,7 @@ class Batch:
         runs: list[tuple[str, int, int]],
         regions: Mapping[str, Region | None] | None = None,
     ) -> dict[str, Part]:
-        """Reads runs of elements; they are good until the next call.
-
-        Args:
-            weights: tensors to read from.
-            runs: name, first element and one past the last of each run; a name once.
-            regions: regions by name that elements are counted in; the whole for other names.
-        """
+        """Reads runs of elements; they are good until the next call."""
         regions = regions or {}
         infos = [weights.infos[name] for name, _, _ in runs]
         sizes = [(b - a) * i.dtype.itemsize for (_, a, b), i in zip(runs, infos, strict=True)]

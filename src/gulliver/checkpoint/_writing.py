@@ -24,7 +24,7 @@ from gulliver.checkpoint._image import Image
 from gulliver.checkpoint._manifest import FileEntry
 from gulliver.checkpoint._readback import ReadBack
 from gulliver.checkpoint._saving import PAGE
-from gulliver.checkpoint._weights import Batch, TensorInfo, Weights, batches
+from gulliver.checkpoint._weights import ReadBatch, TensorInfo, Weights, batches
 from gulliver.errors import GulliverError
 from gulliver.io import (
     PARTIAL,
@@ -46,7 +46,7 @@ PAGES = 12
 _log = logging.getLogger("gulliver")
 
 Progress = Callable[[int, int], None]
-"""Callback that is told the bytes done so far, and all there are."""
+"""Callback that is given the bytes done so far and the total."""
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
 """Dtype that floating-point tensors are converted to: all, some by name in the source, none."""
 
@@ -108,16 +108,13 @@ class _FileWriter:
 
 @dataclass
 class FilePlan:
-    """A file to be written.
+    """A file to be written."""
 
-    Attributes:
-        path: path that it is written to.
-        sources: names in the source by name in the file.
-        image: plan of its header and the order of its tensors.
-    """
-
+    # Path that it is written to.
     path: Path
+    # Names in the source by name in the file.
     sources: dict[str, str]
+    # Plan of its header and the order of its tensors.
     image: Image
 
 
@@ -151,7 +148,7 @@ def write_files(
     The disk writes what has been read while more is read.
     """
     total, done = sum(plan.image.nbytes for plan in plans), 0
-    batch, entries = Batch(), dict[str, FileEntry]()
+    batch, entries = ReadBatch(), dict[str, FileEntry]()
     if isinstance(weights, GatheredWeights):
         weights.announce(
             run for p in plans for runs in batches(_wanted(weights, p)) for run in runs
@@ -207,8 +204,8 @@ def write_single(
         names: names in `weights` by name in the file.
         target: path of the file.
         dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        progress: callback that is told the bytes done and all there are.
-        metadata: text beside the tensors, by key.
+        progress: callback that is given the bytes done and the total.
+        metadata: text stored next to the tensors, by key.
 
     Raises:
         GulliverError: it cannot be written; nothing is left of it then.
@@ -251,7 +248,7 @@ def clear_leftovers(folder: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path, needed: int) -> Iterator[Path]:
-    """Opens a temporary folder beside `folder`, renamed to it when the block ends well."""
+    """Opens a temporary folder next to `folder`, renamed to it when the block ends well."""
     clear_leftovers(folder.parent)
     require_space(folder.parent, needed)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}{PARTIAL}")

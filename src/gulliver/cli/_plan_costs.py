@@ -141,9 +141,7 @@ def _samples(options: PlanData) -> LoadedCosts:
         f"{saved.fit.error:.1%}, {saved.fit.worst:.1%} at most; links of {options.cluster}",
         f"memory of a rank: {size_text(memory)}, {why}",
     ]
-    if not saved.keeps:
-        lines.append("every block is computed again: the file does not say what kept ones hold")
     room = saved.fit.host_room(1.0)
     rates = room.rates if room else host_rates(cluster.device)
     costs = SampleCosts(saved.model, saved.fit, memory, cluster, encoded_alike=True)
-    return LoadedCosts(costs, lines, saved.shapes, saved.keeps, rates)
+    return LoadedCosts(costs, lines, saved.shapes, True, rates)

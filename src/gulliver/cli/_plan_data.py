@@ -21,7 +21,7 @@ from gulliver.data import (
     steps_page,
 )
 from gulliver.errors import GulliverError
-from gulliver.hardware import HostRoom, TableCosts
+from gulliver.hardware import HostRoom
 from gulliver.io import named_errors, write_text
 
 MORE = "a quarter more memory"
@@ -34,7 +34,7 @@ def plan_data(options: PlanData) -> int:
         raise GulliverError(f"--html {options.html}: name a file in a folder that exists")
     loaded = load_costs(options)
     shapes = _shapes(options, loaded)
-    settings, known = _settings(options, loaded), loaded.costs.known
+    settings, known = _settings(options), loaded.costs.known
     planner = DataCentricPlanner(loaded.costs, shapes, options.ranks, _budget(options), **settings)
     plans = list(planner)
     lines = [planner.describe(), *loaded.lines, *_whole(plans, loaded, shapes, options)]
@@ -55,7 +55,7 @@ def plan_data(options: PlanData) -> int:
 
 def gains(options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: float) -> list[str]:
     """Says what each change of a setting would gain in samples a second, the most first."""
-    settings, budget, costs = _settings(options, loaded), _budget(options), loaded.costs
+    settings, budget, costs = _settings(options), _budget(options), loaded.costs
     tried: dict[str, tuple[Any, Budget, dict[str, Any]]] = {}
     for name in ("intra", "inter", "together"):
         if not settings[name]:
@@ -91,7 +91,7 @@ def _whole(
     told = shares_of(plans, costs.known)
     used = len({index for plan in plans for _, batch in plan for index in batch.samples})
     fits = [shape for shape in shapes if _fits(costs, shape, options)]
-    least = least_time(costs, fits, options.ranks, _settings(options, loaded)["pac"])
+    least = least_time(costs, fits, options.ranks)
     least /= options.stages
     return [
         f"{len(plans):,} steps: {told}",
@@ -104,11 +104,9 @@ def _fits(costs: Any, shape: Any, options: PlanData) -> bool:
     return any(len(costs.batches(shape, d, most=1)) for d in costs.degrees(options.ranks))
 
 
-def _settings(options: PlanData, loaded: LoadedCosts) -> dict[str, Any]:
+def _settings(options: PlanData) -> dict[str, Any]:
     names = ("window", "intra", "inter", "together", "arrange", "degree", "unfit", "seed", "stages")
-    given = {name: getattr(options, name) for name in names}
-    # A table without kinds of blocks has all of them computed again, whatever is asked for.
-    return {**given, "pac": loaded.keeps or isinstance(loaded.costs, TableCosts)}
+    return {name: getattr(options, name) for name in names}
 
 
 def _budget(options: PlanData, times: int = 1) -> Budget:

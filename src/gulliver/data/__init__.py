@@ -1,24 +1,16 @@
 """Data: clips and their sources, the order of samples, and the way of batches to the device."""
 
-from gulliver.data._arena import ArenaStatistics, PinnedArena
+from gulliver.data._arena import PinnedArena
 from gulliver.data._bucket_config import BucketConfig
 from gulliver.data._budgets import Budget, Samples, Seconds, Tokens
 from gulliver.data._clips import BrokenClip, Bucket, Clip, ClipBatch, ClipDataset, collate
 from gulliver.data._documents import document_shapes, pack_documents
+from gulliver.data._draws import DISTRIBUTIONS, draw_samples, draw_shapes, least_time
 from gulliver.data._frames import STILL_FPS, Frame, open_video, rate_shown, stacked, upright_frames
-from gulliver.data._loader import DataLoader, LoaderStatistics
+from gulliver.data._loader import DataLoader, StagingOptions
 from gulliver.data._nested import move_tensors
-from gulliver.data._planner import DataCentricPlanner
+from gulliver.data._planner import DataCentricOptions, DataCentricPlanner
 from gulliver.data._records import read_utf8
-from gulliver.data._replay import (
-    DISTRIBUTIONS,
-    Replayed,
-    draw_samples,
-    draw_shapes,
-    least_time,
-    replay_ours,
-    replay_published,
-)
 from gulliver.data._resolutions import resolution
 from gulliver.data._sampler import BucketSampler, ResumableSampler, Step
 from gulliver.data._scores import STYLES, with_scores
@@ -28,7 +20,7 @@ from gulliver.data._steps import MicroBatch, RankGroup, StepPlan
 from gulliver.data._table import (
     ClipTable,
     Probe,
-    Row,
+    TableRow,
     choose_bucket,
     probe_file,
     resize_and_crop,
@@ -39,7 +31,6 @@ __all__ = [
     "DISTRIBUTIONS",
     "STILL_FPS",
     "STYLES",
-    "ArenaStatistics",
     "BrokenClip",
     "Bucket",
     "BucketConfig",
@@ -49,23 +40,23 @@ __all__ = [
     "ClipBatch",
     "ClipDataset",
     "ClipTable",
+    "DataCentricOptions",
     "DataCentricPlanner",
     "DataLoader",
     "Frame",
-    "LoaderStatistics",
     "MicroBatch",
     "PinnedArena",
     "Probe",
     "RankGroup",
-    "Replayed",
     "ResumableSampler",
-    "Row",
     "Samples",
     "Seconds",
     "Shares",
+    "StagingOptions",
     "Step",
     "StepEnds",
     "StepPlan",
+    "TableRow",
     "Tokens",
     "choose_bucket",
     "collate",
@@ -79,8 +70,6 @@ __all__ = [
     "probe_file",
     "rate_shown",
     "read_utf8",
-    "replay_ours",
-    "replay_published",
     "resize_and_crop",
     "resolution",
     "shares_of",

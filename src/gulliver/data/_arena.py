@@ -2,23 +2,6 @@
 
 A `PinnedArena` owns a few large slabs, page-locked where there is CUDA, and lends blocks of them
 as ordinary tensors. Read `copy_all` first, then `_place`, then `_reclaim`.
-
-[Note: who frees a block]
-A tensor of the arena is `torch.frombuffer` over a small array object, its *owner*. The storage
-holds the owner, and every view, slice and alias of the tensor holds the storage, so the owner dies
-exactly when nobody can look at the memory any more. Its finalizer puts the block on a queue, and
-the next request takes it from there. A copy to the device is one more holder: the tensors lie in a
-list until the event behind the copy has happened. Nobody releases anything by hand, a dropped batch
-cannot leak, and nothing is known by an `id` that may come again.
-
-The finalizer only appends to a deque. It may run at any moment, even while this very thread holds
-the arena's lock, because garbage collection may start at any allocation.
-
-[Note: why a warmed-up arena never misses]
-All tensors of a batch are placed together, in one hole, and freed one by one. With `in_flight`
-slabs, each as large as the largest batch, and one batch less alive, each living batch lies in one
-slab: at least one slab is empty, and any batch fits it. No order of sizes or releases can break
-this, at the price of just the bytes that as many of the largest batches need.
 """
 
 from __future__ import annotations
@@ -48,7 +31,7 @@ PORTABLE = 1
 """cudaHostRegisterPortable: locked for all devices of the process."""
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """An event that tells when a copy is done; `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
@@ -62,28 +45,25 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class ArenaStatistics:
-    """Counts of what an arena did, in bytes or numbers of tensors.
+    """Counts of what an arena did, in bytes or numbers of tensors."""
 
-    Attributes:
-        hits: tensors placed in memory that was there.
-        grown: tensors for which a slab had to be taken.
-        plain: tensors beyond the limit, in ordinary memory.
-        capacity: bytes of all slabs.
-        in_use: bytes of the blocks that are lent.
-        asked: bytes of the tensors in these blocks.
-        high_water: largest `in_use` so far.
-        slabs_taken: slabs taken so far; it stands still once nothing is allocated any more.
-        is_pinned: whether the slabs are page-locked.
-    """
-
+    # Tensors placed in memory that was there.
     hits: int
+    # Tensors for which a slab had to be taken.
     grown: int
+    # Tensors beyond the limit, in ordinary memory.
     plain: int
+    # Bytes of all slabs.
     capacity: int
+    # Bytes of the blocks that are lent.
     in_use: int
+    # Bytes of the tensors in these blocks.
     asked: int
+    # Largest `in_use` so far.
     high_water: int
+    # Slabs taken so far; it stands still once nothing is allocated any more.
     slabs_taken: int
+    # Whether the slabs are page-locked.
     is_pinned: bool
 
     @property
@@ -115,14 +95,30 @@ class _Block(NamedTuple):
     asked: int
 
 
+# [Note: who frees a block] A tensor of the arena is `torch.frombuffer` over a small array object,
+# its *owner*. The storage holds the owner, and every view, slice and alias of the tensor holds the
+# storage, so the owner dies exactly when nobody can look at the memory any more. Its finalizer puts
+# the block on a queue, and the next request takes it from there. A copy to the device is one more
+# holder: the tensors lie in a list until the event behind the copy has happened. Nobody releases
+# anything by hand, a dropped batch cannot leak, and nothing is known by an `id` that may come
+# again.
+#
+# The finalizer only appends to a deque. It may run at any moment, even while this very thread holds
+# the arena's lock, because garbage collection may start at any allocation.
+#
+# [Note: why a warmed-up arena never misses] All tensors of a batch are placed together, in one
+# hole, and freed one by one. With `in_flight` slabs, each as large as the largest batch, and one
+# batch less alive, each living batch lies in one slab: at least one slab is empty, and any batch
+# fits it. No order of sizes or releases can break this, at the price of just the bytes that as many
+# of the largest batches need.
 class PinnedArena:
     """Pre-allocated host memory that is lent as tensors and comes back by itself.
 
     A block is free again when the last tensor that looks at it is gone and the events of the device
-    copies from it have happened. The loader tells the arena of its own copies; whoever else copies
-    to a device asynchronously calls `hold`, or keeps the tensor until then. Any thread may use it.
-    Blocks begin on a page and waste less than an eighth of their tensor, besides the rest of a
-    page.
+    copies from it have happened. The loader tells the arena of its own copies; other code that
+    copies to a device asynchronously calls `hold`, or keeps the tensor until then. Any thread may
+    use it. Blocks begin on a page and waste less than an eighth of their tensor, besides the rest
+    of a page.
 
     Args:
         limit: most bytes of all slabs together. What does not fit is ordinary memory, counted as a
@@ -149,7 +145,7 @@ class PinnedArena:
         self._in_use = self._asked = self._high_water = 0
         self._hits = self._grown = self._plain = 0
         self._returned: deque[_Block] = deque()
-        self._held: deque[tuple[Event, list[Tensor]]] = deque()
+        self._held: deque[tuple[CopyEvent, list[Tensor]]] = deque()
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Copies a host tensor into memory of the arena."""
@@ -181,7 +177,7 @@ class PinnedArena:
             owners = [self._owner(next(blocks)) if need else None for need in needs]
         return [_tensor(owner, tensor) for owner, tensor in zip(owners, like, strict=True)]
 
-    def hold(self, tensors: Iterable[Tensor], until: Event) -> None:
+    def hold(self, tensors: Iterable[Tensor], until: CopyEvent) -> None:
         """Keeps tensors, and so their blocks, until an event has happened."""
         self._held.append((until, list(tensors)))
 
@@ -325,11 +321,10 @@ class PinnedArena:
 
 
 class _Slab:
-    """Zeroed memory from the system, page-locked if wanted, with all pages in place.
+    """Zeroed memory from the system, page-locked if wanted, with all pages in place."""
 
-    Shared, not private: pages that a forked worker shares with its parent would be copied at the
-    parent's next write, out from under the device that they were locked for.
-    """
+    # Shared, not private: pages that a forked worker shares with its parent would be copied at the
+    # parent's next write, out from under the device that they were locked for.
 
     def __init__(self, number: int, size: int, pin: bool) -> None:
         self.number = number
@@ -393,10 +388,8 @@ def _tensor(owner: np.ndarray | None, like: Tensor) -> Tensor:
 
 
 def _fill(buffer: Tensor, source: Tensor) -> Tensor:
-    """Copies without the interpreter's lock and in this thread alone.
-
-    torch's own copy would start a second set of compute threads beside the training's.
-    """
+    """Copies without the interpreter's lock and in this thread alone."""
+    # torch's own copy would start a second set of compute threads in addition to the training's.
     source = source.detach()
     if source.is_conj() or source.is_neg() or not _same_order(buffer, source):
         return buffer.copy_(source)

@@ -1,7 +1,7 @@
 """Samples of a window put into steps that fill some number of ranks; see `gulliver.solve`.
 
 It knows which number of ranks it arranges for, which need not be the number that runs: which
-samples a step has hangs on the former alone, so that a run on other ranks has the same steps.
+samples a step has depends on the former alone, so that a run on other ranks has the same steps.
 """
 
 from __future__ import annotations
@@ -21,16 +21,7 @@ WINDOW = 16_384
 
 
 class Arrangement:
-    """Chooses which samples of a window make a step.
-
-    Args:
-        ranks: ranks that steps shall fill.
-        budget: tokens of a mean step.
-        seconds: seconds of micro-batches of a shape by degree, on so many ranks.
-
-    Raises:
-        GulliverError: not a number of ranks, or a budget that is none of tokens.
-    """
+    """Chooses which samples of a window make a step."""
 
     def __init__(
         self,
@@ -50,11 +41,7 @@ class Arrangement:
         self._tokens: dict[Shape, float] = {}
 
     def meet(self, shape: Shape, tokens: int) -> None:
-        """Takes the costs of a shape.
-
-        Raises:
-            GulliverError: it fits on no group of the ranks that are arranged for.
-        """
+        """Takes the costs of a shape."""
         rows = self._seconds(shape, self.ranks)
         if not any(map(len, rows.values())):
             raise GulliverError(
@@ -67,15 +54,7 @@ class Arrangement:
     def order(
         self, shapes: Sequence[Shape], draw: np.random.Generator
     ) -> tuple[np.ndarray, list[int]]:
-        """Orders waiting samples by step, steps in random order.
-
-        Args:
-            shapes: shapes in order of arrival: [N].
-            draw: order of the steps.
-
-        Returns:
-            Places in their new order [N], those in no step at the end, and samples of each step.
-        """
+        """Orders waiting samples by step, steps in random order."""
         members: dict[Shape, list[int]] = {}
         for place, shape in enumerate(shapes):
             members.setdefault(shape, []).append(place)

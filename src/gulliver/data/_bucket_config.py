@@ -7,7 +7,7 @@
 
 A clip is offered to the largest resolution that it fills first, and there to the longest length;
 with the chance `keep` it stays, else it goes to the next smaller resolution, and at last it is left
-out. Every epoch deals anew. Read `BucketConfig.deal` first: it is the whole rule, for all clips at
+out. Every epoch deals again. Read `BucketConfig.deal` first: it is the whole rule, for all clips at
 once. What this does not know: files, tables, and how batches are made (`_sampler.py`).
 
 Source: Open-Sora 1.1 to 2.0 (`bucket_config` of their configurations).
@@ -38,25 +38,22 @@ EXAMPLE = '{"240p": {1: (1.0, 120), 51: (0.5, 12)}}'
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One length of one resolution.
+class BucketRule:
+    """One length of one resolution."""
 
-    Attributes:
-        resolution: resolution of the clips.
-        frames: number of frames; 1 takes stills only.
-        keep: chance that a clip which fits stays here.
-        look: chance that a video is looked at here at all; None: always.
-        batch_size: samples of a batch.
-    """
-
+    # Resolution of the clips.
     resolution: Resolution
+    # Number of frames; 1 takes stills only.
     frames: int
+    # Chance that a clip which fits stays here.
     keep: float
+    # Chance that a video is looked at here at all; None: always.
     look: float | None
+    # Samples of a batch.
     batch_size: int
 
 
-class Sizes(NamedTuple):
+class ClipSizes(NamedTuple):
     """Frames, height and width of every clip: int arrays [N]."""
 
     frames: np.ndarray
@@ -110,7 +107,7 @@ class BucketConfig:
                     "1 is for pictures"
                 )
 
-    def deal(self, sizes: Sizes, interval: int, seed: int, epoch: int) -> np.ndarray:
+    def deal(self, sizes: ClipSizes, interval: int, seed: int, epoch: int) -> np.ndarray:
         """Deals all clips.
 
         Args:
@@ -143,7 +140,7 @@ class BucketConfig:
         return chosen
 
     def buckets(
-        self, sizes: Sizes, interval: int = 1, seed: int = 0, epoch: int = 0
+        self, sizes: ClipSizes, interval: int = 1, seed: int = 0, epoch: int = 0
     ) -> list[Bucket | None]:
         """Returns the bucket of each clip in an epoch; None where it is left out."""
         chosen = self.deal(sizes, interval, seed, epoch)
@@ -157,7 +154,7 @@ class BucketConfig:
             found[key] = None if number < 0 else self.bucket(self.rules[number], *size)
         return [found[key] for key in keys]
 
-    def bucket(self, rule: Rule, height: int, width: int) -> Bucket:
+    def bucket(self, rule: BucketRule, height: int, width: int) -> Bucket:
         """The bucket of a rule with the aspect ratio nearest to that of a clip."""
         t, h, w = self.unit
         size = rule.resolution.nearest(height, width)
@@ -206,7 +203,7 @@ class BucketConfig:
         return list(dict.fromkeys(found))
 
 
-def _takes(rule: Rule, frames: int, interval: int) -> bool:
+def _takes(rule: BucketRule, frames: int, interval: int) -> bool:
     """Whether a clip is long enough for a rule; stills are only for rules of stills."""
     if rule.frames == 1 or frames == 1:
         return rule.frames == frames
@@ -219,7 +216,7 @@ def chances(seed: int, epoch: int, rule: int, count: int) -> np.ndarray:
     return draw.random((2, count))
 
 
-def _ordered(rules: Iterator[Rule]) -> list[Rule]:
+def _ordered(rules: Iterator[BucketRule]) -> list[BucketRule]:
     """Sorts rules by pixels, then length, the most first."""
     # Stable: of 2880 and 4k, which have as many pixels, the first named is tried first.
     found = list(rules)
@@ -234,7 +231,7 @@ def _ordered(rules: Iterator[Rule]) -> list[Rule]:
     )
 
 
-def _rules(values: Any, where: str) -> Iterator[Rule]:
+def _rules(values: Any, where: str) -> Iterator[BucketRule]:
     if not isinstance(values, Mapping) or not values:
         raise GulliverError(f"{where} is no bucket configuration: write one such as {EXAMPLE}")
     kept = False
@@ -244,22 +241,22 @@ def _rules(values: Any, where: str) -> Iterator[Rule]:
         size = resolution(str(name))
         if not isinstance(lengths, Mapping) or not lengths:
             raise GulliverError(f"{where}: {name} needs lengths, such as {EXAMPLE}")
-        for frames, told in lengths.items():
-            rule = _rule(size, frames, told, f"{where}: {name}: {frames}")
+        for frames, given in lengths.items():
+            rule = _rule(size, frames, given, f"{where}: {name}: {frames}")
             kept |= rule.keep > 0
             yield rule
     if not kept:
         raise GulliverError(f"{where}: every bucket has the chance 0: nothing to train on")
 
 
-def _rule(size: Resolution, frames: Any, told: Any, where: str) -> Rule:
+def _rule(size: Resolution, frames: Any, given: Any, where: str) -> BucketRule:
     """Reads (keep, batch size) or ((keep, look), batch size)."""
     try:
         # JSON has no other keys than text.
         length = int(frames) if isinstance(frames, str) else frames
-        chance, batch_size = told
+        chance, batch_size = given
     except (TypeError, ValueError):
-        raise GulliverError(f"{where} is {told!r}: write frames: (keep, batch size)") from None
+        raise GulliverError(f"{where} is {given!r}: write frames: (keep, batch size)") from None
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise GulliverError(f"{where}: {frames!r} is no number of frames")
     pair = chance if isinstance(chance, list | tuple) else (chance, None)
@@ -272,10 +269,10 @@ def _rule(size: Resolution, frames: Any, told: Any, where: str) -> Rule:
     keep, look = pair
     if not keep and batch_size in (None, 0):
         # Published configurations keep videos from a resolution so: the rule still counts.
-        return Rule(size, length, 0.0, look, 1)
+        return BucketRule(size, length, 0.0, look, 1)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise GulliverError(f"{where}: the batch size is {batch_size!r}: it must be at least 1")
-    return Rule(size, length, keep, look, batch_size)
+    return BucketRule(size, length, keep, look, batch_size)
 
 
 def _is_share(value: Any) -> bool:

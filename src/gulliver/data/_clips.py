@@ -61,10 +61,9 @@ class ClipDataset(Protocol):
 
 
 class ClipBatch(NamedTuple):
-    """Clips of one bucket: videos [B, 3, T, H, W], or None where no sample was left.
+    """Clips of one bucket: videos [B, 3, T, H, W], or None where no sample was left."""
 
-    `kept` holds the positions, among the indices asked for, of the samples that could be read.
-    """
+    # `kept` holds the positions, among the indices asked for, of the samples that could be read.
 
     videos: Tensor | None
     captions: list[str]
@@ -97,14 +96,7 @@ def collate(
     seeds: Sequence[int] | None = None,
     bucket: Bucket | None = None,
 ) -> ClipBatch:
-    """Reads samples of one bucket as a batch; broken ones are left out and named.
-
-    Args:
-        dataset: data set of clips.
-        indices: indices of the samples, all of one bucket.
-        seeds: seed of each sample, which chooses the frames of a longer clip; None takes the first.
-        bucket: bucket of the batch, where the data set deals its samples to several.
-    """
+    """Reads samples of one bucket as a batch; broken ones are left out and named."""
     clips: list[Clip] = []
     kept: list[int] = []
     broken: list[BrokenClip] = []

@@ -2,7 +2,7 @@
 
 Documents have nearly as many lengths as there are documents, and a plan deals with samples of one
 shape together. So lengths are rounded up for planning only; `pack_documents` lays the documents of
-a micro-batch one behind the other as they are, and positions that begin anew tell them apart.
+a micro-batch one behind the other as they are, and positions that start again at 0 tell them apart.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     others = fields.keys() - FIELDS
     if "input_ids" not in fields or others:
-        told = f"has {sorted(map(str, others))}" if others else "has no input_ids"
-        raise GulliverError(f"a text {told}: give {', '.join(FIELDS)} alone")
+        why = f"has {sorted(map(str, others))}" if others else "has no input_ids"
+        raise GulliverError(f"a text {why}: give {', '.join(FIELDS)} alone")
     found = {}
     for name in FIELDS:
         given = fields.get(name)

@@ -1,4 +1,4 @@
-"""Batches on their way to a loop: made by whoever asks for them, or ahead of use by a thread.
+"""Batches for a loop: made by the caller, or ahead of use by a thread.
 
 Read `Feed`, then `_run`, which is its thread. An error is handed over in place of its batch.
 What it does not know: which batches these are, and how they are moved.
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gulliver.data._transfer import Moved
+from gulliver.data._transfer import MovedBatch
 from gulliver.errors import GulliverError
 
 AT_EXIT_S = 5.0
@@ -25,14 +25,16 @@ _OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
 class Inline:
-    """Batches made when they are asked for, or `ahead` of that, by whoever asks."""
+    """Batches made when they are asked for, or `ahead` of that, by the caller."""
 
-    def __init__(self, batches: Iterator[Any], move: Callable[[Any], Moved], ahead: int) -> None:
-        self._entries: Iterator[Moved | BaseException] = _moved(batches, move)
-        self._ready: deque[Moved | BaseException] = deque()
+    def __init__(
+        self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
+    ) -> None:
+        self._entries: Iterator[MovedBatch | BaseException] = _moved(batches, move)
+        self._ready: deque[MovedBatch | BaseException] = deque()
         self._ahead, self._closed = ahead, False
 
-    def get(self) -> Moved | BaseException | None:
+    def get(self) -> MovedBatch | BaseException | None:
         """Returns the next batch, or its error; None at the end."""
         if self._closed:
             raise GulliverError(NEWER)
@@ -54,12 +56,13 @@ class Inline:
 
 
 class Feed:
-    """Batches made by torch's workers and moved by a thread, at most `ahead` of use.
+    """Batches made by torch's workers and moved by a thread, at most `ahead` of use."""
 
-    The thread knows its channel only, so that nothing keeps this object from being collected.
-    """
+    # The thread knows its channel only, so that nothing keeps this object from being collected.
 
-    def __init__(self, batches: Iterator[Any], move: Callable[[Any], Moved], ahead: int) -> None:
+    def __init__(
+        self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
+    ) -> None:
         self._channel = _Channel(ahead)
         self._thread = threading.Thread(
             target=_run, args=([batches], move, self._channel), name="gulliver-loader", daemon=True
@@ -67,7 +70,7 @@ class Feed:
         self._thread.start()
         _OPEN.add(self)
 
-    def get(self) -> Moved | BaseException | None:
+    def get(self) -> MovedBatch | BaseException | None:
         """Waits for the next batch, or its error; None at the end."""
         if self._channel.closed.is_set():
             raise GulliverError(NEWER)
@@ -91,7 +94,7 @@ class _Channel:
         # A permit is asked for before a batch is moved, so that no more than `ahead` of them hold
         # memory of the arena.
         self.permits = threading.Semaphore(ahead)
-        self.entries: queue.SimpleQueue[Moved | BaseException | None] = queue.SimpleQueue()
+        self.entries: queue.SimpleQueue[MovedBatch | BaseException | None] = queue.SimpleQueue()
         self.closed = threading.Event()
 
     def close(self) -> None:
@@ -109,10 +112,11 @@ class _Channel:
                 return
 
 
-def _run(source: list[Iterator[Any]], move: Callable[[Any], Moved], channel: _Channel) -> None:
+def _run(source: list[Iterator[Any]], move: Callable[[Any], MovedBatch], channel: _Channel) -> None:
     """Runs the thread; `source` is a list, so that popping it leaves the only reference here."""
     entries = _moved(source.pop(), move)
     while True:
+        # Before the batch is made, not after: a batch without a permit would hold arena memory.
         channel.permits.acquire()
         if channel.closed.is_set():
             break
@@ -122,7 +126,7 @@ def _run(source: list[Iterator[Any]], move: Callable[[Any], Moved], channel: _Ch
             # end here, not in a garbage collection, where it waits in vain for its workers.
             traceback.clear_frames(entry.__traceback__)
         channel.entries.put(entry)
-        if not isinstance(entry, Moved):
+        if not isinstance(entry, MovedBatch):
             break
         del entry
     # Puts the workers away, in this thread, which may have to wait for them.
@@ -131,7 +135,9 @@ def _run(source: list[Iterator[Any]], move: Callable[[Any], Moved], channel: _Ch
         channel.drain()
 
 
-def _moved(batches: Iterator[Any], move: Callable[[Any], Moved]) -> Iterator[Moved | BaseException]:
+def _moved(
+    batches: Iterator[Any], move: Callable[[Any], MovedBatch]
+) -> Iterator[MovedBatch | BaseException]:
     """Yields moved batches; last, in place of one that could not be made, its error."""
     try:
         while True:

@@ -3,8 +3,8 @@
 A `_Work` says all there is to know about a batch: its epoch, number and indices. It travels through
 torch's loader as if it were an index (automatic batching is off, so that one call in one worker
 makes one batch), and the random generators of Python, numpy and torch are seeded from it. What is
-drawn hangs on (seed, rank, epoch, number), not on which worker makes the batch, nor on what it made
-before: a resumed run draws what an uninterrupted one draws.
+drawn depends on (seed, rank, epoch, number), not on which worker makes the batch, nor on what it
+made before: a resumed run draws what an uninterrupted one draws.
 
 It does not know of arenas, devices or threads.
 """
@@ -54,11 +54,9 @@ def words(seed: int, *places: int) -> np.ndarray:
 
 @contextmanager
 def seeded(seed: int, *places: int) -> Iterator[None]:
-    """Seeds the global generators of Python, numpy and torch (on the host).
-
-    In the training process they are put back afterwards, so that what the model draws is the same
-    with and without a loader; in a worker nobody else uses them.
-    """
+    """Seeds the global generators of Python, numpy and torch (on the host)."""
+    # In the training process they are put back afterwards, so that what the model draws is the same
+    # with and without a loader; in a worker nobody else uses them.
     at_home = get_worker_info() is None
     before = _states() if at_home else None
     state = words(seed, *places)
@@ -80,21 +78,7 @@ def _states() -> tuple[Any, Any, torch.Tensor]:
 
 
 class Orders:
-    """The sampler of torch's loader: yields the batches of an epoch as `Work`, in order.
-
-    Args:
-        source: the user's batch sampler, or sampler.
-        stateful: the user's sampler that has a state, and so resumes by itself; None without one.
-        seed: seed and rank.
-        own: generator to be seeded for each epoch.
-        given: generator that the user gave the loader.
-        generators: the user's, `given` among them, whose states decide the order of an epoch.
-
-    Attributes:
-        marks: mark of every batch drawn: the state of `stateful` after it, and whether it is the
-            last.
-        at_start: states of `generators` at the start of the epoch under way.
-    """
+    """The sampler of torch's loader: yields the batches of an epoch as `Work`, in order."""
 
     def __init__(
         self,
@@ -110,23 +94,19 @@ class Orders:
         self.begin(0, 0)
 
     def begin(self, epoch: int, start: int, generators: list[str] | None = None) -> None:
-        """Says what the next iteration is.
-
-        Args:
-            epoch: the number of the epoch.
-            start: number of the first batch.
-            generators: generator states that the order is drawn from; None: the present ones.
-        """
+        """Says what the next iteration is."""
         self._epoch, self._start, self.at_start = epoch, start, generators
         # Another one, as a thread that is about to end may still draw for the iteration before.
+        # Mark of every batch drawn: the state of `stateful` after it, and whether it is the last.
         self.marks: deque[Mark] = deque()
 
     def end(self) -> None:
         """Ends the epoch: the next one is drawn from the generators as they then are."""
+        # States of `generators` at the start of the current epoch.
         self.at_start = None
 
     def generator_states(self) -> list[str]:
-        """Returns the states that the epoch under way was, or the next one will be, drawn from."""
+        """Returns the states that the current epoch was, or the next one will be, drawn from."""
         if self.at_start is not None:
             return self.at_start
         return [_text(generator.get_state()) for generator in self._generators]
@@ -170,14 +150,7 @@ def _number(state: np.ndarray) -> int:
 
 
 class Fetch(Dataset):
-    """A map-style data set whose items are whole batches, looked up by their `Work`.
-
-    Args:
-        dataset: the user's data set.
-        collate: the user's function, from a list of samples to a batch.
-        is_batched: whether `indices` of a `Work` is a list of indices, not one index.
-        seed: seed and rank; None leaves the generators alone.
-    """
+    """A map-style data set whose items are whole batches, looked up by their `Work`."""
 
     def __init__(
         self,
@@ -215,21 +188,8 @@ class Fetch(Dataset):
         return [self.dataset[index] for index in indices]
 
 
-class Stream(IterableDataset):
-    """An iterable data set whose items are whole batches.
-
-    Args:
-        dataset: the user's data set.
-        collate: the user's function, from a list of samples to a batch.
-        batch_size: samples of a batch; None for samples one by one.
-        drop_last: whether to drop a last batch that is not full.
-        seed: seed and rank.
-        shared: whether worker processes read it, which keep this object over epochs.
-
-    Attributes:
-        marks: mark of each batch: the data set's state after it, if it has one; filled only
-            without workers.
-    """
+class BatchStream(IterableDataset):
+    """An iterable data set whose items are whole batches."""
 
     def __init__(
         self,
@@ -254,6 +214,8 @@ class Stream(IterableDataset):
         """Says which epoch the next iteration is, and the number of its first batch."""
         assert not generators
         self._place[0], self._place[1] = epoch, start
+        # Mark of each batch: the data set's state after it, if it has one; filled only without
+        # workers.
         self.marks: deque[Mark] = deque()
 
     def end(self) -> None:
@@ -321,11 +283,7 @@ def as_is(batch: Any) -> Any:
 
 
 def check_seed(seed: int) -> int:
-    """Returns a seed that every generator takes.
-
-    Raises:
-        GulliverError: it is no whole number from 0 on.
-    """
+    """Returns a seed that every generator takes."""
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise GulliverError(f"a seed must be a whole number from 0 on, not {seed!r}")
     return seed

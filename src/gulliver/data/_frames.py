@@ -1,6 +1,6 @@
 """Frames of video and picture files, decoded with PyAV and turned upright.
 
-Read `upright_frames` first. Phones store what their sensor saw and note beside it how it was held:
+Read `upright_frames` first. Phones store what their sensor saw and note next to it how it was held:
 in a video's display matrix, in a picture's EXIF orientation. Decoders hand out the stored picture.
 What this does not know: tables, buckets, and which frames are wanted.
 """
@@ -89,11 +89,7 @@ class Frame:
 
 @contextmanager
 def open_video(path: Path) -> Iterator[tuple[Any, Any]]:
-    """Opens a file: yields its container and the first stream of video.
-
-    Raises:
-        GulliverError: it is missing, holds no video, or breaks off in the block.
-    """
+    """Opens a file: yields its container and the first stream of video."""
     av = _av()
     if not path.is_file():
         raise GulliverError("does not exist")
@@ -113,11 +109,7 @@ def open_video(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def upright_frames(path: Path) -> Iterator[Frame]:
-    """Yields the frames of a file, one after another.
-
-    Raises:
-        GulliverError: it is missing, holds no video, or breaks off.
-    """
+    """Yields the frames of a file, one after another."""
     with open_video(path) as (container, stream):
         rate = float(stream.average_rate or stream.guessed_rate or 0)
         turn = None
@@ -134,11 +126,7 @@ def rate_shown(stated: float, frames: int, span: float) -> float:
 
 
 def stacked(frames: list[Frame]) -> np.ndarray:
-    """Stacks frames into one array, uint8 [T, H, W, 3].
-
-    Raises:
-        GulliverError: they differ in size, or cannot be converted.
-    """
+    """Stacks frames into one array, uint8 [T, H, W, 3]."""
     try:
         return np.stack([frame.pixels() for frame in frames])
     except ValueError as error:

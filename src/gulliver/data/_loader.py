@@ -3,13 +3,6 @@
 Workers, sampling and collation are torch's: a second, inner loader of torch's makes whole batches,
 and a thread of ours takes them from it, moves them into the arena and on to the device, at most
 `ahead` of use. Read `DataLoader.__iter__`, then `_Batches` and `_feed.py`.
-
-[Note: the position]
-The state counts batches that were handed to the user, not those made ahead. Each batch brings along
-the mark of its sampler or data set, taken when it was drawn; handing it out makes its mark the
-loader's. A loader that resumes draws the indices of the epoch again and passes over those that were
-used, without loading a sample. As the seed of a batch hangs on its number alone, see `_fetch`, the
-rest of the epoch is what it would have been, to the bit.
 """
 
 from __future__ import annotations
@@ -18,7 +11,7 @@ import inspect
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain, islice
 from typing import Any
 
@@ -28,9 +21,17 @@ from torch.utils import data as torch_data
 
 from gulliver.data._arena import DEFAULT_LIMIT, ArenaStatistics, PinnedArena, batch_bytes
 from gulliver.data._feed import Feed, Inline
-from gulliver.data._fetch import Fetch, Orders, Stream, WorkerStart, as_is, check_seed, length_of
+from gulliver.data._fetch import (
+    BatchStream,
+    Fetch,
+    Orders,
+    WorkerStart,
+    as_is,
+    check_seed,
+    length_of,
+)
 from gulliver.data._position import check_content, check_position, order_of
-from gulliver.data._transfer import Moved, Mover, copy_stream, device_of
+from gulliver.data._transfer import MovedBatch, Mover, copy_stream, device_of
 from gulliver.errors import GulliverError, nearest
 from gulliver.options import whole_number
 
@@ -40,17 +41,42 @@ USED_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
-class LoaderStatistics:
-    """Counts of what a loader did so far.
+class StagingOptions:
+    """Memory that a `DataLoader` passes batches through; its fields are given to it by name.
 
     Attributes:
-        batches: number of batches handed out, over all epochs.
-        waited_s: seconds that the caller waited for them.
-        arena: the arena's statistics; None where batches pass through as torch made them.
+        arena: arena shared with other loaders; None makes one if one is needed.
+        warm_up: one example batch of every shape that occurs, whose tensors may be on ``meta``. All
+            memory is then taken now. Otherwise it is taken as batches come, up to `arena_limit`.
+        arena_limit: most bytes of the arena that is made here; None: what `warm_up` needs, else
+            1 GiB.
     """
 
+    arena: PinnedArena | None = None
+    warm_up: Iterable[Any] | None = None
+    arena_limit: int | None = None
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> StagingOptions:
+        """Takes these options out of keyword arguments, of which the rest is torch's."""
+        own = (field.name for field in fields(cls))
+        return cls(**{name: options.pop(name) for name in own if name in options})
+
+
+# [Note: the position] The state counts batches that were handed to the user, not those made ahead.
+# Each batch brings along the mark of its sampler or data set, taken when it was drawn; handing it
+# out makes its mark the loader's. A loader that resumes draws the indices of the epoch again and
+# passes over those that were used, without loading a sample. As the seed of a batch depends on its
+# number alone, see `_fetch`, the rest of the epoch is what it would have been, to the bit.
+@dataclass(frozen=True)
+class LoaderStatistics:
+    """Counts of what a loader did so far."""
+
+    # Number of batches handed out, over all epochs.
     batches: int
+    # Seconds that the caller waited for them.
     waited_s: float
+    # The arena's statistics; None where batches pass through as torch made them.
     arena: ArenaStatistics | None
 
     def __str__(self) -> str:
@@ -64,7 +90,7 @@ class DataLoader(torch_data.DataLoader):
     It takes the arguments of torch's DataLoader, whose workers, samplers and collation it uses, and
     gives the same batches. Besides:
 
-    - Whatever a data set or collation draws from the generators of Python, numpy and torch hangs on
+    - What a data set or collation draws from the generators of Python, numpy and torch depends on
       (seed, rank, epoch, number of the batch): not on workers, their number, or what ran before.
       Without `generator` so does the order. The training's own generators are left alone.
     - `state_dict` says which batch comes next; one that loads it goes on there, to the bit.
@@ -85,16 +111,11 @@ class DataLoader(torch_data.DataLoader):
         seed: seed of all that is drawn, the same on all ranks.
         rank: rank of this process; None asks torch.distributed.
         world_size: number of ranks; None asks torch.distributed.
-        arena: arena shared with other loaders; None makes one if one is needed.
-        warm_up: one example batch of every shape that occurs, whose tensors may be on ``meta``. All
-            memory is then taken now. Otherwise it is taken as batches come, up to `arena_limit`.
-        arena_limit: most bytes of the arena that is made here; None: what `warm_up` needs, else
-            1 GiB.
         threaded: whether a thread makes the batches ahead of use, where there are no workers. The
             generators are left alone then: data set and collation must draw from none of the
             process.
-        options: further arguments of torch's DataLoader, such as `num_workers`, `sampler`,
-            `batch_sampler` (a `BucketSampler` too) and `collate_fn`.
+        options: fields of `StagingOptions`, and further arguments of torch's DataLoader, such as
+            `num_workers`, `sampler`, `batch_sampler` (a `BucketSampler` too) and `collate_fn`.
 
     Raises:
         GulliverError: an argument that does not exist or that torch refuses; an arena too small.
@@ -111,12 +132,10 @@ class DataLoader(torch_data.DataLoader):
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
-        arena: PinnedArena | None = None,
-        warm_up: Iterable[Any] | None = None,
-        arena_limit: int | None = None,
         threaded: bool = False,
         **options: Any,
     ) -> None:
+        staging = StagingOptions.taken_from(options)
         _check_names(options)
         if ahead < 1:
             raise GulliverError(f"{ahead} batches ahead are none: `ahead` must be at least 1")
@@ -131,7 +150,7 @@ class DataLoader(torch_data.DataLoader):
         if not 0 <= self.rank < self.world_size:
             raise GulliverError(f"rank {self.rank} is not one of {self.world_size} ranks")
         self.seed, self.ahead, self.device = check_seed(seed), ahead, device_of(device)
-        # One of our own is seeded anew for each epoch, see `Orders`.
+        # One of our own is seeded again for each epoch, see `Orders`.
         self._own = None if options.get("generator") is not None else torch.Generator()
         options["generator"] = options.get("generator") or self._own
         try:
@@ -144,7 +163,7 @@ class DataLoader(torch_data.DataLoader):
             raise GulliverError("a stream is read in order: give threaded a map-style data set")
         self._stateful = self._find_stateful()
         self._inner, self._work = self._make_inner()
-        self.arena = self._make_arena(arena, warm_up, arena_limit)
+        self.arena = self._make_arena(staging)
         locks = self.pin_memory and self.arena is None
         self._mover = Mover(self.arena, copy_stream(self.device, ahead), locks)
         self._feed: Feed | Inline = Inline(iter(()), self._mover.move, 0)
@@ -267,6 +286,7 @@ class DataLoader(torch_data.DataLoader):
                 f"the saved position has the generator of rank {state['rank']}, this is rank "
                 f"{self.rank}: load each rank's own, or give `seed` instead of `generator`"
             )
+        # The thread draws from the sampler that is about to be set back.
         self._feed.close()
         self._epoch, self._done, self._mark = state["epoch"], state["done"], state["inner"]
         self._resumes, self._generators = True, list(state["generators"])
@@ -278,7 +298,7 @@ class DataLoader(torch_data.DataLoader):
 
     @property
     def _epoch_sampler(self) -> Any:
-        """The sampler that has to be told of epochs, if there is one; not one with a state."""
+        """The sampler that needs to know the epoch, if there is one; not one with a state."""
         for sampler in (self.batch_sampler, self.sampler):
             if hasattr(sampler, "set_epoch") and sampler is not self._stateful:
                 return sampler
@@ -323,16 +343,16 @@ class DataLoader(torch_data.DataLoader):
             identity["num_workers"] = self.num_workers
         return identity
 
-    def _make_inner(self) -> tuple[torch_data.DataLoader, Orders | Stream]:
+    def _make_inner(self) -> tuple[torch_data.DataLoader, Orders | BatchStream]:
         """A loader of torch's with items that are whole batches, and what decides which."""
         seed = (self.seed, self.rank)
         collate: Any = self.collate_fn
         given: dict[str, Any] = {}
         if self._is_iterable:
-            dataset: Any = Stream(
+            dataset: Any = BatchStream(
                 self.dataset, collate, self.batch_size, self.drop_last, seed, self.num_workers > 0
             )
-            work: Orders | Stream = dataset
+            work: Orders | BatchStream = dataset
         else:
             is_batched = self.batch_sampler is not None
             seeds = None if self._threaded else seed
@@ -363,9 +383,8 @@ class DataLoader(torch_data.DataLoader):
         )
         return inner, work
 
-    def _make_arena(
-        self, arena: PinnedArena | None, warm_up: Iterable[Any] | None, limit: int | None
-    ) -> PinnedArena | None:
+    def _make_arena(self, staging: StagingOptions) -> PinnedArena | None:
+        arena, warm_up, limit = staging.arena, staging.warm_up, staging.arena_limit
         on_device = self.device is not None and self.device.type != "cpu"
         if arena is not None and arena.is_pinned and not on_device:
             raise GulliverError(
@@ -394,20 +413,16 @@ class DataLoader(torch_data.DataLoader):
         return arena
 
     def _begin(self) -> int:
-        """Puts everything in place for an iteration.
-
-        Returns:
-            Number of batches that have to be loaded and passed over.
-        """
+        """Puts everything in place for an iteration."""
         goes_on = self._resumes or (self._done and self._stateful is not None)
         if self._done and not goes_on:
             self._epoch, self._done = self._epoch + 1, 0
         sampler = self._epoch_sampler
         if sampler is not None:
-            told = getattr(sampler, "epoch", None)
-            if told != self._sampler_epoch and told is not None and not goes_on:
+            given = getattr(sampler, "epoch", None)
+            if given != self._sampler_epoch and given is not None and not goes_on:
                 # Somebody told the sampler itself, as one does with torch's loader.
-                self._epoch = told
+                self._epoch = given
             sampler.set_epoch(self._epoch)
             self._sampler_epoch = getattr(sampler, "epoch", None)
         dataset: Any = self.dataset
@@ -418,11 +433,12 @@ class DataLoader(torch_data.DataLoader):
                 self._stateful.load_state_dict(self._mark)
             self._mark = self._stateful.state_dict()
         by_loading = self._is_iterable and self._stateful is None
+        # A stream without a state cannot skip: its batches are loaded again and dropped (`_after`).
         self._work.begin(self._epoch, 0 if by_loading else self._done, self._generators)
         self._resumes, self._generators = False, None
         return self._done if by_loading else 0
 
-    def _hand_out(self, moved: Moved, waited_s: float) -> Any:
+    def _hand_out(self, moved: MovedBatch, waited_s: float) -> Any:
         """Counts a batch as the user's."""
         self._done += 1
         self._batches += 1
@@ -454,7 +470,7 @@ class _Batches:
             raise StopIteration
         started = time.perf_counter()
         entry = self._feed.get()
-        if isinstance(entry, Moved):
+        if isinstance(entry, MovedBatch):
             return self._loader._hand_out(entry, time.perf_counter() - started)
         self._ended = True
         self._feed.close()
@@ -471,7 +487,7 @@ class _Batches:
         self._feed.close()
 
 
-def _after(batches: Iterator[Any], count: int, work: Orders | Stream) -> Iterator[Any]:
+def _after(batches: Iterator[Any], count: int, work: Orders | BatchStream) -> Iterator[Any]:
     """Yields what follows the first `count` batches."""
     passed = 0
     for _ in islice(batches, count):
@@ -489,6 +505,7 @@ def _after(batches: Iterator[Any], count: int, work: Orders | Stream) -> Iterato
 def _check_names(options: Mapping[str, Any]) -> None:
     known = set(inspect.signature(torch_data.DataLoader.__init__).parameters)
     own = set(inspect.signature(DataLoader.__init__).parameters) - {"options"}
+    own |= {field.name for field in fields(StagingOptions)}
     for name in options:
         if name not in known:
             meant = nearest(name, (known | own) - {"self"})

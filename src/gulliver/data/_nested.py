@@ -12,12 +12,10 @@ from torch import Tensor
 
 
 def map_leaves(batch: Any, visit: Callable[[Any], Any]) -> Any:
-    """Rebuilds a batch with every leaf replaced by what `visit` returns for it.
-
-    A leaf is a tensor, an object with a method ``pin_memory`` (which knows its own tensors best),
-    or anything that is no container. Containers keep their type where it can be built again;
-    a sequence or mapping that cannot becomes a list or dict. Leaves are visited in their order.
-    """
+    """Rebuilds a batch with every leaf replaced by what `visit` returns for it."""
+    # A leaf is a tensor, an object with a method ``pin_memory`` (which knows its own tensors best),
+    # or anything that is no container. Containers keep their type where it can be built again; a
+    # sequence or mapping that cannot becomes a list or dict. Leaves are visited in their order.
     if isinstance(batch, Tensor | str | bytes | bytearray) or hasattr(batch, "pin_memory"):
         return visit(batch)
     if isinstance(batch, Mapping):
@@ -46,7 +44,7 @@ def _mapping(like: Mapping, values: dict) -> Any:
         return values
     try:
         if isinstance(like, MutableMapping):
-            # Not built anew: a defaultdict, say, has more to it than its items.
+            # Not rebuilt: a defaultdict, say, has more to it than its items.
             clone = copy.copy(like)
             clone.update(values)
             return clone

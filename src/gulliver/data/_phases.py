@@ -20,15 +20,7 @@ SPLIT = 1.02
 
 
 class Phases:
-    """Deals the samples of a step.
-
-    Args:
-        solver: seconds of micro-batches.
-        least: least degree of each shape.
-        ends: seconds at both ends of a step; None: they do not count.
-        several: a step may have several phases.
-        stages: stages of a pipeline that each rank is.
-    """
+    """Deals the samples of a step."""
 
     def __init__(
         self,
@@ -47,10 +39,8 @@ class Phases:
         self._known.clear()
 
     def solved(self, shapes: Mapping[Shape, int]) -> SolvedStep:
-        """Deals so many samples of each shape: all in one phase, or wide groups and then others.
-
-        Whatever ends sooner, with the micro-batches that suit stages.
-        """
+        """Deals so many samples of each shape: all in one phase, or wide groups and then others."""
+        # Whatever ends sooner, with the micro-batches that suit stages.
         if self._ends is not None or self._stages > 1:
             return self._compared(shapes)
         # Kept as counts: thousands of whole plans would be looked through by the garbage collector.

@@ -17,11 +17,7 @@ PARTS = ("epoch", "step", "drawn", "queue", "cuts")
 
 
 def checked_seed(seed: Any) -> int:
-    """A seed as an int.
-
-    Raises:
-        GulliverError: it is no whole number, or too large for a generator.
-    """
+    """A seed as an int."""
     if not -(2**63) < whole_number("seed", seed) < 2**63:
         raise GulliverError(f"seed={seed}: give a number below 2^63")
     return int(seed)
@@ -29,16 +25,12 @@ def checked_seed(seed: Any) -> int:
 
 def digest_of(position: Mapping[str, Any]) -> str:
     """Digest of a position: which samples are done shows in no other part of it."""
-    told = json.dumps([position.get(name) for name in PARTS])
-    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    content = json.dumps([position.get(name) for name in PARTS])
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 def checked_cuts(found: Any, most: int) -> list[int]:
-    """Numbers of samples of the arranged steps of a position.
-
-    Raises:
-        GulliverError: they are none, or more than so many samples together.
-    """
+    """Numbers of samples of the arranged steps of a position."""
     whole = isinstance(found, list) and all(type(n) is int and n > 0 for n in found)
     if not whole or sum(found) > most:
         raise GulliverError("the saved position is broken: its steps have more samples than wait")
@@ -46,11 +38,7 @@ def checked_cuts(found: Any, most: int) -> list[int]:
 
 
 def check_state(state: Any, model: str, data: str) -> None:
-    """Refuses what is no state of a planner of this model and these data.
-
-    Raises:
-        GulliverError: it says what it is of.
-    """
+    """Refuses what is no state of a planner of this model and these data."""
     keys = {"epoch", "step", "drawn", "queue", "data", "model", "refinement"}
     if not isinstance(state, Mapping) or not keys <= set(state):
         raise GulliverError("this is not the state of a data-centric planner")

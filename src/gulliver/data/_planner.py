@@ -9,11 +9,6 @@ other until they make an efficient micro-batch, and such lots are spread evenly 
 that all its steps are of a kind (`_windows.py`); a step takes the next ones up to its budget and
 `gulliver.solve.StepSolver` deals them to groups of ranks. With ``arrange=`` samples are put
 together that fill so many ranks (`_arrangement.py`).
-
-[Note: once each] Whatever was drawn is either in a step that was given out or in the queue, in
-order. The state is the position in the stream and that queue, so it resumes exactly, and on any
-number of ranks: which samples a step has depends on seed, epoch and window, and of budgets only
-seconds look at the ranks. A state taken with a plan says that the plan is done.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -44,9 +39,7 @@ from gulliver.data._plan_position import check_state, checked_cuts, checked_seed
 from gulliver.data._planner_costs import (
     Costs,
     alone,
-    check_arrange,
     checked_degrees,
-    checked_stages,
     checked_window,
     costs_text,
     lot_of,
@@ -54,10 +47,10 @@ from gulliver.data._planner_costs import (
 from gulliver.data._position import check_position
 from gulliver.data._step_ends import StepEnds
 from gulliver.data._steps import Facts, Shape, StepPlan, facts_of, place
-from gulliver.data._windows import Queue, Stream, Window, longer_lots, lots
+from gulliver.data._windows import Queue, SampleStream, SampleWindow, longer_lots, lots
 from gulliver.errors import GulliverError
 from gulliver.hardware import Refinement
-from gulliver.options import positive_number, size_text
+from gulliver.options import from_keywords, positive_number, size_text, whole_number
 from gulliver.solve import StepSolver
 
 MOST_LOT = 0.25
@@ -67,15 +60,11 @@ Position = tuple[int, int, Queue]
 """Epoch, step, and what is drawn and in no step yet."""
 
 
-class DataCentricPlanner:
-    """Plans steps of samples of many shapes, every sample once an epoch.
+@dataclass(frozen=True)
+class DataCentricOptions:
+    """Options of `DataCentricPlanner`, which are given to it by name.
 
-    Args:
-        costs: seconds and bytes of micro-batches.
-        shapes: shape of every sample; or a function from an epoch to shapes in the order in which
-            they arrive, of a stream whose end is not known.
-        ranks: data ranks.
-        budget: samples, tokens or seconds of a step.
+    Attributes:
         window: samples that are drawn at a time; by default 16 steps' worth. With tokens or seconds
             as many windows as a step takes.
         memory: bytes of a rank; by default what `costs` says.
@@ -89,8 +78,8 @@ class DataCentricPlanner:
             takes them as they come.
         arrange: number of ranks, mostly `ranks`: samples of the window are put together that fill
             these ranks, in steps of up to 45 % more or fewer tokens than the budget, which has to
-            be of tokens. None: in the order of arrival. Which samples a step has then hangs on this
-            number and the costs: keep both where a run goes on on other ranks.
+            be of tokens. None: in the order of arrival. Which samples a step has then depends on
+            this number and the costs: keep both where a run goes on on other ranks.
         ends: seconds of a step besides its micro-batches. With them, samples that need wide groups
             run first, last, or between those of single ranks, whatever ends soonest.
         unfit: what becomes of samples that fit at no degree: refused, or skipped and counted in
@@ -100,7 +89,51 @@ class DataCentricPlanner:
         stages: stages of a pipeline that each of these ranks is. Costs are those of one rank that
             has the whole model: a stage takes an equal share of the seconds, and of bytes as many
             (1F1B holds as many micro-batches as there are stages). Samples are cut into as many
-            micro-batches as let the stages end soonest. The samples of a step do not hang on it.
+            micro-batches as let the stages end soonest. The samples of a step do not depend on it.
+    """
+
+    window: int | None = None
+    memory: int | None = None
+    intra: bool = True
+    inter: bool = True
+    pac: bool = True
+    degree: int | None = None
+    together: bool = True
+    arrange: int | None = None
+    ends: StepEnds | None = None
+    unfit: Literal["refuse", "skip"] = "refuse"
+    shuffle: bool = True
+    seed: int = 0
+    stages: int = 1
+
+    def __post_init__(self) -> None:
+        if self.unfit not in ("refuse", "skip"):
+            raise GulliverError(f"unfit={self.unfit!r}: give 'refuse' or 'skip'")
+        if self.memory is not None:
+            positive_number("memory", self.memory)
+        if self.arrange is not None and not (self.intra and self.inter):
+            raise GulliverError("arrange= needs intra and inter: it chooses degrees and repeats")
+        count = whole_number("stages", self.stages)
+        if count < 1 or (count > 1 and not self.inter):
+            needs = "a pipeline needs several micro-batches: inter"
+            remedy = "give at least 1" if count < 1 else needs
+            raise GulliverError(f"stages={count}: {remedy}")
+
+
+# [Note: once each] Whatever was drawn is either in a step that was given out or in the queue, in
+# order. The state is the position in the stream and that queue, so it resumes exactly, and on any
+# number of ranks: which samples a step has depends on seed, epoch and window, and of budgets only
+# seconds look at the ranks. A state taken with a plan says that the plan is done.
+class DataCentricPlanner:
+    """Plans steps of samples of many shapes, every sample once an epoch.
+
+    Args:
+        costs: seconds and bytes of micro-batches.
+        shapes: shape of every sample; or a function from an epoch to shapes in the order in which
+            they arrive, of a stream whose end is not known.
+        ranks: data ranks.
+        budget: samples, tokens or seconds of a step.
+        options: fields of `DataCentricOptions`, by name.
 
     Attributes:
         skipped: samples that were skipped so far, by shape.
@@ -117,41 +150,26 @@ class DataCentricPlanner:
         shapes: Sequence[Shape] | Callable[[int], Iterable[Shape]],
         ranks: int,
         budget: Budget,
-        *,
-        window: int | None = None,
-        memory: int | None = None,
-        intra: bool = True,
-        inter: bool = True,
-        pac: bool = True,
-        degree: int | None = None,
-        together: bool = True,
-        arrange: int | None = None,
-        ends: StepEnds | None = None,
-        unfit: Literal["refuse", "skip"] = "refuse",
-        shuffle: bool = True,
-        seed: int = 0,
-        stages: int = 1,
+        **options: Any,
     ) -> None:
-        if unfit not in ("refuse", "skip"):
-            raise GulliverError(f"unfit={unfit!r}: give 'refuse' or 'skip'")
+        chosen = from_keywords(DataCentricOptions, options, DataCentricPlanner)
         if not isinstance(budget, Budget):
             raise GulliverError(f"budget={budget!r}: give Samples(n), Tokens(n) or Seconds(s)")
         if not isinstance(ranks, int) or ranks < 1:
             raise GulliverError(f"ranks={ranks!r}: give a whole number of at least 1")
-        if memory is not None:
-            positive_number("memory", memory)
-            costs = replace(costs, memory=memory)  # type: ignore[type-var]
+        if chosen.memory is not None:
+            costs = replace(costs, memory=chosen.memory)  # type: ignore[type-var]
         self.costs, self.ranks, self.budget = costs, ranks, budget
-        self.intra, self.inter, self.pac, self.together = intra, inter, pac, together
-        self.unfit, self.seed, self.ends = unfit, checked_seed(seed), ends
-        self.stages = checked_stages(stages, inter)
+        self.intra, self.inter, self.pac = chosen.intra, chosen.inter, chosen.pac
+        self.together, self.arrange, self.stages = chosen.together, chosen.arrange, chosen.stages
+        self.unfit, self.seed, self.ends = chosen.unfit, checked_seed(chosen.seed), chosen.ends
         self.refinement = Refinement()
         self.skipped: Counter[Shape] = Counter()
         self.left_out: Counter[Shape] = Counter()
         self.epoch, self.step = 0, 0
-        self._degrees = checked_degrees(costs, self.ranks, intra, degree)
-        self._stream = Stream(shapes, seed, shuffle)
-        self._solver = StepSolver({}, ranks, inter)
+        self._degrees = checked_degrees(costs, ranks, chosen.intra, chosen.degree)
+        self._stream = SampleStream(shapes, chosen.seed, chosen.shuffle)
+        self._solver = StepSolver({}, ranks, chosen.inter)
         self._facts: dict[tuple[Shape, int], list[Facts]] = {}
         self._lots: dict[Shape, int] = {}
         self._most_lots: dict[Shape, float] = {}
@@ -159,16 +177,17 @@ class DataCentricPlanner:
         self._least: dict[Shape, int] = {}
         self._phases = self._new_phases()
         self._queue = Queue()
-        check_arrange(arrange, intra, inter)
-        self.arrange = arrange
-        self._arranged = None if arrange is None else Arrangement(arrange, budget, self._rows)
+        self._arranged = self._new_arrangement()
         if self._stream.counts is not None:
             self._check_table(self._stream.counts)
-        self.window = checked_window(budget, arrange, window)
+        self.window = checked_window(budget, chosen.arrange, chosen.window)
 
     def _new_phases(self) -> Phases:
         several = self.intra and self.inter
         return Phases(self._solver, self._least, self.ends, several, self.stages)
+
+    def _new_arrangement(self) -> Arrangement | None:
+        return None if self.arrange is None else Arrangement(self.arrange, self.budget, self._rows)
 
     def _rows(self, shape: Shape, ranks: int) -> dict[int, np.ndarray]:
         """Seconds of a shape's micro-batches on so many ranks, as far as they are known now."""
@@ -210,11 +229,11 @@ class DataCentricPlanner:
         self._least[shape] = min(rows, default=0)
         if not rows:
             if self.unfit == "refuse":
-                told = "" if count in (None, 1) else f", one of {count:,} of this shape,"
+                which = "" if count in (None, 1) else f", one of {count:,} of this shape,"
                 raise GulliverError(
-                    f"sample {index} ({shape}, {tokens:,} tokens){told} fits at no degree of up to "
-                    f"{self.ranks} ranks in {self._room} of a rank: take more "
-                    "ranks or memory, or unfit='skip'"
+                    f"sample {index} ({shape}, {tokens:,} tokens){which} fits at no degree of up "
+                    f"to {self.ranks} ranks in {self._room} of a rank: take more ranks or memory, "
+                    "or unfit='skip'"
                 )
             return
         factor = self.refinement.factor(shape) / self.stages
@@ -236,7 +255,7 @@ class DataCentricPlanner:
         return getattr(self.costs, "room", None) or size_text(self.costs.memory)
 
     def observe(self, measured: Iterable[tuple[Shape, float, float]]) -> None:
-        """Refines the costs by real seconds; every rank must be told the same.
+        """Refines the costs by real seconds; every rank must get the same.
 
         Args:
             measured: shape, predicted and measured seconds of micro-batches; predicted ones as
@@ -250,25 +269,24 @@ class DataCentricPlanner:
             self._again()
 
     def _again(self) -> None:
-        """Takes the costs of all known shapes anew."""
+        """Takes the costs of all known shapes again."""
         known = [shape for shape, fits in self._fits.items() if fits]
         self._solver = StepSolver({}, self.ranks, self.inter)
         self._phases = self._new_phases()
-        self._arranged = (
-            None if self.arrange is None else Arrangement(self.arrange, self.budget, self._rows)
-        )
+        self._arranged = self._new_arrangement()
         for shape in known:
             self._meet(shape, -1)
 
     def __iter__(self) -> Iterator[StepPlan]:
         epoch = self.epoch
-        window = Window(self._stream, epoch, self._queue.drawn)
+        window = SampleWindow(self._stream, epoch, self._queue.drawn)
         while True:
             self._fill(window)
             if not len(self._queue):
                 if window.is_over and self.epoch == epoch:
                     self.epoch, self._queue = epoch + 1, Queue()
                 return
+            # Planned from the queue alone, so that a loaded state plans the same step again.
             plan = self._planned(epoch)
             # Counted before the plan is given out: a state taken with it says that it is done.
             self.step += 1
@@ -278,7 +296,7 @@ class DataCentricPlanner:
             if self.epoch != epoch:
                 return
 
-    def _fill(self, window: Window) -> None:
+    def _fill(self, window: SampleWindow) -> None:
         """Draws another window where the queue has no whole step."""
         while not window.is_over and not self._has_step:
             indices, shapes = window.draw(self.window)
@@ -406,8 +424,9 @@ class DataCentricPlanner:
         digest = hashlib.blake2b(digest_size=8)
         settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
         more = self._degrees, self.together, self.arrange, self.unfit, self.costs.memory
-        told = (*settings, *more, self.ends, self.stages, getattr(self.costs, "host", None))
-        digest.update(repr((told, self._stream.digest, self.costs.identity)).encode())
+        host, packer = getattr(self.costs, "host", None), self._solver.packer
+        inputs = (*settings, *more, self.ends, self.stages, host, packer)
+        digest.update(repr((inputs, self._stream.digest, self.costs.identity)).encode())
         for (shape, degree), facts in sorted(self._facts.items(), key=repr):
             digest.update(repr((shape, degree, facts[0], facts[-1])).encode())
         digest.update(json.dumps(self.state_dict(), sort_keys=True).encode())
@@ -421,6 +440,7 @@ class DataCentricPlanner:
         """Plans the next step, such as to load it ahead, and takes nothing; None where none is."""
         before, skipped = self.position(), self.skipped.copy()
         plan = next(iter(self), None)
+        # Planning is deterministic: the same plan comes again when it is asked for.
         self.rewind(before)
         self.skipped = skipped
         return plan

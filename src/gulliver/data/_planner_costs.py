@@ -18,12 +18,7 @@ STEPS_AHEAD = 16
 
 
 class Costs(Protocol):
-    """Costs of samples, such as `SampleCosts` and `TableCosts` are.
-
-    Attributes:
-        memory: bytes of a rank.
-        identity: name of the model that they are of.
-    """
+    """Costs of samples, such as `SampleCosts` and `TableCosts` are."""
 
     @property
     def memory(self) -> float: ...
@@ -44,16 +39,14 @@ class Costs(Protocol):
 
 
 def alone(costs: Costs) -> Costs:
-    """Costs that decide which samples make a step: they must not hang on tensor ranks."""
+    """Costs that decide which samples make a step: they must not depend on tensor ranks."""
     return getattr(costs, "alone", costs)
 
 
 def lot_of(costs: Costs, shape: Hashable, pac: bool) -> int:
-    """Samples of a shape that wait for each other: until each is within 2 % of the best.
-
-    It looks at the smallest group that a sample fits, whatever the ranks: which samples a step has
-    must not depend on those.
-    """
+    """Samples of a shape that wait for each other: until each is within 2 % of the best."""
+    # It looks at the smallest group that a sample fits, whatever the ranks: which samples a step
+    # has must not depend on those.
     costs = alone(costs)
     for degree in costs.degrees(1024):
         row = costs.batches(shape, degree, pac)
@@ -64,11 +57,7 @@ def lot_of(costs: Costs, shape: Hashable, pac: bool) -> int:
 
 
 def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -> tuple[int, ...]:
-    """Degrees that groups may have.
-
-    Raises:
-        GulliverError: groups that are not to choose have none, or one that does not divide ranks.
-    """
+    """Degrees that groups may have."""
     known = costs.degrees(ranks)
     if intra:
         if degree is not None:
@@ -77,10 +66,10 @@ def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -
     if degree is None or degree not in known or ranks % degree:
         right = ", ".join(str(d) for d in known if ranks % d == 0)
         if not right:
-            told = ", ".join(map(str, known)) or "none"
+            text = ", ".join(map(str, known)) or "none"
             raise GulliverError(
                 f"intra=False: {ranks} ranks are no multiple of a degree of these costs "
-                f"({told}): take other ranks"
+                f"({text}): take other ranks"
             )
         raise GulliverError(
             f"intra=False needs one degree= of all groups that divides {ranks} ranks: "
@@ -90,11 +79,7 @@ def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -
 
 
 def checked_window(budget: Budget, arrange: int | None, window: int | None) -> int:
-    """Samples that are looked at ahead.
-
-    Raises:
-        GulliverError: they hold no step.
-    """
+    """Samples that are looked at ahead."""
     if isinstance(budget, Samples):
         window = STEPS_AHEAD * budget.count if window is None else window
         window = whole_number("window", window)
@@ -109,29 +94,10 @@ def checked_window(budget: Budget, arrange: int | None, window: int | None) -> i
     return window
 
 
-def check_arrange(arrange: int | None, intra: bool, inter: bool) -> None:
-    """Refuses arranged steps where degrees or repeats are not free to be chosen."""
-    if arrange is not None and not (intra and inter):
-        raise GulliverError("arrange= needs intra and inter: it chooses degrees and repeats")
-
-
-def checked_stages(stages: int, inter: bool) -> int:
-    """Stages of a pipeline that each rank of a plan is.
-
-    Raises:
-        GulliverError: no number of stages, or groups that run one micro-batch only.
-    """
-    count = whole_number("stages", stages)
-    if count < 1 or (count > 1 and not inter):
-        told = "give at least 1" if count < 1 else "a pipeline needs several micro-batches: inter"
-        raise GulliverError(f"stages={count}: {told}")
-    return count
-
-
 def costs_text(costs: Costs, pac: bool) -> str:
     """Says whose costs they are, and what host memory activations may move to, if they may."""
     host = getattr(costs, "host", None)
-    told = f"costs of {costs.identity}"
+    text = f"costs of {costs.identity}"
     if host is None or not pac:
-        return told
-    return f"{told}, {size_text(host.bytes)} of a rank's host memory for activations"
+        return text
+    return f"{text}, {size_text(host.bytes)} of a rank's host memory for activations"

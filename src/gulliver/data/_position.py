@@ -29,11 +29,7 @@ def set_state(generator: torch.Generator, state: str) -> None:
 
 
 def check_content(state: Any) -> None:
-    """Refuses what is no state of a loader.
-
-    Raises:
-        GulliverError: something is missing, or of another type.
-    """
+    """Refuses what is no state of a loader."""
     if not isinstance(state, Mapping) or not set(state) >= KEYS:
         raise GulliverError("this is not the state of a data loader: it has no position")
     generators = state["generators"]
@@ -49,16 +45,7 @@ def check_content(state: Any) -> None:
 
 
 def check_position(epoch: Any, done: Any, batches: int | None) -> None:
-    """Refuses what is no position in the data.
-
-    Args:
-        epoch: number of whole epochs before the position.
-        done: number of batches of its epoch before it.
-        batches: number of batches of an epoch; None where it is not known.
-
-    Raises:
-        GulliverError: not whole numbers from 0 on, or a batch beyond the epoch's end.
-    """
+    """Refuses what is no position in the data."""
     for name, value in (("epoch", epoch), ("done", done)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise GulliverError(
@@ -72,24 +59,22 @@ def check_position(epoch: Any, done: Any, batches: int | None) -> None:
 
 
 def order_of(source: Any) -> str:
-    """Says how a sampler, or a batch sampler and the one inside it, orders indices.
-
-    Samplers that are not torch's are told apart by their class and by settings of these names.
-    """
-    told = [type(source).__qualname__]
+    """Says how a sampler, or a batch sampler and the one inside it, orders indices."""
+    # Samplers that are not torch's are told apart by their class and by settings of these names.
+    parts = [type(source).__qualname__]
     if isinstance(source, list | tuple | range):
-        told.append(_digest(source))
+        parts.append(_digest(source))
     values = vars(source) if hasattr(source, "__dict__") else {}
     for name in SETTINGS:
         # Not through properties, which may need what is not there yet.
         value = values.get(name, values.get(f"_{name}"))
         if isinstance(value, bool | int | float | str):
-            told.append(f"{name}={value}")
+            parts.append(f"{name}={value}")
     for name in CONTENTS:
         if isinstance(values.get(name), Iterable):
-            told.append(f"{name}={_digest(values[name])}")
+            parts.append(f"{name}={_digest(values[name])}")
     inside = values.get("sampler")
-    return ", ".join(told) + (f" of {order_of(inside)}" if inside is not None else "")
+    return ", ".join(parts) + (f" of {order_of(inside)}" if inside is not None else "")
 
 
 def _digest(values: Iterable[Any]) -> str:

@@ -32,15 +32,9 @@ Record = dict[str, Any]
 
 
 def read_records(table: Path) -> list[Record]:
-    """Reads the rows of a .csv or .parquet file that has the columns path and text.
-
-    Of a folder each video and picture in it is a row, and its name the text. Cells of the columns
-    `NUMBERS` and `SCORES` become floats, or None where they are empty.
-
-    Raises:
-        GulliverError: the table is missing or unreadable, lacks a column or has one twice; a row
-            does not fit the header, or states what is no number.
-    """
+    """Reads the rows of a .csv or .parquet file that has the columns path and text."""
+    # Of a folder each video and picture in it is a row, and its name the text. Cells of the columns
+    # `NUMBERS` and `SCORES` become floats, or None where they are empty.
     if table.is_dir():
         return _files_of(table)
     if not table.is_file():
@@ -76,11 +70,7 @@ def _files_of(folder: Path) -> list[Record]:
 
 
 def read_utf8(path: Path) -> str:
-    """Reads the text of a file, without the byte order mark that spreadsheets put before it.
-
-    Raises:
-        GulliverError: it has another encoding; line and byte are named.
-    """
+    """Reads the text of a file, without the byte order mark that spreadsheets put before it."""
     with named_errors(path, "read"):
         content = path.read_bytes()
     try:
@@ -155,11 +145,7 @@ def _numbers(where: str, record: Record) -> dict[str, float | None]:
 
 
 def _number(where: str, column: str, cell: object) -> float | None:
-    """Returns the number in a cell; None where it is empty, which is NaN to pandas.
-
-    Raises:
-        GulliverError: it is no number, or no rate that clips have.
-    """
+    """Returns the number in a cell; None where it is empty, which is NaN to pandas."""
     text = "" if cell is None else str(cell).strip()
     if not text or (isinstance(cell, float) and math.isnan(cell)):
         return None

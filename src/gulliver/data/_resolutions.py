@@ -157,11 +157,7 @@ def _square_of(name: str) -> Resolution | None:
 
 @cache
 def resolution(name: str) -> Resolution:
-    """Returns what a name stands for.
-
-    Raises:
-        GulliverError: an unknown name, naming the nearest.
-    """
+    """Returns what a name stands for."""
     if name in VIDEO_SIZES:
         pixels, sizes = VIDEO_SIZES[name]
         return Resolution(name, pixels, _table(VIDEO_RATIOS, sizes))

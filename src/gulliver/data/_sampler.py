@@ -136,7 +136,7 @@ class BucketSampler(ResumableSampler):
 
     Args:
         buckets: bucket of every sample, None where a sample fits none and is never used; or a
-            function from an epoch to those, where every epoch deals the samples anew.
+            function from an epoch to those, where every epoch deals the samples again.
         batch_size: samples of a batch over all ranks, one number or one for each bucket.
         rank: rank of this process.
         world_size: number of ranks.
@@ -174,7 +174,7 @@ class BucketSampler(ResumableSampler):
                 members.setdefault(bucket, []).append(index)
         if not members:
             raise GulliverError("no sample fits any bucket: nothing to train on")
-        # Sorted, so that the order of an epoch does not hang on which bucket was seen first.
+        # Sorted, so that the order of an epoch does not depend on which bucket was seen first.
         return {
             b: (np.array(members[b], dtype=np.int64), _batch_size(self._batch_size, b))
             for b in sorted(members)

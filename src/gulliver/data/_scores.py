@@ -40,7 +40,7 @@ def _is_told(value: object) -> bool:
     return bool(str(value or "").strip())
 
 
-def _number(values: Values, column: str) -> float | None:
+def _score(values: Values, column: str) -> float | None:
     value = values.get(column)
     return float(value) if isinstance(value, Real) and _is_told(value) else None
 
@@ -53,28 +53,28 @@ def _camera(text: str, values: Values) -> list[str]:
 
 
 def _as_numbers(text: str, values: Values) -> str:
-    told = []
+    phrases = []
     for column, name in (("aes", "aesthetic score"), ("flow", "motion score")):
-        value = _number(values, column)
+        value = _score(values, column)
         if value is not None and f"{name}:" not in text:
-            told.append(f"{name}: {value:.1f}.")
-    return " ".join([text, *told, *_camera(text, values)])
+            phrases.append(f"{name}: {value:.1f}.")
+    return " ".join([text, *phrases, *_camera(text, values)])
 
 
 def _as_words(text: str, values: Values) -> str:
     names = (("aes", "aesthetic score", AESTHETICS), ("flow", "motion strength", MOTIONS))
-    told = []
+    phrases = []
     for column, name, words in names:
-        value = _number(values, column)
+        value = _score(values, column)
         if value is not None and f"{name} is" not in text:
-            told.append(f"The {name} is {_word(value, words)}.")
-    told += _camera(text, values)
+            phrases.append(f"The {name} is {_word(value, words)}.")
+    phrases += _camera(text, values)
     # The sentences need an end of the caption before them; without any it stays as it is.
-    return " ".join([text if text.endswith(".") or not told else f"{text}.", *told])
+    return " ".join([text if text.endswith(".") or not phrases else f"{text}.", *phrases])
 
 
 def _as_motion_score(text: str, values: Values) -> str:
-    value = _number(values, "motion_score")
+    value = _score(values, "motion_score")
     known = value is None or "motion score." in text
     return text if known else f"{text} {value:g} motion score."
 
@@ -93,16 +93,7 @@ COLUMNS = {"1.2": ("aes", "flow", "cmotion"), "1.3": ("aes", "flow", "cmotion")}
 
 
 def with_scores(text: str, values: Values, style: str) -> str:
-    """Adds a clip's scores to its caption, unless they are there.
-
-    Args:
-        text: caption.
-        values: scores by column; numbers, and text for `cmotion`.
-        style: name of `STYLES`.
-
-    Raises:
-        GulliverError: an unknown style.
-    """
+    """Adds a clip's scores to its caption, unless they are there."""
     _check_style(style)
     return STYLES[style](text, values)
 
@@ -122,10 +113,10 @@ def check_scores(table: object, records: Sequence[Values], style: str) -> None:
     columns = COLUMNS.get(style, ())
     if not columns or any(_is_told(row.get(column)) for row in records for column in columns):
         return
-    told = dict.fromkeys(name for row in records for name in row if _is_told(row[name]))
+    phrases = dict.fromkeys(name for row in records for name in row if _is_told(row[name]))
     raise GulliverError(
         f"scores in the style of {style} are read from the columns {', '.join(columns)}: no row of "
-        f"{table} has one (columns with values: {', '.join(told) or 'none'})"
+        f"{table} has one (columns with values: {', '.join(phrases) or 'none'})"
     )
 
 

@@ -18,7 +18,7 @@ from gulliver.solve import BalancedStep
 
 @dataclass(frozen=True)
 class StepEnds:
-    """Measured seconds at the ends of a step, beside those of its micro-batches.
+    """Measured seconds at the ends of a step, in addition to those of its micro-batches.
 
     Attributes:
         first_alone: seconds by which the first micro-batch is longer, where every group of the

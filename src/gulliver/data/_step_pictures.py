@@ -27,36 +27,33 @@ svg{display:block;margin:.5em 0}"""
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the ranks' time in steps.
+    """Shares of the ranks' time in steps."""
 
-    Attributes:
-        seconds: predicted seconds of the steps.
-        wait: share in which ranks wait for the last group.
-        communication: share in which they wait for messages inside their group.
-        recompute: share in which they repeat forwards.
-        gap: predicted seconds over the bounds, less 1.
-        samples: samples of the steps.
-        moving: share in which they wait for activations on their way to the host or back.
-        offloaded: share of micro-batches with activations in the host's memory.
-        known: parts of the seconds that the costs tell of: ``communication``, ``recompute``; None:
-            both, where there is any of one.
-    """
-
+    # Predicted seconds of the steps.
     seconds: float
+    # Share in which ranks wait for the last group.
     wait: float
+    # Share in which they wait for messages inside their group.
     communication: float
+    # Share in which they repeat forwards.
     recompute: float
+    # Predicted seconds over the bounds, less 1.
     gap: float
+    # Samples of the steps.
     samples: int
+    # Share in which they wait for activations on their way to the host or back.
     moving: float = 0.0
+    # Share of micro-batches with activations in the host's memory.
     offloaded: float = 0.0
+    # Parts of the seconds that the costs tell of: ``communication``, ``recompute``; None: both,
+    # where there is any of one.
     known: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         inside = "messages and recompute are inside compute, the costs do not tell them apart"
         if self.known or (self.known is None and (self.communication or self.recompute)):
             parts = {"communicate": "communication", "recompute": "recompute"}
-            inside = ", ".join(f"{word} {self.told(name)}" for word, name in parts.items())
+            inside = ", ".join(f"{word} {self.percent(name)}" for word, name in parts.items())
         if self.offloaded:
             inside += (
                 f", wait for activations to move {100 * self.moving:.2f} % "
@@ -67,7 +64,7 @@ class Shares:
             f"{inside}; {100 * self.gap:.2f} % over the bound"
         )
 
-    def told(self, part: str) -> str:
+    def percent(self, part: str) -> str:
         """A part's share in words."""
         return (
             f"{100 * getattr(self, part):.2f} %" if part in (self.known or PARTS) else "not known"
@@ -75,12 +72,7 @@ class Shares:
 
 
 def shares_of(plans: Iterable[StepPlan], known: tuple[str, ...] | None = None) -> Shares:
-    """Sums steps.
-
-    Args:
-        plans: steps.
-        known: parts of the seconds that their costs tell of.
-    """
+    """Sums steps."""
     seconds = whole = busy = sent = again = moved = bound = 0.0
     samples = batches = away = 0
     for plan in plans:
@@ -105,13 +97,7 @@ def step_lines(
     measured: Sequence[float] | None = None,
     known: tuple[str, ...] | None = None,
 ) -> list[str]:
-    """Draws a step as text, a line for each group.
-
-    Args:
-        plan: step.
-        measured: seconds that each group took, to lay beside.
-        known: parts of the seconds that the costs tell of.
-    """
+    """Draws a step as text, a line for each group."""
     names = _names([plan])
     lines = [f"step {plan.step}: {shares_of([plan], known)}"]
     longest = plan.seconds or 1.0
@@ -121,12 +107,12 @@ def step_lines(
             begun += batch.seconds
             letter = LETTERS[names[str(batch.shape)] % len(LETTERS)]
             bar += letter * (round(COLUMNS * begun / longest) - len(bar))
-        told = f"{group.seconds:.4g} s"
+        label = f"{group.seconds:.4g} s"
         if away := sum(batch.offload > 0 for batch in group.micro_batches):
-            told += f", {away} of {len(group.micro_batches)} micro-batches off-load"
+            label += f", {away} of {len(group.micro_batches)} micro-batches off-load"
         if measured is not None:
-            told += f", measured {measured[number]:.4g} s"
-        lines.append(f"  {_ranks(group):>9} |{bar.ljust(COLUMNS, '.')}| {told}")
+            label += f", measured {measured[number]:.4g} s"
+        lines.append(f"  {_ranks(group):>9} |{bar.ljust(COLUMNS, '.')}| {label}")
     key = ", ".join(f"{LETTERS[n % len(LETTERS)]} {name}" for name, n in names.items())
     return [*lines, f"  {'':>9}  {key}; . waits"] if names else lines
 
@@ -138,15 +124,7 @@ def steps_page(
     drawn: int = 8,
     known: tuple[str, ...] | None = None,
 ) -> str:
-    """Draws steps as one HTML file that needs no other.
-
-    Args:
-        title: heading.
-        lines: paragraphs to begin with.
-        plans: steps; all count in the table of shares.
-        drawn: number of first steps that are drawn.
-        known: parts of the seconds that the costs tell of.
-    """
+    """Draws steps as one HTML file that needs no other."""
     shown = plans[:drawn]
     names = _names(shown)
     parts = [f"<p>{escape(line)}</p>" for line in lines]
@@ -188,19 +166,19 @@ def _chart(plan: StepPlan, names: dict[str, int]) -> str:
         drawn.append(f'<text x="0" y="{y + 14}" font-size="12">{_ranks(group)}</text>')
         for batch in group.micro_batches:
             name = str(batch.shape)
-            told = f"{name}: {_counted(len(batch.samples))}, {batch.seconds:.4g} s"
+            label = f"{name}: {_counted(len(batch.samples))}, {batch.seconds:.4g} s"
             if batch.communication or batch.recomputing:
-                told += (
+                label += (
                     f", of that messages {batch.communication:.3g} s and recompute "
                     f"{batch.recomputing:.3g} s ({batch.recompute} blocks)"
                 )
             if batch.offload:
-                told += (
+                label += (
                     f", {batch.offload} blocks off-loaded, {batch.host_bytes / 2**30:.3g} GiB of "
                     f"host memory, waits for their moves {batch.moving:.3g} s"
                 )
             if batch.bytes >= 2**20:  # less are those of a table that counts in tokens
-                told += f", {batch.bytes / 2**30:.3g} GiB"
+                label += f", {batch.bytes / 2**30:.3g} GiB"
             color = COLORS[names[name] % len(COLORS)]
             plain = batch.seconds - batch.communication - batch.recomputing - batch.moving
             for seconds, fill in (
@@ -209,11 +187,11 @@ def _chart(plan: StepPlan, names: dict[str, int]) -> str:
                 *([(batch.moving, MOVED)] if batch.moving else []),
                 (batch.communication, SENT),
             ):
-                drawn.append(_bar(LEFT + scale * at, y, scale * seconds, fill, told))
+                drawn.append(_bar(LEFT + scale * at, y, scale * seconds, fill, label))
                 at += seconds
         wait = ends[number] - at
-        told = f"waits {max(0.0, wait):.4g} s"
-        drawn.append(_bar(LEFT + scale * at, y, max(0.0, scale * wait), WAIT, told))
+        label = f"waits {max(0.0, wait):.4g} s"
+        drawn.append(_bar(LEFT + scale * at, y, max(0.0, scale * wait), WAIT, label))
     return _svg(ROW * len(plan.all_groups), drawn)
 
 
@@ -226,10 +204,10 @@ def _begins(plan: StepPlan) -> list[float]:
     return found
 
 
-def _bar(x: float, y: float, width: float, fill: str, told: str) -> str:
+def _bar(x: float, y: float, width: float, fill: str, label: str) -> str:
     return (
         f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 5}" fill="{fill}">'
-        f"<title>{escape(told)}</title></rect>"
+        f"<title>{escape(label)}</title></rect>"
     )
 
 
@@ -251,12 +229,12 @@ def _table(plans: Sequence[StepPlan], known: tuple[str, ...] | None) -> str:
     heads += ["off-load"] if away else []
     rows = []
     for plan in plans:
-        told = shares_of([plan], known)
+        label = shares_of([plan], known)
         degrees = " + ".join(str(group.degree) for group in plan.all_groups if group.micro_batches)
         row = [str(plan.step), degrees, str(plan.samples)]
-        row += [f"{plan.seconds:.4g}", f"{plan.bound:.4g}", f"{100 * told.wait:.2f} %"]
-        row += [told.told("communication"), told.told("recompute")]
-        rows.append(row + ([f"{100 * told.moving:.2f} %"] if away else []))
+        row += [f"{plan.seconds:.4g}", f"{plan.bound:.4g}", f"{100 * label.wait:.2f} %"]
+        row += [label.percent("communication"), label.percent("recompute")]
+        rows.append(row + ([f"{100 * label.moving:.2f} %"] if away else []))
     head = "".join(f"<th>{name}</th>" for name in heads)
     lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     return f"<table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

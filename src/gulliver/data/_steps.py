@@ -20,49 +20,43 @@ Shape = Hashable
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples of one shape that a group of ranks runs at once.
+    """Samples of one shape that a group of ranks runs at once."""
 
-    Attributes:
-        shape: shape of all of them.
-        samples: indices of them in the data set.
-        recompute: number of blocks that the backward computes again; 0: all activations are kept.
-        kinds: how many of those are of each kind of block, in the order of the costs' kinds.
-        seconds: predicted seconds of forward and backward, with what is sent.
-        communication: seconds in those of messages inside the group.
-        recomputing: seconds in those of forwards that are computed again.
-        bytes: predicted bytes of a rank, at most.
-        offload: number of blocks whose activations move to the host until their backward.
-        offloaded: how many of those are of each kind of block.
-        moving: seconds in `seconds` of waiting for such moves.
-        host_bytes: predicted bytes of a rank in the host's memory.
-    """
-
+    # Shape of all of them.
     shape: Shape
+    # Indices of them in the data set.
     samples: tuple[int, ...]
+    # Number of blocks that the backward computes again; 0: all activations are kept.
     recompute: int = 0
+    # How many of those are of each kind of block, in the order of the costs' kinds.
     kinds: tuple[int, ...] = ()
+    # Predicted seconds of forward and backward, with what is sent.
     seconds: float = 0.0
+    # Seconds in those of messages inside the group.
     communication: float = 0.0
+    # Seconds in those of forwards that are computed again.
     recomputing: float = 0.0
+    # Predicted bytes of a rank, at most.
     bytes: int = 0
+    # Number of blocks whose activations move to the host until their backward.
     offload: int = 0
+    # How many of those are of each kind of block.
     offloaded: tuple[int, ...] = ()
+    # Seconds in `seconds` of waiting for such moves.
     moving: float = 0.0
+    # Predicted bytes of a rank in the host's memory.
     host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Ranks that share the sequence of every sample, and their micro-batches in order.
+    """Ranks that share the sequence of every sample, and their micro-batches in order."""
 
-    Attributes:
-        ranks: data ranks, neighbours in ascending order; their number is the sequence degree.
-        micro_batches: what they run; none where there is no work for them in this step.
-        filling: predicted seconds besides, in which stages of a pipeline fill and drain.
-    """
-
+    # Data ranks, neighbours in ascending order; their number is the sequence degree.
     ranks: tuple[int, ...]
+    # What they run; none where there is no work for them in this step.
     micro_batches: tuple[MicroBatch, ...] = ()
+    # Predicted seconds besides, in which stages of a pipeline fill and drain.
     filling: float = 0.0
 
     @property
@@ -83,28 +77,25 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One optimizer step of all data ranks.
+    """One optimizer step of all data ranks."""
 
-    Attributes:
-        step: number of the step, counted over epochs.
-        epoch: epoch that its samples belong to.
-        groups: groups that partition the data ranks, as the step begins.
-        seconds: predicted seconds until the last group ends.
-        bound: seconds that no plan of these samples on these ranks can be under.
-        set_aside: samples that were drawn for this step and wait for the next one.
-        later: other groups of the same ranks that follow, such as single ranks after a sample that
-            takes all of them. A rank goes on when its own group has ended.
-        ends: predicted seconds besides, of messages at both ends of the step and of the update;
-            0 where they are not known.
-    """
-
+    # Number of the step, counted over epochs.
     step: int
+    # Epoch that its samples belong to.
     epoch: int
+    # Groups that partition the data ranks, as the step begins.
     groups: tuple[RankGroup, ...]
+    # Predicted seconds until the last group ends.
     seconds: float
+    # Seconds that no plan of these samples on these ranks can be under.
     bound: float
+    # Samples that were drawn for this step and wait for the next one.
     set_aside: tuple[int, ...] = ()
+    # Other groups of the same ranks that follow, such as single ranks after a sample that takes all
+    # of them. A rank goes on when its own group has ended.
     later: tuple[tuple[RankGroup, ...], ...] = ()
+    # Predicted seconds besides, of messages at both ends of the step and of the update; 0 where
+    # they are not known.
     ends: float = 0.0
 
     @property
@@ -151,11 +142,11 @@ class StepPlan:
 
 
 Facts = tuple[int, tuple[int, ...], float, float, float, int, int, tuple[int, ...], float, int]
-"""What a `MicroBatch` tells beside its samples, in its order."""
+"""What a `MicroBatch` has in addition to its samples, in its order."""
 
 
 def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
-    """Facts of a `MicroBatch` beside its samples, for every size of batch."""
+    """Facts of a `MicroBatch` without its samples, for every size of batch."""
     again, away = _counted(row.recomputed), _counted(row.offloaded)
     parts = row.seconds, row.communication, row.recomputing, row.moving
     *seconds, moving = ((factor * part).tolist() for part in parts)
@@ -183,14 +174,7 @@ def place(
     facts: Mapping[tuple[Shape, int], list[Facts]],
     ranks: int,
 ) -> tuple[RankGroup, ...]:
-    """Gives ranks and samples to groups, the widest first.
-
-    Args:
-        solved: groups by their degrees, and how many samples each micro-batch has.
-        members: waiting samples of each shape; those that are given are taken from it.
-        facts: facts of micro-batches by shape and degree.
-        ranks: all ranks; those that are left have no work.
-    """
+    """Gives ranks and samples to groups, the widest first."""
     first, groups = 0, []
     for work in solved.groups:
         batches = []

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gulliver.data._bucket_config import ENOUGH_PIXELS, BucketConfig, Sizes
+from gulliver.data._bucket_config import ENOUGH_PIXELS, BucketConfig, ClipSizes
 from gulliver.data._clips import BrokenClip, Bucket, Clip
 from gulliver.data._frames import STILL_FPS, Frame, rate_shown, stacked, upright_frames
 from gulliver.data._records import NUMBERS, Record, read_records
@@ -40,7 +40,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A usable row of the table; `name` is its path as the table has it.
 
     `bucket` is that of the first epoch, None where it is left out of it.
@@ -54,33 +54,11 @@ class Row:
 
 
 class ClipTable:
-    """Clips named by a table with the columns `path` and `text`.
+    """Clips named by a table with the columns `path` and `text`."""
 
-    The optional columns num_frames, height, width and fps spare opening each file at the start;
-    height and width are those of the picture as it is shown.
-    Paths are relative to the table's folder.
-
-    Args:
-        table: path of a .csv or .parquet file, or of a folder of clips whose names are captions.
-        buckets: shapes to train on. A clip goes to the bucket with the most pixels, then the most
-            frames, then the nearest aspect ratio, among those it fills. Or a `BucketConfig`, which
-            deals the clips anew in each epoch.
-        frame_interval: distance in frames between those taken; 1 takes every frame.
-        progress: called with (rows looked at, rows) while files are opened.
-        scores: style in which scores of the table are put into captions, one of `STYLES`.
-        seed: seed of the chances of a `BucketConfig`.
-        windows: number of windows of a longer clip, evenly spread, one of which a seed chooses; 0:
-            any frame may be the first.
-
-    Attributes:
-        rows: rows that are used.
-        skipped: name and reason of each row that is not.
-
-    Raises:
-        GulliverError: the table is missing, unreadable, lacks a column or has one twice; a row
-            does not fit the header, or states what is no number; no row can be used, or has a score
-            of the style.
-    """
+    # The optional columns num_frames, height, width and fps spare opening each file at the start;
+    # height and width are those of the picture as it is shown. Paths are relative to the table's
+    # folder.
 
     encoded = False
     """Whether its clips are latents already."""
@@ -98,7 +76,9 @@ class ClipTable:
         self.table, self.frame_interval, self.scores = Path(table), frame_interval, scores
         self.buckets = buckets if isinstance(buckets, BucketConfig) else tuple(buckets)
         self.seed, self.windows = seed, windows
-        self.rows: list[Row] = []
+        # Rows that are used.
+        self.rows: list[TableRow] = []
+        # Name and reason of each row that is not.
         self.skipped: list[tuple[str, str]] = []
         self._broken: dict[int, str] = {}
         self._misstated: dict[int, str] = {}
@@ -114,15 +94,7 @@ class ClipTable:
         self._deal_rows()
 
     def hold_out(self, share: float, seed: int) -> ClipTable:
-        """Takes rows away, and returns a table of them.
-
-        Args:
-            share: chance of each row to be taken, whatever other rows there are.
-            seed: seed of the hash of its path that decides.
-
-        Raises:
-            GulliverError: no row is taken, or none is left.
-        """
+        """Takes rows away, and returns a table of them."""
         taken = [_chance(row.name, seed) < share for row in self.rows]
         if len(set(taken)) < 2:
             which = "every" if all(taken) else "no"
@@ -158,14 +130,12 @@ class ClipTable:
             # Such as a name that is too long, which is not even looked for.
             self.skipped.append((f"{name[:80]}...", f"cannot be opened: {error.strerror}"))
             return
-        self.rows.append(Row(name, path, with_scores(text, record, self.scores), probe, bucket))
+        self.rows.append(
+            TableRow(name, path, with_scores(text, record, self.scores), probe, bucket)
+        )
 
     def _choose(self, probe: Probe) -> Bucket | None:
-        """Chooses the bucket of a clip, unless it is dealt one later.
-
-        Raises:
-            GulliverError: there is none for it.
-        """
+        """Chooses the bucket of a clip, unless it is dealt one later."""
         if not isinstance(self.buckets, BucketConfig):
             return choose_bucket(probe, self.buckets, self.frame_interval)
         size = probe.frames, probe.height, probe.width
@@ -179,15 +149,11 @@ class ClipTable:
         if not isinstance(self.buckets, BucketConfig):
             return [row.bucket for row in self.rows]
         probes = [row.probe for row in self.rows]
-        sizes = Sizes(*(np.array([getattr(p, side) for p in probes]) for side in SIZES))
+        sizes = ClipSizes(*(np.array([getattr(p, side) for p in probes]) for side in SIZES))
         return self.buckets.buckets(sizes, self.frame_interval, self.seed, epoch)
 
     def samples(self, index: int) -> list[tuple[Bucket, int]]:
-        """Lists the buckets that a row may be dealt to, each with the seed of every window.
-
-        Raises:
-            GulliverError: any frame may be the first of a window.
-        """
+        """Lists the buckets that a row may be dealt to, each with the seed of every window."""
         if not self.windows:
             raise GulliverError("windows that begin at any frame cannot be listed: name a number")
         row = self.rows[index]
@@ -206,7 +172,7 @@ class ClipTable:
         """Returns the first frame of the window that a seed chooses."""
         return _first_frame(seed, self._starts(self.rows[index], bucket.frames), self.windows)
 
-    def _starts(self, row: Row, wanted: int) -> int:
+    def _starts(self, row: TableRow, wanted: int) -> int:
         return max(1, row.probe.frames - span_of(wanted, self.frame_interval) + 1)
 
     def __len__(self) -> int:
@@ -220,7 +186,7 @@ class ClipTable:
     @property
     def misstated(self) -> list[tuple[str, str]]:
         """Name of each file that was used and is otherwise than it was said to be, and how."""
-        return [(self.rows[index].name, told) for index, told in self._misstated.items()]
+        return [(self.rows[index].name, stated) for index, stated in self._misstated.items()]
 
     @property
     def fingerprint(self) -> str:
@@ -232,11 +198,7 @@ class ClipTable:
         return digest.hexdigest()
 
     def check_rows(self, fingerprint: str) -> None:
-        """Refuses to resume with rows other than those that a saved position counts.
-
-        Raises:
-            GulliverError: rows were added, removed, replaced or reordered.
-        """
+        """Refuses to resume with rows other than those that a saved position counts."""
         if fingerprint != self.fingerprint:
             raise GulliverError(
                 f"the rows of {self.table} are no longer those that the run was started with: "
@@ -262,13 +224,7 @@ class ClipTable:
         return self.read(index, 0)
 
     def read(self, index: int, seed: int, bucket: Bucket | None = None) -> Clip | BrokenClip:
-        """Reads a clip whose first frame is `seed` modulo the possible starts; 0 is the first.
-
-        Args:
-            index: index of the row.
-            seed: seed that chooses the first frame.
-            bucket: shape to read it in; None takes that of the first epoch.
-        """
+        """Reads a clip whose first frame is `seed` modulo the possible starts; 0 is the first."""
         row = self.rows[index]
         bucket = bucket or row.bucket
         if bucket is None:
@@ -284,15 +240,15 @@ class ClipTable:
     def _content(self, index: int, bucket: Bucket, seed: int) -> Tensor:
         """Reads the pixels of a window, [3, T, H, W]."""
         row = self.rows[index]
-        path, told = row.path, (bucket.frames, self.frame_interval)
+        path, stated = row.path, (bucket.frames, self.frame_interval)
         try:
-            frames = decode(path, *told, self.first_frame(index, bucket, seed))
+            frames = decode(path, *stated, self.first_frame(index, bucket, seed))
         except EndOfClip as end:
             # Tables and headers are often a frame or two off: what is there is used.
             if end.frames < end.needed:
                 raise
             starts = end.frames - end.needed + 1
-            frames = decode(path, *told, _first_frame(seed, starts, self.windows))
+            frames = decode(path, *stated, _first_frame(seed, starts, self.windows))
             self._misstated[index] = f"{end.frames} frames, said to be {row.probe.frames}"
         self._check_size(index, bucket, *frames.shape[2:])
         return resize_and_crop(frames, bucket)
@@ -306,10 +262,10 @@ class ClipTable:
         probe = self.rows[index].probe
         if (height, width) == (probe.height, probe.width):
             return
-        told = f"{height}x{width}, said to be {probe.height}x{probe.width}"
+        stated = f"{height}x{width}, said to be {probe.height}x{probe.width}"
         if height * width < ENOUGH_PIXELS * bucket.height * bucket.width:
-            raise GulliverError(f"is {told}: too small for {bucket}")
-        self._misstated[index] = told
+            raise GulliverError(f"is {stated}: too small for {bucket}")
+        self._misstated[index] = stated
 
     def report(self) -> str:
         """Says how many rows are used and skipped, and why the first of these were."""
@@ -319,9 +275,9 @@ class ClipTable:
             lines.append(f"  and {len(self.skipped) - 20} more")
         if isinstance(self.buckets, BucketConfig):
             spread = Counter(str(row.bucket) for row in self.rows if row.bucket)
-            told = ", ".join(f"{name}: {count}" for name, count in spread.most_common())
+            stated = ", ".join(f"{name}: {count}" for name, count in spread.most_common())
             out = len(self.rows) - spread.total()
-            lines.append(f"the first epoch has {spread.total()} of them ({told}), {out} left out")
+            lines.append(f"the first epoch has {spread.total()} of them ({stated}), {out} left out")
         return "\n".join(lines)
 
 
@@ -348,11 +304,7 @@ def _stated(record: Record, path: Path) -> Probe | None:
 
 
 def probe_file(path: Path) -> Probe:
-    """Opens a file and counts its frames; sizes are those of the upright picture.
-
-    Raises:
-        GulliverError: it is missing, unreadable, or holds no frame.
-    """
+    """Opens a file and counts its frames; sizes are those of the upright picture."""
     times: list[float] = []
     counted, size, rate = 0, (0, 0), 0.0
     for frame in upright_frames(path):
@@ -365,11 +317,7 @@ def probe_file(path: Path) -> Probe:
 
 
 def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> Bucket:
-    """Chooses, of the buckets filled, most pixels, then most frames, then nearest aspect ratio.
-
-    Raises:
-        GulliverError: the clip is too short or too small for every bucket.
-    """
+    """Chooses, of the buckets filled, most pixels, then most frames, then nearest aspect ratio."""
     long_enough = [b for b in buckets if probe.frames >= span_of(b.frames, interval)]
     if probe.frames > 1:
         # A video fills a still's bucket too, but is better used as a video.
@@ -390,12 +338,7 @@ def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> B
 
 
 def decode(path: Path, frames: int, interval: int, start: int = 0) -> Tensor:
-    """Decodes `frames` frames, every `interval`-th from `start`: [T, 3, H, W] in [-1, 1].
-
-    Raises:
-        EndOfClip: the file has fewer frames.
-        GulliverError: the file is missing or broken.
-    """
+    """Decodes `frames` frames, every `interval`-th from `start`: [T, 3, H, W] in [-1, 1]."""
     found: list[Frame] = []
     seen = 0
     # From the first frame on, also for a late window: seeking is exact in some files only.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gulliver.data._arena import Event, PinnedArena
+from gulliver.data._arena import CopyEvent, PinnedArena
 from gulliver.data._nested import map_leaves
 from gulliver.errors import GulliverError
 
@@ -19,30 +19,24 @@ from gulliver.errors import GulliverError
 class CopyStream(Protocol):
     """A way of copying tensors to a device."""
 
-    def send(self, leaves: list[Any]) -> tuple[list[Any], Event]:
+    def send(self, leaves: list[Any]) -> tuple[list[Any], CopyEvent]:
         """Starts copies; the event happens when the sources are no longer read."""
         ...
 
-    def receive(self, leaves: list[Any], event: Event) -> None:
+    def receive(self, leaves: list[Any], event: CopyEvent) -> None:
         """Orders what the caller does next behind the copies."""
         ...
 
 
 class CudaCopyStream:
-    """Copies on a copy stream of its own, which never waits for the compute stream.
-
-    Args:
-        device: CUDA device, with its index.
-        depth: most batches under way; one more waits for the oldest, in the thread that sends. So
-            the host memory that copies hold is bounded too.
-    """
+    """Copies on a copy stream of its own, which never waits for the compute stream."""
 
     def __init__(self, device: torch.device, depth: int) -> None:
         self._device, self._depth = device, depth
         self._stream = torch.cuda.Stream(device)
-        self._under_way: deque[Event] = deque()
+        self._under_way: deque[CopyEvent] = deque()
 
-    def send(self, leaves: list[Any]) -> tuple[list[Any], Event]:
+    def send(self, leaves: list[Any]) -> tuple[list[Any], CopyEvent]:
         """Starts copies of tensors, and of objects that have a method ``to``."""
         while self._under_way and self._under_way[0].query():
             self._under_way.popleft()
@@ -53,12 +47,12 @@ class CudaCopyStream:
         # used again too early.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             sent = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
-            event = torch.cuda.Event()
+            event = torch.cuda.CopyEvent()
             event.record(self._stream)
         self._under_way.append(event)
         return sent, event
 
-    def receive(self, leaves: list[Any], event: Event) -> None:
+    def receive(self, leaves: list[Any], event: CopyEvent) -> None:
         """Makes the caller's current stream wait for the copies; memory waits for it."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(event)  # type: ignore[arg-type]
@@ -67,32 +61,26 @@ class CudaCopyStream:
                 leaf.record_stream(stream)
 
 
-class Moved(NamedTuple):
-    """A batch on its way, and what its receiver has to wait for."""
+class MovedBatch(NamedTuple):
+    """A batch that is being copied, and what its receiver has to wait for."""
 
     batch: Any
     leaves: list[Any]
-    event: Event | None
+    event: CopyEvent | None
 
 
 class Mover:
-    """Moves batches into an arena and, by a copy stream, on to a device.
-
-    Args:
-        arena: arena to copy host tensors into; None leaves them where they are.
-        copy_stream: way to the device; None leaves batches on the host.
-        locks: whether torch locks the pages of tensors, where there is no arena.
-    """
+    """Moves batches into an arena and, by a copy stream, on to a device."""
 
     def __init__(
         self, arena: PinnedArena | None, copy_stream: CopyStream | None, locks: bool = False
     ) -> None:
         self._arena, self._copy_stream, self._locks = arena, copy_stream, locks
 
-    def move(self, batch: Any) -> Moved:
+    def move(self, batch: Any) -> MovedBatch:
         """Copies a batch; starts its copy to the device."""
         if self._arena is None and self._copy_stream is None and not self._locks:
-            return Moved(batch, [], None)
+            return MovedBatch(batch, [], None)
         leaves: list[Any] = []
 
         def collect(leaf: Any) -> Any:
@@ -106,9 +94,9 @@ class Mover:
             sent, event = self._send(self._copy_stream, sent)
         moved = iter(sent)
         rebuilt = map_leaves(batch, lambda leaf: next(moved) if _is_moved(leaf) else leaf)
-        return Moved(rebuilt, sent, event)
+        return MovedBatch(rebuilt, sent, event)
 
-    def receive(self, moved: Moved) -> Any:
+    def receive(self, moved: MovedBatch) -> Any:
         """Returns the batch; what the caller does next is ordered behind its copies."""
         if moved.event is not None and self._copy_stream is not None:
             self._copy_stream.receive(moved.leaves, moved.event)
@@ -126,7 +114,7 @@ class Mover:
             for leaf in leaves
         ]
 
-    def _send(self, copy_stream: CopyStream, staged: list[Any]) -> tuple[list[Any], Event]:
+    def _send(self, copy_stream: CopyStream, staged: list[Any]) -> tuple[list[Any], CopyEvent]:
         """Sends what has a method ``to``; its sources are kept until the device has read them."""
         places = [place for place, leaf in enumerate(staged) if hasattr(leaf, "to")]
         arrived, event = copy_stream.send([staged[place] for place in places])
@@ -148,11 +136,7 @@ def copy_stream(device: torch.device | None, ahead: int) -> CopyStream | None:
 
 
 def device_of(device: torch.device | str | None) -> torch.device | None:
-    """Resolves the device that batches go to; None where none is named.
-
-    Raises:
-        GulliverError: no such device, or neither a CPU nor a CUDA device.
-    """
+    """Resolves the device that batches go to; None where none is named."""
     if device is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Samples on their way into steps: the stream, windows of it, and the queue of what is drawn."""
+"""Samples before they are in steps: the stream, windows of it, and the queue of what is drawn."""
 
 from __future__ import annotations
 
@@ -16,15 +16,8 @@ from gulliver.data._steps import Shape
 from gulliver.errors import GulliverError
 
 
-class Stream:
-    """Samples in the order in which they arrive in an epoch.
-
-    Args:
-        shapes: shape of every sample, or a function from an epoch to an iterable of shapes; where
-            that has a ``digest``, it says which data these are.
-        seed: seed of the order of a table.
-        shuffle: a table's samples come in random order.
-    """
+class SampleStream:
+    """Samples in the order in which they arrive in an epoch."""
 
     def __init__(
         self,
@@ -34,7 +27,7 @@ class Stream:
     ) -> None:
         self._shapes, self._seed, self._shuffle = shapes, seed, shuffle
         self.counts: dict[Shape, tuple[int, int]] | None = None
-        told = f"stream {seed} {getattr(shapes, 'digest', '')}".rstrip()
+        source = f"stream {seed} {getattr(shapes, 'digest', '')}".rstrip()
         if not callable(shapes):
             if isinstance(shapes, torch.Tensor):
                 raise GulliverError("shapes are a tensor: give a list, such as shapes.tolist()")
@@ -47,8 +40,8 @@ class Stream:
             codes = np.fromiter(map(number.__getitem__, shapes), np.int64, len(shapes))
             content = hashlib.blake2b(repr(list(number)).encode(), digest_size=8)
             content.update(codes.tobytes())
-            told = f"{len(shapes)} samples {content.hexdigest()}, seed {seed}, shuffle {shuffle}"
-        self.digest = told
+            source = f"{len(shapes)} samples {content.hexdigest()}, seed {seed}, shuffle {shuffle}"
+        self.digest = source
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[int, Shape]]:
         """Yields index and shape of the samples from a position on."""
@@ -63,11 +56,7 @@ class Stream:
         return ((index, shapes[index]) for index in order[start:].tolist())
 
     def restored(self, epoch: int, drawn: Any, queue: Any) -> list[tuple[int, Shape]]:
-        """Finds the shapes of samples in a saved queue.
-
-        Raises:
-            GulliverError: the queue has samples that are not among those drawn, or one twice.
-        """
+        """Finds the shapes of samples in a saved queue."""
         whole = isinstance(drawn, int) and not isinstance(drawn, bool) and drawn >= 0
         if not whole or not isinstance(queue, Sequence):
             raise GulliverError("the saved position is broken: it has no queue of samples")
@@ -85,16 +74,10 @@ class Stream:
         return [(index, seen[index]) for index in queue]
 
 
-class Window:
-    """A walk through one epoch's stream, a window at a time.
+class SampleWindow:
+    """A walk through one epoch's stream, a window at a time."""
 
-    Args:
-        stream: stream to draw from.
-        epoch: epoch to draw.
-        start: samples of it that were drawn before.
-    """
-
-    def __init__(self, stream: Stream, epoch: int, start: int) -> None:
+    def __init__(self, stream: SampleStream, epoch: int, start: int) -> None:
         self.epoch, self.is_over = epoch, False
         self._samples = stream.epoch(epoch, start)
         self._unknown = stream.counts is None
@@ -124,22 +107,15 @@ class Window:
 
 
 class Queue:
-    """Samples that were drawn and are in no step yet, in the order in which steps take them.
-
-    Args:
-        drawn: samples of the epoch that were drawn, in steps or not.
-
-    Attributes:
-        drawn: the same, as it grows.
-        indices: samples.
-        shapes: shape of each.
-        cuts: samples of the first steps, where it is arranged which make one.
-    """
+    """Samples that were drawn and are in no step yet, in the order in which steps take them."""
 
     def __init__(self, drawn: int = 0) -> None:
+        # The same, as it grows.
         self.drawn = drawn
         self.indices: list[int] = []
+        # Shape of each.
         self.shapes: list[Shape] = []
+        # Samples of the first steps, where it is arranged which make one.
         self.cuts: list[int] = []
         self._ends = np.zeros(0)
         self._start = 0.0
@@ -167,12 +143,7 @@ class Queue:
         self.shapes += shapes
 
     def up_to(self, weight: float, nearest: bool) -> int:
-        """Counts the first samples whose weights sum up to at most so much, at least one.
-
-        Args:
-            weight: sum of weights.
-            nearest: take one more where that is nearer.
-        """
+        """Counts the first samples whose weights sum up to at most so much, at least one."""
         # A hair of slack: weights are summed from the queue's beginning.
         slack = 1e-9 * max(1.0, abs(self._start))
         end = self._start + weight + slack
@@ -235,20 +206,9 @@ def longer_lots(
     most: Mapping[Shape, float],
     steps: float,
 ) -> dict[Shape, int]:
-    """Makes lots longer where a step has few of them.
-
-    Among few lots a small one finds no company of its kind, and runs on ranks that a large one
-    needs, or lets them wait: better more of them, in fewer steps.
-
-    Args:
-        counts: samples of each shape in a window.
-        sizes: samples of a lot.
-        most: samples of a lot, at most.
-        steps: steps that the window is as long as.
-
-    Returns:
-        Samples of a lot of each shape, never fewer.
-    """
+    """Makes lots longer where a step has few of them."""
+    # Among few lots a small one finds no company of its kind, and runs on ranks that a large one
+    # needs, or lets them wait: better more of them, in fewer steps.
     each = sum(count / sizes[shape] for shape, count in counts.items()) / steps
     factor = min(MOST_LONGER, FEW_LOTS / each)
     return {s: max(sizes[s], min(int(factor * sizes[s]), int(most[s]))) for s in counts}
@@ -257,17 +217,7 @@ def longer_lots(
 def lots(
     shapes: Sequence[Shape], sizes: Mapping[Shape, int], draw: np.random.Generator, spread: bool
 ) -> np.ndarray:
-    """Orders a window: lots of one shape, those of each shape at even distances.
-
-    Args:
-        shapes: shapes in order of arrival: [N].
-        sizes: samples of a lot.
-        draw: where in the window the first lot of each shape is.
-        spread: whether to; else the order of arrival stays.
-
-    Returns:
-        Places in the window in their new order: [N].
-    """
+    """Orders a window: lots of one shape, those of each shape at even distances."""
     if not spread:
         return np.arange(len(shapes))
     members: dict[Shape, list[int]] = {}

@@ -4,14 +4,11 @@ Read `_bag.py`, then `_records.py`: `CachedEmbeddingBag` is torch's EmbeddingBag
 rows move into, with all that the optimizer knows of them. Which rows, `gulliver.solve` decides
 (`RowReplacement`); `_lookahead.py` shows it the batches to come; `_columns.py` is what the rows lie
 in; `_attached.py` ties an optimizer of `_optimizers.py` to them. `_sharded.py` shares tables among
-ranks as `_planning.py` chooses; `_budget.py` shares memory among caches; `_dynamic.py` gives rows
-to ids that nobody has counted; `_criteo.py` reads click logs.
+ranks as `_planning.py` chooses; `_budget.py` shares memory among caches.
 """
 
-from gulliver.embedding._bag import CachedEmbeddingBag
+from gulliver.embedding._bag import CachedEmbeddingBag, EmbeddingCacheOptions
 from gulliver.embedding._budget import budget_tables
-from gulliver.embedding._criteo import Clicks, CriteoFile, power_law, write_criteo
-from gulliver.embedding._dynamic import DynamicIds
 from gulliver.embedding._lookahead import LookAhead
 from gulliver.embedding._optimizers import ROW_OPTIMIZERS, RowState, RowWiseAdagrad
 from gulliver.embedding._planning import (
@@ -27,9 +24,7 @@ __all__ = [
     "DATA_SETS",
     "ROW_OPTIMIZERS",
     "CachedEmbeddingBag",
-    "Clicks",
-    "CriteoFile",
-    "DynamicIds",
+    "EmbeddingCacheOptions",
     "LookAhead",
     "PlannedTable",
     "RowState",
@@ -39,6 +34,4 @@ __all__ = [
     "TablesPlan",
     "budget_tables",
     "plan_tables",
-    "power_law",
-    "write_criteo",
 ]

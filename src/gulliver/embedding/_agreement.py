@@ -18,13 +18,7 @@ from gulliver.errors import GulliverError
 
 
 def flagged(pieces: Sequence[Tensor], error: GulliverError | None, like: Tensor) -> Tensor:
-    """Returns what a rank is sent, flat, with the flag behind it.
-
-    Args:
-        pieces: tensors of any shape.
-        error: what was found here.
-        like: tensor of the dtype and on the device of those that travel.
-    """
+    """Returns what a rank is sent, flat, with the flag behind it."""
     flag = like.new_full((1,), float(error is not None))
     return torch.cat([*(piece.reshape(-1) for piece in pieces), flag])
 
@@ -32,11 +26,7 @@ def flagged(pieces: Sequence[Tensor], error: GulliverError | None, like: Tensor)
 def unflagged(
     group: RankGroup, arriving: Sequence[Tensor], error: GulliverError | None
 ) -> list[Tensor]:
-    """Returns what has arrived without the flags.
-
-    Raises:
-        GulliverError: one is set, on all ranks alike.
-    """
+    """Returns what has arrived without the flags."""
     flags = torch.stack([flat.detach()[-1] for flat in arriving])
     if bool(flags.any()):
         raise_together(group, error, flags.device)
@@ -44,11 +34,7 @@ def unflagged(
 
 
 def raise_together(group: RankGroup, error: GulliverError | None, device: torch.device) -> NoReturn:
-    """Raises the error of the first rank that has one; all ranks call it.
-
-    Raises:
-        GulliverError: always.
-    """
+    """Raises the error of the first rank that has one; all ranks call it."""
     if group.size == 1:
         assert error is not None, "a rank of its own flags what it has found"
         raise error

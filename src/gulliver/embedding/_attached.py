@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gulliver.embedding._columns import ExactColumn, Place
+from gulliver.embedding._columns import Column, RowStorage
 from gulliver.embedding._lookup import RowGradient
 from gulliver.embedding._optimizers import RowState, row_optimizer
 from gulliver.embedding._records import RecordStore
@@ -23,16 +23,7 @@ from gulliver.errors import GulliverError
 
 
 class Attached:
-    """An optimizer, the store that its rows are in, and the hooks between them.
-
-    Args:
-        store: records.
-        optimizer: optimizer that has the slots as a parameter.
-        row_states: states of a row where the optimizer's class is not known.
-        place: place of the columns of states.
-        stable: whether the gradients of a row are summed in the order of its uses.
-        gradient: gradient of all rows, which is told what a step has used.
-    """
+    """An optimizer, the store that its rows are in, and the hooks between them."""
 
     def __init__(
         self,
@@ -40,7 +31,7 @@ class Attached:
         gradient: RowGradient,
         optimizer: Optimizer,
         row_states: Mapping[str, RowState] | None,
-        place: Place,
+        storage: RowStorage,
         stable: bool = False,
     ) -> None:
         self._store, self.gradient, self._optimizer = store, gradient, optimizer
@@ -48,7 +39,7 @@ class Attached:
         self._kind = row_optimizer(optimizer, row_states)
         self._states = self._kind.states(self._group())
         self._check()
-        self._make_columns(place)
+        self._make_columns(storage)
         store.use_states(self._on_device)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -70,15 +61,15 @@ class Attached:
     def _check(self) -> None:
         self._kind.check(type(self._optimizer).__name__, self._group())
 
-    def _make_columns(self, place: Place) -> None:
+    def _make_columns(self, storage: RowStorage) -> None:
         """Lays out the states of all rows, and on the device those of the slots."""
         store, weight = self._store, self._store.weight
         for name, state in self._states.items():
             rows = self._filled(state, 0)
-            values = place.zeros((store.rows, *rows.shape[1:]), rows.dtype)
+            values = storage.zeros((store.rows, *rows.shape[1:]), rows.dtype)
             if state.initial:
                 values.fill_(state.initial)
-            store.columns[name] = ExactColumn(place, values)
+            store.columns[name] = Column(storage, values)
         if not self._states:
             return
         held = self._optimizer.state[weight]

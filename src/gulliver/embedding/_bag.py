@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,19 +20,60 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gulliver.embedding._attached import Attached
-from gulliver.embedding._columns import WEIGHT, Cold, Column, Place, make_weight_column
+from gulliver.embedding._columns import WEIGHT, Column, RowStorage
 from gulliver.embedding._inputs import Bags, Given, Table, one_table, rows_of, several_tables
 from gulliver.embedding._lookup import Lookup, RowGradient
 from gulliver.embedding._optimizers import RowState
 from gulliver.embedding._records import RecordStore
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory import set_state_shape
-from gulliver.options import size_text, whole_number
+from gulliver.options import from_keywords, size_text, whole_number
 from gulliver.solve import RowCounts, RowPolicy, RowReplacement, TooSmall
 
 Mode = Literal["sum", "mean", "max"]
 MODES = ("sum", "mean", "max")
-NAME = "embedding"
+
+
+@dataclass(frozen=True)
+class EmbeddingCacheOptions:
+    """Options of `CachedEmbeddingBag` that few tables need; they are given to it by name.
+
+    Attributes:
+        max_norm: largest norm of a row, as of torch.
+        norm_type: kind of that norm.
+        policy: rule by which rows leave: ``lookahead``, or to compare with it ``lru``, ``lfu`` or
+            ``dataset``.
+        frequencies: uses of each row, for ``dataset``. Rows keep their numbers.
+        half_life: batches after which a use counts half, of rows that no announced batch uses; None
+            takes the better of two by trying both on a sixteenth of the rows.
+        disk: folder on a local disk for the rows, instead of host memory.
+        split: whether a forward without gradients goes in parts where the cache is too small.
+        stable: whether the gradients of a row are summed in the order of its uses, rather than in
+            torch's, which depends on all rows of the batch.
+        name: name of the table, for messages.
+        sparse: must be True: a table that does not fit has no dense gradient.
+        scale_grad_by_freq: must be False, as torch has no sparse gradients with it.
+    """
+
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    policy: RowPolicy = "lookahead"
+    frequencies: NDArray[Any] | None = None
+    half_life: float | None = None
+    disk: Path | str | None = None
+    split: bool = False
+    stable: bool = False
+    name: str = "embedding"
+    sparse: bool = True
+    scale_grad_by_freq: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.sparse:
+            raise GulliverError(
+                "sparse=False needs a gradient as large as the table: leave it True"
+            )
+        if self.scale_grad_by_freq:
+            raise GulliverError("scale_grad_by_freq=True has no sparse gradients: leave it False")
 
 
 class CachedEmbeddingBag(nn.Module):
@@ -45,11 +87,7 @@ class CachedEmbeddingBag(nn.Module):
         num_embeddings: number of rows, or the rows of several tables by name, which then lie one
             after the other in one table and share the cache.
         embedding_dim: width of a row, of all tables alike.
-        max_norm: largest norm of a row, as of torch.
-        norm_type: kind of that norm.
-        scale_grad_by_freq: must be False, as torch has no sparse gradients with it.
         mode: ``sum``, ``mean`` or ``max``.
-        sparse: must be True: a table that does not fit has no dense gradient.
         _weight: first values, (rows, dim); they are taken over as they are, in their order.
         include_last_offset: option of torch's EmbeddingBag.
         padding_idx: row that is left out of all bags, counted from the end where it is negative;
@@ -57,19 +95,7 @@ class CachedEmbeddingBag(nn.Module):
         device: device of the cache.
         dtype: dtype of the table.
         cache: share of the rows that are on the device, or, as a whole number, how many.
-        policy: rule by which rows leave: ``lookahead``, or to compare with it ``lru``, ``lfu`` or
-            ``dataset``.
-        frequencies: uses of each row, for ``dataset``. Rows keep their numbers.
-        half_life: batches after which a use counts half, of rows that no announced batch uses; None
-            takes the better of two by trying both on a sixteenth of the rows.
-        disk: folder on a local disk for the rows, instead of host memory.
-        cold: format of the weights outside the cache: ``exact``, or rounded at random to ``bf16``
-            or ``int8``, which is not exact.
-        seed: seed of that rounding.
-        split: whether a forward without gradients goes in parts where the cache is too small.
-        stable: whether the gradients of a row are summed in the order of its uses, rather than in
-            torch's, which depends on all rows of the batch.
-        name: name of the table, for messages.
+        options: fields of `EmbeddingCacheOptions`, by name.
 
     Attributes:
         weight: the cache, (slots, dim), or one slot more where there is padding. Its gradient's
@@ -88,55 +114,32 @@ class CachedEmbeddingBag(nn.Module):
         self,
         num_embeddings: int | Mapping[str, int],
         embedding_dim: int,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
+        *,
         mode: Mode = "mean",
-        sparse: bool = True,
         _weight: Tensor | None = None,
         include_last_offset: bool = False,
         padding_idx: int | Mapping[str, int] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         cache: float | int = 0.01,
-        policy: RowPolicy = "lookahead",
-        frequencies: NDArray[Any] | None = None,
-        half_life: float | None = None,
-        disk: Path | str | None = None,
-        cold: Cold = "exact",
-        seed: int = 0,
-        split: bool = False,
-        stable: bool = False,
-        name: str = NAME,
+        **options: Any,
     ) -> None:
         super().__init__()
         if mode not in MODES:
             raise GulliverError(f"mode={mode!r} is unknown: {nearest(str(mode), MODES)}")
-        if not sparse:
-            raise GulliverError(
-                "sparse=False needs a gradient as large as the table: leave it True"
-            )
-        if scale_grad_by_freq:
-            raise GulliverError("scale_grad_by_freq=True has no sparse gradients: leave it False")
-        self._options: dict[str, Any] = {
-            "max_norm": max_norm, "norm_type": norm_type, "mode": mode, "policy": policy,
-            "include_last_offset": include_last_offset, "frequencies": frequencies,
-            "half_life": half_life, "disk": disk, "cold": cold, "seed": seed, "split": split,
-            "stable": stable, "name": name,
-        }  # fmt: skip
-        self.tables = make_tables(num_embeddings, padding_idx, name)
+        self.options = chosen = from_keywords(EmbeddingCacheOptions, options, CachedEmbeddingBag)
+        self.tables = make_tables(num_embeddings, padding_idx, chosen.name)
         self.rows = sum(table.rows for table in self.tables)
         self.several = isinstance(num_embeddings, Mapping)
         self.embedding_dim = whole_number("embedding_dim", embedding_dim)
-        self.max_norm, self.norm_type, self.mode = max_norm, norm_type, mode
-        self.include_last_offset, self.split, self._stable = include_last_offset, split, stable
-        self._place, self._attached = Place(disk), cast("Attached | None", None)
-        column = make_weight_column(self._place, self._first(_weight, dtype), cold, seed)
+        self.mode, self.include_last_offset = mode, include_last_offset
+        self._storage, self._attached = RowStorage(chosen.disk), cast("Attached | None", None)
+        column = Column(self._storage, self._first(_weight, dtype))
+        frequencies = chosen.frequencies
         if frequencies is not None and len(frequencies) != self.rows:
             raise GulliverError(f"frequencies are of {len(frequencies)} rows, not of {self.rows}")
         slots = slots_of(cache, self.rows)
-        replacement = RowReplacement(slots, self.rows, policy, frequencies, half_life)
+        replacement = RowReplacement(slots, self.rows, chosen.policy, frequencies, chosen.half_life)
         spare = any(table.padding is not None for table in self.tables)
         kind = _weight.dtype if _weight is not None else (dtype or torch.get_default_dtype())
         self._store = RecordStore(
@@ -169,9 +172,9 @@ class CachedEmbeddingBag(nn.Module):
             GulliverError: it does not have `weight`, or is not row-wise.
         """
         if self._attached is not None:
-            raise GulliverError("the table has an optimizer already: make a table anew for another")
+            raise GulliverError("the table has an optimizer already: make another table for it")
         self._attached = Attached(
-            self._store, self._gradient, optimizer, row_states, self._place, self._stable
+            self._store, self._gradient, optimizer, row_states, self._storage, self.options.stable
         )
 
     @property
@@ -266,6 +269,7 @@ class CachedEmbeddingBag(nn.Module):
         self.rows += more
         self._gradient = RowGradient(self._store)
         if self._attached is not None:
+            # The old one is bound to the slots and rows that there were.
             self._attached.gradient = self._gradient
         set_state_shape(self.weight, (self.rows, self.embedding_dim))
 
@@ -274,17 +278,18 @@ class CachedEmbeddingBag(nn.Module):
         self.flush()
         rows = {table.name: table.rows for table in self.tables}
         padding = {t.name: t.padding for t in self.tables if t.padding is not None}
-        options: dict[str, Any] = {**self._options, "frequencies": self._frequencies()}
+        options = {**vars(self.options), "frequencies": self._frequencies()}
         made = type(self)(
             rows if self.several else self.rows,
             self.embedding_dim,
+            mode=self.mode,
+            include_last_offset=self.include_last_offset,
             _weight=self._column.whole(),
             padding_idx=(padding or None) if self.several else self.tables[0].padding,  # type: ignore[arg-type]
             device=self.weight.device,
             cache=self._store.slots,
             **options,
         )
-        made._column.take(self._column)
         made.weight.requires_grad_(self.weight.requires_grad)
         memo[id(self)] = made
         made.training = self.training
@@ -292,7 +297,7 @@ class CachedEmbeddingBag(nn.Module):
 
     def _frequencies(self) -> NDArray[Any] | None:
         """Returns the uses of each row that were given; none of rows that have come since."""
-        given = self._options["frequencies"]
+        given = self.options.frequencies
         return None if given is None else np.pad(given, (0, self.rows - len(given)))
 
     @property
@@ -340,9 +345,9 @@ class CachedEmbeddingBag(nn.Module):
             )
         real = _real(bags.rows)
         try:
-            found = self._store.begin(real, trained or self.max_norm is not None, trained)
+            found = self._store.begin(real, trained or self.options.max_norm is not None, trained)
         except TooSmall:
-            if trained or not self.split or len(bags) < 2:
+            if trained or not self.options.split or len(bags) < 2:
                 raise
             middle = len(bags) // 2
             halves = bags.part(0, middle), bags.part(middle, len(bags))
@@ -354,7 +359,7 @@ class CachedEmbeddingBag(nn.Module):
         if len(real) < len(bags.rows):
             places = (bags.rows >= 0).to(device)
             slots = torch.full(bags.rows.shape, spare, device=device).masked_scatter_(places, found)
-        norm = self.max_norm, self.norm_type
+        norm = self.options.max_norm, self.options.norm_type
         padding = spare if padded else None
         lookup = Lookup(slots, bags.offsets.to(device), padding, self.mode, *norm)
         weights = None if bags.weights is None else bags.weights.to(device)
@@ -369,7 +374,7 @@ class CachedEmbeddingBag(nn.Module):
         if given is not None:
             if tuple(given.shape) != shape:
                 raise GulliverError(f"_weight is {tuple(given.shape)}, the table {shape}")
-            return self._place.zeros(shape, given.dtype).copy_(given.detach())
+            return self._storage.zeros(shape, given.dtype).copy_(given.detach())
         values = self._drawn(self.rows, dtype)
         for table in self.tables:
             if table.padding is not None:
@@ -379,7 +384,7 @@ class CachedEmbeddingBag(nn.Module):
     def _drawn(self, count: int, dtype: torch.dtype | None) -> Tensor:
         # On a disk the table is drawn where it lies.
         shape = count, self.embedding_dim
-        return nn.init.normal_(self._place.zeros(shape, dtype or torch.get_default_dtype()))
+        return nn.init.normal_(self._storage.zeros(shape, dtype or torch.get_default_dtype()))
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -426,6 +431,7 @@ class CachedEmbeddingBag(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with torch.no_grad():
+            # `fn` is what `Module.to` applies; one row tells where it would go.
             probe = fn(self.weight[:1])
         if probe.device != self.weight.device or probe.dtype != self.weight.dtype:
             raise GulliverError(
@@ -438,11 +444,7 @@ class CachedEmbeddingBag(nn.Module):
 def make_tables(
     rows: int | Mapping[str, int], padding: int | Mapping[str, int] | None, name: str
 ) -> list[Table]:
-    """Lays tables one after the other.
-
-    Raises:
-        GulliverError: no rows, or a padding index that is no row.
-    """
+    """Lays tables one after the other."""
     named = rows if isinstance(rows, Mapping) else {name: rows}
     if not named:
         raise GulliverError("num_embeddings names no table")
@@ -469,11 +471,7 @@ def make_tables(
 
 
 def slots_of(cache: float | int, rows: int) -> int:
-    """Returns the number of slots that are asked for.
-
-    Raises:
-        GulliverError: no share and no number of rows.
-    """
+    """Returns the number of slots that are asked for."""
     number = cache if isinstance(cache, int) and not isinstance(cache, bool) else cache * rows
     if isinstance(cache, float) and not 0 < cache <= 1:
         raise GulliverError(f"cache={cache} is no share of the rows: give 0 < cache <= 1, or slots")

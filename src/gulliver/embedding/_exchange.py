@@ -12,7 +12,7 @@ from gulliver.embedding._lookup import Lookup
 from gulliver.errors import once_differentiable
 
 
-class Exchange(torch.autograd.Function):
+class BagExchange(torch.autograd.Function):
     """An all-to-all of flat tensors; backward sends the gradients back."""
 
     @staticmethod

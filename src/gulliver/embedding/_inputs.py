@@ -37,19 +37,16 @@ class Table:
 
 @dataclass(frozen=True)
 class Bags:
-    """Bags of rows.
+    """Bags of rows."""
 
-    Attributes:
-        rows: numbers among all rows, flat; -1 for padding.
-        offsets: first place of each bag.
-        weights: weight of each id; None for none.
-        tables: number of tables whose bags follow one another, to be laid side by side; 0 for bags
-            as they are, -1 for ids that are sample by sample.
-    """
-
+    # Numbers among all rows, flat; -1 for padding.
     rows: Tensor
+    # First place of each bag.
     offsets: Tensor
+    # Weight of each id; None for none.
     weights: Tensor | None = None
+    # Number of tables whose bags follow one another, to be laid side by side; 0 for bags as they
+    # are, -1 for ids that are sample by sample.
     tables: int = 0
 
     def __len__(self) -> int:
@@ -64,11 +61,7 @@ class Bags:
 
 
 def check_ids(table: Table, ids: Tensor) -> None:
-    """Refuses ids that a table does not have.
-
-    Raises:
-        GulliverError: naming the table, the first bad id and its place.
-    """
+    """Refuses ids that a table does not have."""
     if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
         kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise GulliverError(f"table {table.name!r}: ids must be int64 or int32, not {kind}")
@@ -101,19 +94,7 @@ def one_table(
     mode: str,
     last: bool,
 ) -> Bags:
-    """Brings what a forward of one table is given into bags, by torch's rules.
-
-    Args:
-        table: table.
-        ids: (ids,) with offsets, or (bags, ids of each) without.
-        offsets: first place of each bag.
-        weights: weight of each id, of the shape of `ids`.
-        mode: ``sum``, ``mean`` or ``max``.
-        last: whether the offsets end with the number of ids.
-
-    Raises:
-        GulliverError: naming the table and what is wrong.
-    """
+    """Brings what a forward of one table is given into bags, by torch's rules."""
     rows = rows_of(table, ids)
     where = f"table {table.name!r}"
     if ids.dim() == 2:
@@ -165,19 +146,7 @@ def several_tables(
     mode: str,
     last: bool,
 ) -> Bags:
-    """Brings what a forward of several tables is given into bags.
-
-    Args:
-        tables: tables.
-        ids: (samples, tables), one id of each table; or ids by name, as of one table each.
-        offsets: first places of bags by name, where ids have one dim.
-        weights: weight of each id, in the form of `ids`.
-        mode: ``sum``, ``mean`` or ``max``.
-        last: whether the offsets end with the number of ids.
-
-    Raises:
-        GulliverError: naming the table and what is wrong.
-    """
+    """Brings what a forward of several tables is given into bags."""
     if isinstance(ids, Tensor):
         return _one_each(tables, ids, offsets, weights, mode)
     names = [table.name for table in tables]

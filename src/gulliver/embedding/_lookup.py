@@ -1,11 +1,4 @@
-"""Torch's ``embedding_bag`` on slots, with the gradient that it would have on rows.
-
-[Note: order of sums] What torch adds up when the gradients of a row meet depends on the numbers of
-all rows: its sort is not stable, and sparse tensors are merged by their indices. Sorted by slots
-the same gradients would be added in another order, with other last bits. So autograd sees a tensor
-of all rows (`RowGradient.whole`, which has no memory) and adds gradients of rows; the optimizer's
-parameter, the slots, is given the same gradient with slots in the place of rows.
-"""
+"""Torch's ``embedding_bag`` on slots, with the gradient that it would have on rows."""
 
 from __future__ import annotations
 
@@ -20,24 +13,26 @@ from gulliver.embedding._records import RecordStore
 from gulliver.errors import GulliverError, once_differentiable
 
 
+# [Note: order of sums] What torch adds up when the gradients of a row meet depends on the numbers
+# of all rows: its sort is not stable, and sparse tensors are merged by their indices. Sorted by
+# slots the same gradients would be added in another order, with other last bits. So autograd sees a
+# tensor of all rows (`RowGradient.whole`, which has no memory) and adds gradients of rows; the
+# optimizer's parameter, the slots, is given the same gradient with slots in the place of rows.
 @dataclass(frozen=True)
 class Lookup:
-    """Bags of slots, and how they are reduced.
+    """Bags of slots, and how they are reduced."""
 
-    Attributes:
-        slots: slot of each id, flat.
-        offsets: first place of each bag.
-        padding: slot of padding; None where there is none.
-        mode: ``sum``, ``mean`` or ``max``.
-        max_norm: largest norm of a row; None for any.
-        norm_type: kind of norm.
-    """
-
+    # Slot of each id, flat.
     slots: Tensor
+    # First place of each bag.
     offsets: Tensor
+    # Slot of padding; None where there is none.
     padding: int | None
+    # ``sum``, ``mean`` or ``max``.
     mode: str
+    # Largest norm of a row; None for any.
     max_norm: float | None
+    # Kind of norm.
     norm_type: float
 
     def bags(self, weight: Tensor, weights: Tensor | None) -> Tensor:
@@ -55,11 +50,7 @@ class Lookup:
         )
 
     def largest(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Reduces bags by their maxima over a copy of the rows that are used.
-
-        Returns:
-            The slots that are used, their rows, which the gradient is of, and the bags.
-        """
+        """Reduces bags by their maxima over a copy of the rows that are used."""
         if self.max_norm is not None:
             with torch.no_grad():
                 torch.embedding_renorm_(weight.detach(), self.slots, self.max_norm, self.norm_type)
@@ -111,20 +102,13 @@ class _Bags(torch.autograd.Function):
 
 
 class RowGradient:
-    """The gradient of all rows, and its image that the slots have.
-
-    Args:
-        store: records.
-
-    Attributes:
-        whole: stands for all rows, (rows, dim); its gradient is sparse.
-        applied: gradient of the slots that a step has used up.
-    """
+    """The gradient of all rows, and its image that the slots have."""
 
     def __init__(self, store: RecordStore) -> None:
         self._store, self.applied = store, cast("Tensor | None", None)
         weight = store.weight
         one = torch.zeros((), dtype=weight.dtype, device=weight.device)
+        # Stands for all rows, (rows, dim); its gradient is sparse.
         self.whole = one.expand(store.rows, weight.shape[1]).requires_grad_()
         self.whole.register_hook(self._before)
         self.whole.register_post_accumulate_grad_hook(self._after)

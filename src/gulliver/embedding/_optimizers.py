@@ -4,11 +4,6 @@ A cached table holds the rows that a step touches, so an optimizer must change t
 and no others, each by its own gradient and state: then the state of a row moves with the row, and
 a run is that of the whole table. `ROW_OPTIMIZERS` says of each class what it keeps and which
 options break that.
-
-[Note: sparse semantics] ``torch.optim.SGD`` without momentum and decay and ``torch.optim.Adagrad``
-without decay do the same for dense and for sparse gradients. ``torch.optim.SparseAdam`` is Adam
-whose averages of a row change in the steps that have a gradient for it, while bias correction
-counts all steps: this, not dense Adam, is what a cached table computes.
 """
 
 from __future__ import annotations
@@ -27,6 +22,11 @@ from gulliver.options import positive_number
 Group = Mapping[str, Any]
 
 
+# [Note: sparse semantics] ``torch.optim.SGD`` without momentum and decay and
+# ``torch.optim.Adagrad`` without decay do the same for dense and for sparse gradients.
+# ``torch.optim.SparseAdam`` is Adam whose averages of a row change in the steps that have a
+# gradient for it, while bias correction counts all steps: this, not dense Adam, is what a cached
+# table computes.
 class RowWiseAdagrad(Optimizer):
     """Adagrad with one number of state a row: the sum of its gradients' mean squares.
 
@@ -112,26 +112,19 @@ class RowState:
 
 @dataclass(frozen=True)
 class RowOptimizer:
-    """What a class of optimizers keeps of a row.
+    """What a class of optimizers keeps of a row."""
 
-    Attributes:
-        states: states by name, from the options of a parameter group.
-        forbidden: options that change other rows, or need more than the row, with what is right.
-        coalesced: whether it sums the gradients of a row before it uses them.
-        start: state that it makes in its first step, without that of rows.
-    """
-
+    # States by name, from the options of a parameter group.
     states: Callable[[Group], dict[str, RowState]]
+    # Options that change other rows, or need more than the row, with what is right.
     forbidden: tuple[str, ...] = ()
+    # Whether it sums the gradients of a row before it uses them.
     coalesced: bool = True
+    # State that it makes in its first step, without that of rows.
     start: Mapping[str, Any] | None = None
 
     def check(self, kind: str, group: Group) -> None:
-        """Refuses options that change rows which are not in the batch.
-
-        Raises:
-            GulliverError: naming the option.
-        """
+        """Refuses options that change rows which are not in the batch."""
         for name in self.forbidden:
             if group.get(name):
                 raise GulliverError(
@@ -163,15 +156,7 @@ ROW_OPTIMIZERS: dict[type[Optimizer], RowOptimizer] = {
 
 
 def row_optimizer(optimizer: Optimizer, states: Mapping[str, RowState] | None) -> RowOptimizer:
-    """Finds what an optimizer keeps of a row.
-
-    Args:
-        optimizer: optimizer.
-        states: states of a row, where the caller vouches that it is row-wise; None to look it up.
-
-    Raises:
-        GulliverError: it is not known to be row-wise.
-    """
+    """Finds what an optimizer keeps of a row."""
     if states is not None:
         return RowOptimizer(lambda group: dict(states))
     found = ROW_OPTIMIZERS.get(type(optimizer))

@@ -16,23 +16,16 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class TablePlacement:
-    """The way in which ranks share a table.
+    """The way in which ranks share a table."""
 
-    Attributes:
-        kind: ``whole``, ``column`` or ``row``.
-        rank: rank that has it, where it is whole.
-    """
-
+    # ``whole``, ``column`` or ``row``.
     kind: str
+    # Rank that has it, where it is whole.
     rank: int = 0
 
     @classmethod
     def read(cls, text: str, ranks: int) -> TablePlacement:
-        """Reads ``column``, ``row`` or ``whole:RANK``.
-
-        Raises:
-            GulliverError: it is none of them, or there is no such rank.
-        """
+        """Reads ``column``, ``row`` or ``whole:RANK``."""
         kind, _, rank = text.partition(":")
         if kind not in ("whole", "column", "row") or (kind == "whole") != bool(rank):
             right = nearest(text, ["column", "row", "whole:0"])
@@ -48,7 +41,7 @@ def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 class FirstRows:
-    """First values of rows, the same whoever holds them."""
+    """First values of rows, the same on whichever rank."""
 
     def __init__(self, tables: list[Table], dim: int, given: Tensor | None, seed: int) -> None:
         rows = tables[-1].first + tables[-1].rows

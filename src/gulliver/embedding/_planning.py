@@ -20,7 +20,7 @@ STATE = {"sgd": 0.0, "adagrad": 1.0, "row-wise adagrad": 0.0, "sparse adam": 2.0
 """Elements of state for each element of a row; row-wise Adagrad has one for a row."""
 ITEM = 4
 SLOT_BYTES = 4
-"""Bytes on the device for a slot beside its record: the row in it."""
+"""Bytes on the device for a slot in addition to its record: the row in it."""
 CRITEO_1TB = (
     *(45833188, 36746, 17245, 7413, 20243, 3, 7114, 1441, 62, 29275261, 1572176, 345138, 10),
     *(2209, 11267, 128, 4, 974, 14, 48937457, 11316796, 40094537, 452104, 12606, 104, 35),
@@ -63,45 +63,37 @@ class TablesJob:
 
 @dataclass(frozen=True)
 class PlannedTable:
-    """A table in the plan.
-
-    Attributes:
-        name: name.
-        rows: number of rows.
-        placement: placement, as `ShardedEmbeddingBag` takes it.
-        host_bytes: bytes of its records on each rank's host.
-        device_bytes: bytes of its slots and their states on each rank's device.
-        seconds: seconds of each rank for it in a step.
-        sent: bytes that each rank sends for it in a forward.
-        instead: seconds of the slowest rank for this table, by placement.
-    """
+    """A table in the plan."""
 
     name: str
+    # Number of rows.
     rows: int
+    # Placement, as `ShardedEmbeddingBag` takes it.
     placement: str
+    # Bytes of its records on each rank's host.
     host_bytes: tuple[int, ...]
+    # Bytes of its slots and their states on each rank's device.
     device_bytes: tuple[int, ...]
+    # Seconds of each rank for it in a step.
     seconds: tuple[float, ...]
+    # Bytes that each rank sends for it in a forward.
     sent: tuple[float, ...]
+    # Seconds of the slowest rank for this table, by placement.
     instead: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RankCache:
-    """A cache of a rank, which its whole tables and parts of rows share, or its columns.
-
-    Attributes:
-        rank: rank.
-        slots: number of rows that it holds.
-        rows: number of rows there are.
-        tables: number of tables.
-        most: most different rows that a batch may need of it at once.
-    """
+    """A cache of a rank, which its whole tables and parts of rows share, or its columns."""
 
     rank: int
+    # Number of rows that it holds.
     slots: int
+    # Number of rows there are.
     rows: int
+    # Number of tables.
     tables: int
+    # Most different rows that a batch may need of it at once.
     most: int
 
 

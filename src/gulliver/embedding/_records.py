@@ -3,17 +3,6 @@
 A record is a row of the weight and of every state that the optimizer has for it. All records lie in
 columns (`_columns.py`); the hot ones are copied to *slots* on the device, and changed there. Which,
 `gulliver.solve.RowReplacement` decides. Read `begin` first: what happens before a batch is used.
-
-[Note: two threads] The *planner* sorts the batches that are announced and decides about them, in
-their order; the *mover* reads rows of the host and writes them, in the order of decisions. While a
-batch is computed, the next one is decided and its rows are brought as far as a buffer on the
-device. They go into their slots when the batch before has been stepped: until then the rows that
-they replace are in use. What is written back is taken from the cache at that moment and travels
-behind the next batch. Because the mover is one queue, a row that was sent away and is wanted again
-is read after it was written.
-
-[Note: exactness] What is in the cache never changes what is computed: a row has one valid copy, in
-its slot if it has one, else in its columns. So decisions may be good or bad, early or late.
 """
 
 from __future__ import annotations
@@ -37,49 +26,53 @@ from gulliver.solve import RowPlan, RowReplacement, RowRequest, TooSmall
 Records = dict[str, Tensor]
 
 
+# [Note: two threads] The *planner* sorts the batches that are announced and decides about them, in
+# their order; the *mover* reads rows of the host and writes them, in the order of decisions. While
+# a batch is computed, the next one is decided and its rows are brought as far as a buffer on the
+# device. They go into their slots when the batch before has been stepped: until then the rows that
+# they replace are in use. What is written back is taken from the cache at that moment and travels
+# behind the next batch. Because the mover is one queue, a row that was sent away and is wanted
+# again is read after it was written.
+#
+# [Note: exactness] What is in the cache never changes what is computed: a row has one valid copy,
+# in its slot if it has one, else in its columns. So decisions may be good or bad, early or late.
 @dataclass
-class Batch:
-    """A batch of ids.
+class IdBatch:
+    """A batch of ids."""
 
-    Attributes:
-        ids: flat, on the host.
-        inverse: place of each id among the rows of the request.
-        request: rows of the batch, sorted.
-    """
-
+    # Flat, on the host.
     ids: Tensor
+    # Place of each id among the rows of the request.
     inverse: Tensor | None = None
+    # Rows of the batch, sorted.
     request: RowRequest | None = None
 
 
 @dataclass
-class Ahead:
+class PrefetchedBatch:
     """A batch that is being decided and fetched while the one before is computed."""
 
-    batch: Batch
+    batch: IdBatch
     found: Future[tuple[RowPlan, Future[Records]]]
 
 
 @dataclass
-class Moved:
-    """Bytes and rows that were moved so far.
+class RecordTraffic:
+    """Bytes and rows that were moved so far."""
 
-    Attributes:
-        read: bytes read from the columns.
-        written: bytes written to them.
-        clean: rows that left unchanged, without being written.
-        early: rows that were there before they were asked for.
-        late: rows that a batch had to wait for.
-        fetching: seconds in which rows were read and brought to the device.
-        waiting: seconds in which a batch waited for them.
-    """
-
+    # Bytes read from the columns.
     read: int = 0
+    # Bytes written to them.
     written: int = 0
+    # Rows that left unchanged, without being written.
     clean: int = 0
+    # Rows that were there before they were asked for.
     early: int = 0
+    # Rows that a batch had to wait for.
     late: int = 0
+    # Seconds in which rows were read and brought to the device.
     fetching: float = 0.0
+    # Seconds in which a batch waited for them.
     waiting: float = 0.0
 
     @property
@@ -89,19 +82,7 @@ class Moved:
 
 
 class RecordStore:
-    """Rows of a table, the hot ones in slots on a device.
-
-    Args:
-        columns: columns of all rows by name, the weight's among them.
-        replacement: decides what is in the slots.
-        device: device of the slots.
-        spare: whether there is a slot more, of zeros, for padding.
-
-    Attributes:
-        weight: slots, (slots, dim), a parameter; with the spare one behind them.
-        moved: what was moved so far.
-        last_slots: slots of the rows that the last backward had gradients of, in its order.
-    """
+    """Rows of a table, the hot ones in slots on a device."""
 
     def __init__(
         self,
@@ -114,18 +95,20 @@ class RecordStore:
         spare: bool,
     ) -> None:
         self.columns, self.replacement, self.rows = columns, replacement, rows
-        self.slots, self.moved = replacement.slots, Moved()
+        self.slots, self.moved = replacement.slots, RecordTraffic()
+        # Slots, (slots, dim), a parameter; with the spare one behind them.
         self.weight = nn.Parameter(torch.zeros(self.slots + spare, dim, dtype=dtype, device=device))
         kind = torch.int64 if rows > 2**31 else torch.int32
         self._row_of_slot = torch.zeros(self.slots, dtype=kind, device=device)
         self._dirty = np.zeros(self.slots, bool)
         self._states: Callable[[], Mapping[str, Tensor]] = dict
         self._waiting: list[tuple[Tensor, Tensor]] = []
+        # Slots of the rows that the last backward had gradients of, in its order.
         self.last_slots = torch.zeros(0, dtype=torch.int64)
         self._pinned: list[NDArray[np.int64]] = []
-        self._queue: deque[Batch] = deque()
+        self._queue: deque[IdBatch] = deque()
         self._announced: deque[Future[None]] = deque()
-        self._ahead: Ahead | None = None
+        self._ahead: PrefetchedBatch | None = None
         self._under_way: deque[Future[None]] = deque()
         self._planner = ThreadPoolExecutor(1, "gulliver-rows-plan")
         self._mover = ThreadPoolExecutor(1, "gulliver-rows-move")
@@ -135,24 +118,12 @@ class RecordStore:
 
     def announce(self, ids: Tensor) -> None:
         """Takes the ids of a batch that is to come; batches come in this order."""
-        batch = Batch(_on_host(ids))
+        batch = IdBatch(_on_host(ids))
         self._queue.append(batch)
         self._announced.append(self._planner.submit(self._sort, batch, True))
 
     def begin(self, ids: Tensor, changes: bool = False, waits: bool = False) -> Tensor:
-        """Brings the rows of a batch into slots.
-
-        Args:
-            ids: flat, any integers, in range.
-            changes: whether the rows may be changed before they leave.
-            waits: whether they must stay until `settle` tells that they were stepped.
-
-        Returns:
-            The slot of each id, on the device.
-
-        Raises:
-            TooSmall: the batch does not fit beside those that wait for a step; nothing was changed.
-        """
+        """Brings the rows of a batch into slots."""
         self._raise_failures()
         batch = self._next(_on_host(ids))
         plan, fetched = self._decided(batch)
@@ -245,14 +216,14 @@ class RecordStore:
 
     # Decisions
 
-    def _next(self, ids: Tensor) -> Batch:
+    def _next(self, ids: Tensor) -> IdBatch:
         """Finds a batch among those announced; those before it have been left out."""
         for place, batch in enumerate(self._queue):
             if len(batch.ids) == len(ids) and torch.equal(batch.ids, ids):
                 for _ in range(place):
                     self._skip()
                 return batch
-        return Batch(ids)
+        return IdBatch(ids)
 
     def _skip(self) -> None:
         batch = self._queue.popleft()
@@ -261,7 +232,7 @@ class RecordStore:
         assert batch.request is not None, "the batch was sorted"
         self._planner.submit(self.replacement.skip, batch.request).result()
 
-    def _decided(self, batch: Batch) -> tuple[RowPlan, Future[Records] | None]:
+    def _decided(self, batch: IdBatch) -> tuple[RowPlan, Future[Records] | None]:
         pinned = np.concatenate(self._pinned) if self._pinned else None
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.batch is batch:
@@ -274,13 +245,13 @@ class RecordStore:
                     return plan, fetched
         return self._planner.submit(self._decide_now, batch, pinned).result(), None
 
-    def _decide_now(self, batch: Batch, pinned: NDArray[np.int64] | None) -> RowPlan:
+    def _decide_now(self, batch: IdBatch, pinned: NDArray[np.int64] | None) -> RowPlan:
         if batch.request is None:
             self._sort(batch, False)
         assert batch.request is not None, "the batch was sorted"
         return self.replacement.decide(batch.request, pinned)
 
-    def _sort(self, batch: Batch, announced: bool) -> None:
+    def _sort(self, batch: IdBatch, announced: bool) -> None:
         rows, inverse, counts = torch.unique(batch.ids, return_inverse=True, return_counts=True)
         batch.inverse = inverse
         make = self.replacement.announce if announced else self.replacement.sudden
@@ -289,9 +260,9 @@ class RecordStore:
     def _look_ahead(self) -> None:
         if self._queue and self._ahead is None:
             batch = self._queue[0]
-            self._ahead = Ahead(batch, self._planner.submit(self._look, batch))
+            self._ahead = PrefetchedBatch(batch, self._planner.submit(self._look, batch))
 
-    def _look(self, batch: Batch) -> tuple[RowPlan, Future[Records]]:
+    def _look(self, batch: IdBatch) -> tuple[RowPlan, Future[Records]]:
         assert batch.request is not None, "batches are sorted in their order"
         plan = self.replacement.decide(batch.request)
         rows = torch.from_numpy(plan.request.rows[plan.missing])
@@ -322,6 +293,8 @@ class RecordStore:
                 pinned = {name: values.pin_memory() for name, values in found.items()}
                 device = self.weight.device
                 found = {n: v.to(device, non_blocking=True) for n, v in pinned.items()}
+            # Not an event: the pinned copies die with this call, and must have been read by then.
+            # Only the mover thread is held up, which has nothing else to do meanwhile.
             self._stream.synchronize()
         self.moved.fetching += time.perf_counter() - begun
         return found
@@ -337,6 +310,7 @@ class RecordStore:
         self._row_of_slot.index_copy_(0, slots, rows)
 
     def _leave(self, plan: RowPlan) -> None:
+        # Rows that were only read have a valid copy in their column: dropping them costs nothing.
         changed = plan.victims[self._dirty[plan.victims]]
         self.moved.clean += len(plan.victims) - len(changed)
         self._dirty[changed] = False
@@ -355,6 +329,7 @@ class RecordStore:
     def _write(self, rows: Tensor, taken: Records, ready: Any) -> None:
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
+                # `taken` was gathered on the compute stream.
                 self._stream.wait_event(ready)
                 rows = rows.cpu()
                 taken = {name: values.cpu() for name, values in taken.items()}
@@ -367,7 +342,7 @@ class RecordStore:
         return {WEIGHT: self.weight.data, **self._states()}
 
     def drain(self) -> None:
-        """Waits until nothing is under way."""
+        """Waits until nothing is in flight."""
         self._planner.submit(bool).result()
         self._mover.submit(bool).result()
         self._raise_failures()

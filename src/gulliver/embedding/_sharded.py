@@ -6,12 +6,6 @@ what it holds for the samples of all, and sends every rank what that one needs:
 - a *whole* table: bags, from the rank that has it,
 - *columns*: bags, a slice of their width from every rank,
 - *rows*: rows, one for each id, from the rank that has it; bags are made of them where they belong.
-
-[Note: exact over ranks] Bags are reduced where all rows of a bag are, in the order of its ids, and
-a rank that holds a row gets the gradients of all samples in the order of ranks. Gradients of a row
-are summed in that order (`stable`). So nothing depends on the number of ranks, but for the width of
-columns, which elements do not know of. To add up parts of bags on the way (as a reduce-scatter
-does) would send fewer bytes where bags are long, and be another order of sums.
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ from gulliver.comm import RankGroup, exchange, gather_integers
 from gulliver.embedding._agreement import flagged, raise_together, unflagged
 from gulliver.embedding._bag import CachedEmbeddingBag, Mode, device_of, make_tables
 from gulliver.embedding._columns import WEIGHT
-from gulliver.embedding._exchange import Exchange, Pool
+from gulliver.embedding._exchange import BagExchange, Pool
 from gulliver.embedding._inputs import Bags, Given, Table, one_table
 from gulliver.embedding._lookup import Lookup
 from gulliver.embedding._optimizers import RowWiseAdagrad
@@ -41,6 +35,11 @@ from gulliver.memory import Part, Region
 from gulliver.options import whole_number
 
 
+# [Note: exact over ranks] Bags are reduced where all rows of a bag are, in the order of its ids,
+# and a rank that holds a row gets the gradients of all samples in the order of ranks. Gradients of
+# a row are summed in that order (`stable`). So nothing depends on the number of ranks, but for the
+# width of columns, which elements do not know of. To add up parts of bags on the way (as a
+# reduce-scatter does) would send fewer bytes where bags are long, and be another order of sums.
 class ShardedEmbeddingBag(nn.Module):
     """Several tables, cached, over ranks; each rank passes its own samples.
 
@@ -163,11 +162,13 @@ class ShardedEmbeddingBag(nn.Module):
         found, error = self._found(everyone, error)
         outgoing = [self._outgoing(found, everyone, rank, error) for rank in self._ranks]
         counts = [self._count(rank, own) + 1 for rank in self._ranks]
+        # Gradients are scaled as they arrive, once, and not in every row that they are added to.
         scale = 1.0 / self.group.size if self.average else 1.0
-        arrived = Exchange.apply(self.anchor, self.group, counts, scale, *outgoing)
+        arrived = BagExchange.apply(self.anchor, self.group, counts, scale, *outgoing)
         try:
             arriving = unflagged(self.group, cast(Sequence[Tensor], arrived), error)
         except GulliverError:
+            # The lookups were made and will get no gradient: their rows may leave the cache.
             self._take_back(found)
             raise
         if announced:
@@ -340,11 +341,7 @@ class ShardedEmbeddingBag(nn.Module):
         return bags, everyone, error
 
     def _gather(self, own: list[Bags], error: GulliverError | None) -> list[list[Bags]]:
-        """Gathers the bags of all ranks: by rank, then by table.
-
-        Raises:
-            GulliverError: some rank has found an error in its own.
-        """
+        """Gathers the bags of all ranks: by rank, then by table."""
         if self.group.size == 1:
             if error is not None:
                 raise error

@@ -1,4 +1,4 @@
-"""What a rank tells a checkpoint of tables that it shares, beside the rows that it has."""
+"""What a rank saves of tables that it shares, in addition to the rows that it has."""
 
 from __future__ import annotations
 
@@ -16,14 +16,8 @@ STEPS = "optimizer.step"
 
 
 def with_empty_parts(parts: Mapping[str, Part], group: RankGroup) -> dict[str, Part]:
-    """Adds empty parts of tensors that other ranks alone have parts of; every rank calls it.
-
-    Without them a rank would neither know what a checkpoint holds, nor read it.
-
-    Args:
-        parts: this rank's parts by name.
-        group: ranks that have the parts together.
-    """
+    """Adds empty parts of tensors that other ranks alone have parts of; every rank calls it."""
+    # Without them a rank would neither know what a checkpoint holds, nor read it.
     mine = {name: (part.shape, part.value.dtype) for name, part in parts.items()}
     everyone = gather_objects(mine, group.process_group)
     known = {name: of for rank in everyone for name, of in rank.items()}

@@ -13,7 +13,7 @@ from gulliver.hardware._attention import (
     split_attention_seconds,
     two_ring_bytes,
 )
-from gulliver.hardware._batch_costs import BatchCosts, BlockKind, keep_blocks, kept_front
+from gulliver.hardware._batch_costs import BatchCosts, BlockKind, keep_blocks
 from gulliver.hardware._block_choices import ChoiceFront, HostRoom, choice_front, place_blocks
 from gulliver.hardware._changed import changed_cluster
 from gulliver.hardware._cluster import (
@@ -52,7 +52,6 @@ from gulliver.hardware._costs import (
 )
 from gulliver.hardware._curve import Curve
 from gulliver.hardware._embedding import LookupLoad, lookup_seconds
-from gulliver.hardware._function_costs import FunctionCosts
 from gulliver.hardware._host_moves import (
     MoveFit,
     MovePoint,
@@ -93,12 +92,9 @@ from gulliver.hardware._operators import (
 from gulliver.hardware._probe import FP8_CAPABILITY, probe_device, probe_disk
 from gulliver.hardware._refinement import Refinement
 from gulliver.hardware._sample_files import (
-    SavedSamples,
     holds_samples,
-    kept_samples,
     load_samples,
     read_samples,
-    sample_fingerprint,
     save_samples,
 )
 from gulliver.hardware._sample_tables import TableCosts
@@ -143,7 +139,6 @@ __all__ = [
     "Device",
     "Disk",
     "Fp8Seconds",
-    "FunctionCosts",
     "HostRoom",
     "Link",
     "LookupLoad",
@@ -156,7 +151,6 @@ __all__ = [
     "SampleModel",
     "SamplePoint",
     "SampleShape",
-    "SavedSamples",
     "Scaling",
     "SequenceSplit",
     "StepCosts",
@@ -201,9 +195,7 @@ __all__ = [
     "host_copies",
     "host_rates",
     "keep_blocks",
-    "kept_front",
     "kept_path",
-    "kept_samples",
     "kept_seconds",
     "layer_seconds",
     "linear_flops",
@@ -237,7 +229,6 @@ __all__ = [
     "reduce_scatter_seconds",
     "resharding_bytes",
     "roofline_seconds",
-    "sample_fingerprint",
     "save_samples",
     "seconds_text",
     "split_attention_bytes",

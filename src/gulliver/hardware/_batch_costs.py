@@ -20,18 +20,15 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks of a model that are alike.
+    """Blocks of a model that are alike."""
 
-    Attributes:
-        name: name of them, such as ``spatial``.
-        count: number of them.
-        kept_bytes: bytes of a token that a kept block holds more than a recomputed one.
-        share: share of the repeated forwards' seconds that all of them take together.
-    """
-
+    # Name of them, such as ``spatial``.
     name: str
+    # Number of them.
     count: int
+    # Bytes of a token that a kept block holds more than a recomputed one.
     kept_bytes: float
+    # Share of the repeated forwards' seconds that all of them take together.
     share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -47,27 +44,24 @@ def _nothing() -> np.ndarray:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """What micro-batches of one shape cost on a group of ranks: entry b - 1 is for b samples.
+    """What micro-batches of one shape cost on a group of ranks: entry b - 1 is for b samples."""
 
-    Attributes:
-        seconds: seconds of forward and backward with what is sent: [B]; B is the largest batch
-            that fits, 0 where not even one sample does.
-        bytes: bytes of a rank: [B].
-        communication: seconds of those in which ranks of the group wait for messages: [B].
-        recomputing: seconds of those in which forwards are repeated: [B].
-        recomputed: recomputed blocks of each kind: [B, kinds].
-        offloaded: blocks of each kind whose activations move to the host: [B, kinds].
-        moving: seconds of those in which nothing is done but wait for such moves: [B].
-        host_bytes: bytes of a rank that lie in the host's memory: [B].
-    """
-
+    # Seconds of forward and backward with what is sent: [B]; B is the largest batch that fits, 0
+    # where not even one sample does.
     seconds: np.ndarray
+    # Bytes of a rank: [B].
     bytes: np.ndarray
+    # Seconds of those in which ranks of the group wait for messages: [B].
     communication: np.ndarray
+    # Seconds of those in which forwards are repeated: [B].
     recomputing: np.ndarray
+    # Recomputed blocks of each kind: [B, kinds].
     recomputed: np.ndarray
+    # Blocks of each kind whose activations move to the host: [B, kinds].
     offloaded: np.ndarray = field(default_factory=_nothing)
+    # Seconds of those in which nothing is done but wait for such moves: [B].
     moving: np.ndarray = field(default_factory=_nothing)
+    # Bytes of a rank that lie in the host's memory: [B].
     host_bytes: np.ndarray = field(default_factory=_nothing)
 
     def __post_init__(self) -> None:
@@ -90,17 +84,7 @@ class BatchCosts:
 def keep_blocks(
     costs: BatchCosts, tokens: float, memory: float, kinds: Sequence[BlockKind]
 ) -> BatchCosts:
-    """Keeps the activations that save most seconds in what is left of the memory.
-
-    Args:
-        costs: costs with every block recomputed.
-        tokens: tokens of one sample on a rank.
-        memory: bytes of a rank.
-        kinds: kinds of blocks.
-
-    Returns:
-        The costs with the best choice for every size of batch, exact in bytes.
-    """
+    """Keeps the activations that save most seconds in what is left of the memory."""
     if not len(costs) or not kinds:
         return costs
     weights, shares, kept = kept_front(kinds)
@@ -119,15 +103,7 @@ def keep_blocks(
 
 
 def kept_front(kinds: Sequence[BlockKind]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All choices of kept blocks that no other beats in both bytes and seconds.
-
-    Args:
-        kinds: kinds of blocks.
-
-    Returns:
-        Bytes of a token [F], ascending, the share of the repeated forwards that is saved [F],
-        ascending, and the kept blocks of each kind [F, kinds].
-    """
+    """All choices of kept blocks that no other beats in both bytes and seconds."""
     weights, shares = np.zeros(1), np.zeros(1)
     kept = np.zeros((1, 0), dtype=np.int64)
     for kind in kinds:

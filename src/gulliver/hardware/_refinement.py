@@ -1,4 +1,4 @@
-"""Predictions that learn from real steps: a factor for each shape, beside what was measured before.
+"""Predictions that learn from real steps: a factor for each shape, on top of the fitted costs.
 
 Clocks, neighbours and kernels make real seconds differ from a fit by a factor that hardly depends
 on the batch. So each shape has one, a mean in logarithms of measured over predicted seconds in
@@ -24,10 +24,9 @@ LAST = 64
 
 
 class Refinement:
-    """Factors from predicted to measured seconds, and the error that is left.
+    """Factors from predicted to measured seconds, and the error that is left."""
 
-    All ranks must be told the same measurements, for they plan with what they have learned.
-    """
+    # All ranks must get the same measurements, for they plan with what they have learned.
 
     def __init__(self) -> None:
         self._means: dict[str, tuple[float, int]] = {}
@@ -35,16 +34,7 @@ class Refinement:
         self._errors: deque[float] = deque(maxlen=LAST)
 
     def observe(self, shape: Hashable, predicted: float, measured: float) -> None:
-        """Learns from one micro-batch.
-
-        Args:
-            shape: shape of its samples.
-            predicted: seconds that were predicted without any factor.
-            measured: seconds that it took.
-
-        Raises:
-            GulliverError: seconds that are none.
-        """
+        """Learns from one micro-batch."""
         if not (
             math.isfinite(predicted) and math.isfinite(measured) and min(predicted, measured) > 0
         ):
@@ -72,11 +62,7 @@ class Refinement:
         return {"shapes": means, "all": list(self._all), "errors": list(self._errors)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what was learned before.
-
-        Raises:
-            GulliverError: it is no such state.
-        """
+        """Goes on with what was learned before."""
         try:
             means = {str(k): (float(v[0]), int(v[1])) for k, v in state["shapes"].items()}
             whole = float(state["all"][0]), int(state["all"][1])

@@ -1,15 +1,14 @@
 """Files of costs of samples, which are good for one machine, one model, one dtype and one torch.
 
-The file says what it was measured on. Another machine, model, dtype or version is refused by name;
-`kept_samples` measures anew instead. Files of format 1 say neither what kept blocks hold nor which
-shapes there are: they are read, too.
+The file says what it was measured on. `load_samples` refuses another machine, model, dtype or
+version by name.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,27 +19,21 @@ from gulliver.hardware._kept import machine_facts
 from gulliver.hardware._samples import SampleFit, SampleModel, SampleShape
 from gulliver.io import write_text
 
-FORMAT, FORMATS = 2, (1, 2)
+FORMAT = 2
 WORDS = {"machine": "another machine", "model": "another model", "dtype": "another dtype"}
 
 
 @dataclass(frozen=True)
 class SavedSamples:
-    """Costs of samples as a file has them, wherever they were measured.
+    """Costs of samples as a file has them, wherever they were measured."""
 
-    Attributes:
-        model: sizes of the model.
-        fit: rates.
-        machine: the machine in words.
-        shapes: shapes of the samples that it was measured for; none where the file does not say.
-        keeps: whether the file says what a kept block holds; else blocks have to be recomputed.
-    """
-
+    # Sizes of the model.
     model: SampleModel
     fit: SampleFit
+    # The machine in words.
     machine: str
+    # Shapes of the samples that it was measured for; none where the file does not say.
     shapes: tuple[SampleShape, ...]
-    keeps: bool
 
 
 def sample_fingerprint(model: SampleModel) -> dict[str, Any]:
@@ -92,28 +85,18 @@ def load_samples(path: Path | str, model: SampleModel) -> SampleFit:
 
 
 def read_samples(path: Path | str) -> SavedSamples:
-    """Reads costs of samples of any machine and model, to plan with.
-
-    Raises:
-        GulliverError: the file has none.
-    """
+    """Reads costs of samples of any machine and model, to plan with."""
     values = _read(path)
-    found, keeps = values["fingerprint"], values["format"] > 1
+    found = values["fingerprint"]
     try:
         sizes = found["model"]
-        kinds = (
-            [BlockKind(**kind) for kind in values["kinds"]]
-            if keeps
-            else [BlockKind(name, count, 1.0) for name, count in sizes["kinds"]]
-        )
-        model = SampleModel(
-            sizes["name"], sizes["weights"], sizes["hidden"], tuple(kinds), found["dtype"]
-        )
+        kinds = tuple(BlockKind(**kind) for kind in values["kinds"])
+        model = SampleModel(sizes["name"], sizes["weights"], sizes["hidden"], kinds, found["dtype"])
         shapes = tuple(SampleShape(**shape) for shape in values.get("shapes", ()))
         machine = _told(found["machine"])
     except (KeyError, TypeError, ValueError) as error:
         raise GulliverError(f"{path} holds no costs of samples ({error!r})") from None
-    return SavedSamples(model, _fit(path, values["fit"]), machine, shapes, keeps)
+    return SavedSamples(model, _fit(path, values["fit"]), machine, shapes)
 
 
 def holds_samples(path: Path | str) -> bool:
@@ -136,8 +119,10 @@ def _read(path: Path | str) -> dict[str, Any]:
         raise GulliverError(f"{path} holds no costs of samples ({error!r})") from None
     if not whole:
         raise GulliverError(f"{path} holds no costs of samples (no tables of fingerprint and fit)")
-    if format_ not in FORMATS:
-        raise GulliverError(f"{path} has format {format_}, this version reads 1 and {FORMAT}")
+    if format_ != FORMAT:
+        raise GulliverError(
+            f"{path} has format {format_}, this version reads {FORMAT}: measure it again"
+        )
     return values
 
 
@@ -157,22 +142,6 @@ def _fit(path: Path | str, rates: Mapping[str, Any]) -> SampleFit:
                 "measure it again"
             )
     return SampleFit(**{name: float(rate) for name, rate in rates.items()})
-
-
-def kept_samples(
-    path: Path | str, model: SampleModel, measure: Callable[[], SampleFit]
-) -> tuple[SampleFit, str]:
-    """Costs of a file that is still good, or measured anew, and which of both and why."""
-    if Path(path).exists():
-        try:
-            return load_samples(path, model), f"costs of samples from {path}"
-        except GulliverError as error:
-            reason = str(error)
-    else:
-        reason = f"{path} does not exist yet"
-    fit = measure()
-    save_samples(path, model, fit)
-    return fit, f"costs of samples measured anew: {reason}"
 
 
 def _told(value: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from gulliver.options import size_text, whole_number
 
 PATCH, STRIDE, LATENTS = 16, 17, 5
 """Pixels of a token's side; frames that become so many latent frames (Open-Sora 1.2)."""
-Parts = Callable[[str, int, int], tuple[float, float]]
+Parts = Callable[[Any, int, int], tuple[float, float]]
 """Seconds of communication and of repeated forwards of (shape, degree, batch)."""
 
 
@@ -86,7 +86,7 @@ class TableCosts:
 
         Tables named ``communication`` and ``recompute``, of the same form, may say what the seconds
         consist of; with ``recompute``, a list ``kinds`` of what blocks hold that are kept (name,
-        count, kept_bytes, share) beside a ``token_bytes``, and ``host`` of host memory that they
+        count, kept_bytes, share) and a ``token_bytes``, and ``host`` of host memory that they
         may move to (bytes, write_rate, read_rate).
 
         Args:
@@ -124,9 +124,51 @@ class TableCosts:
         token = float(changes.pop("token_bytes", 1.0))
         return cls(seconds, lengths, token, changes.pop("memory", cap * token), **changes)
 
+    @classmethod
+    def from_functions(
+        cls,
+        shapes: Iterable[Any],
+        cost: Callable[[Any], float],
+        length: Callable[[Any], int],
+        memory: float,
+        fixed: float = 0.0,
+        lost: float = 0.05,
+        allowed: Sequence[int] = (1,),
+    ) -> TableCosts:
+        """Makes a table from functions of shapes, for loops whose costs nobody has measured.
+
+        Args:
+            shapes: shapes that occur.
+            cost: seconds of forward and backward of one sample of a shape on one rank, or any
+                number in proportion to them.
+            length: tokens of a sample of a shape, or whatever its memory is in proportion to.
+            memory: tokens that fit on a rank at once; they stand for bytes.
+            fixed: cost of a micro-batch whatever is in it.
+            lost: share of a sample's cost that each rank of a group spends on messages.
+            allowed: numbers of ranks that may share a sample.
+
+        Raises:
+            GulliverError: costs or lengths are not above 0, or contradict each other.
+        """
+        costs = {shape: float(cost(shape)) for shape in shapes}
+        degrees = [whole_number("a degree in allowed", degree) for degree in allowed]
+
+        def sent(shape: Any, degree: int, batch: int) -> tuple[float, float]:
+            return batch * costs[shape] * lost * (degree > 1), 0.0
+
+        seconds = {
+            # Two sizes of batch: `batches` goes on along the line through them.
+            shape: {
+                d: {b: fixed + b * each / d + sent(shape, d, b)[0] for b in (1, 2)} for d in degrees
+            }
+            for shape, each in costs.items()
+        }
+        lengths = {shape: math.ceil(length(shape)) for shape in costs}
+        return cls(seconds, lengths, memory=memory, parts=sent)
+
     @property
     def known(self) -> tuple[str, ...]:
-        """Parts of the seconds that are told: ``communication``, ``recompute``."""
+        """Parts of the seconds that are known: ``communication``, ``recompute``."""
         if self.parts is no_parts:
             return ()
         if not isinstance(self.parts, _Looked):
@@ -176,7 +218,7 @@ class TableCosts:
             return _nothing(len(self.kinds))
         batches = np.arange(1, largest + 1)
         sizes = sorted(row)
-        parts = np.array([self.parts(str(shape), degree, size) for size in sizes])
+        parts = np.array([self.parts(shape, degree, size) for size in sizes])
         total, sent, repeated = (
             _along(np.array(sizes), values, batches)
             for values in (np.array([row[n] for n in sizes]), parts[:, 0], parts[:, 1])
@@ -195,7 +237,7 @@ class TableCosts:
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
-        return tuple(self.seconds)
+        return tuple(map(str, self.seconds))
 
 
 def _blocks(path: Path | str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,20 +91,17 @@ class SampleShape:
 
 @dataclass(frozen=True)
 class SampleModel:
-    """Sizes of a model that the costs of its samples depend on.
+    """Sizes of a model that the costs of its samples depend on."""
 
-    Attributes:
-        name: name of the model; a file of another one is refused.
-        weights: elements of the matrices of one block, the mean.
-        hidden: dims of a token.
-        kinds: kinds of blocks; their counts are the depth.
-        dtype: dtype of activations.
-    """
-
+    # Name of the model; a file of another one is refused.
     name: str
+    # Elements of the matrices of one block, the mean.
     weights: int
+    # Dims of a token.
     hidden: int
+    # Kinds of blocks; their counts are the depth.
     kinds: tuple[BlockKind, ...]
+    # Dtype of activations.
     dtype: str = "float32"
 
     @property
@@ -120,56 +117,50 @@ class SampleModel:
 
 @dataclass(frozen=True)
 class SamplePoint:
-    """One measurement on one rank, all blocks recomputed.
+    """One measurement on one rank, all blocks recomputed."""
 
-    Attributes:
-        shape: shape of the samples.
-        batch: number of samples.
-        depth: blocks that ran.
-        seconds: median seconds of forward and backward.
-        bytes: bytes at the peak, the model's states with them.
-    """
-
+    # Shape of the samples.
     shape: SampleShape
+    # Number of samples.
     batch: int
+    # Blocks that ran.
     depth: int
+    # Median seconds of forward and backward.
     seconds: float
+    # Bytes at the peak, the model's states with them.
     bytes: int
 
 
 @dataclass(frozen=True)
 class SampleFit:
-    """Rates that were fitted to points.
+    """Rates that were fitted to points."""
 
-    Attributes:
-        fixed_s: seconds of a micro-batch whatever is in it.
-        call_s: seconds of a block whatever is in it.
-        flop_s: seconds of a FLOP of a block.
-        token_s: seconds of a token outside of the blocks.
-        pixel_s: seconds of a pixel in the autoencoder.
-        states: bytes of parameters, gradients and states.
-        token_bytes: bytes of a token outside of the blocks.
-        block_bytes: bytes of a token in one recomputed block.
-        error: median relative error of the seconds of points that were left out of the fit one by
-            one; of the fitted points where there are no more than rates.
-        worst: largest of those.
-        to_host_s: seconds of a byte that moves to the host's memory; 0: not known.
-        from_host_s: seconds of a byte that comes back; 0: not known.
-        move_error: largest relative error of those.
-    """
-
+    # Seconds of a micro-batch whatever is in it.
     fixed_s: float
+    # Seconds of a block whatever is in it.
     call_s: float
+    # Seconds of a FLOP of a block.
     flop_s: float
+    # Seconds of a token outside of the blocks.
     token_s: float
+    # Seconds of a pixel in the autoencoder.
     pixel_s: float
+    # Bytes of parameters, gradients and states.
     states: float
+    # Bytes of a token outside of the blocks.
     token_bytes: float
+    # Bytes of a token in one recomputed block.
     block_bytes: float
+    # Median relative error of the seconds of points that were left out of the fit one by one; of
+    # the fitted points where there are no more than rates.
     error: float = 0.0
+    # Largest of those.
     worst: float = 0.0
+    # Seconds of a byte that moves to the host's memory; 0: not known.
     to_host_s: float = 0.0
+    # Seconds of a byte that comes back; 0: not known.
     from_host_s: float = 0.0
+    # Largest relative error of those.
     move_error: float = 0.0
 
     def host_room(self, limit: float) -> HostRoom | None:
@@ -201,7 +192,7 @@ class SampleCosts:
         cluster: ranks and links; None: groups of one rank only.
         allowed: degrees that the model takes, such as divisors of its heads; None: all.
         encoded_alike: every rank of a group encodes all pixels of its samples; else its share.
-        tensor: ranks that each of these ranks is, which share each layer's tensors. Bytes are told
+        tensor: ranks that each of these ranks is, which share each layer's tensors. Bytes are given
             as without them: never too few.
         host: host memory that activations may move to; None: they are kept or computed again.
     """
@@ -217,12 +208,12 @@ class SampleCosts:
 
     @property
     def alone(self) -> SampleCosts:
-        """Costs without tensor ranks: which samples make a step hangs on these."""
+        """Costs without tensor ranks: which samples make a step depends on these."""
         return replace(self, tensor=1)
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Parts of the seconds that are told."""
+        """Parts of the seconds that are known."""
         return "communication", "recompute"
 
     @property
@@ -324,8 +315,10 @@ def fit_samples(
         raise GulliverError("costs of samples need points with seconds and bytes above 0")
     rows = np.array([_terms(model, point) for point in points])
     seconds = np.array([point.seconds for point in points])
+    # Relative errors: otherwise the longest samples alone would decide.
     rates = _not_negative(rows / seconds[:, None], np.ones(len(points)))
     errors = np.abs(rows @ rates / seconds - 1)
+    # With as many rates as points a fit has no error; left-out points show what it is worth.
     if len(points) > rows.shape[1]:
         errors = np.array([_left_out(rows, seconds, n) for n in range(len(points))])
     size = np.array([point.bytes for point in points], dtype=float)

@@ -22,7 +22,7 @@ from gulliver.io._gather import gather
 from gulliver.io._mapped import FileMappings
 from gulliver.io._native import NativeEngine, native_problem
 from gulliver.io._python import PythonEngine
-from gulliver.io._types import BLOCK, Counters, File, IoError, Page, View, check_process
+from gulliver.io._types import BLOCK, Counters, File, IoError, Page, StridedView, check_process
 from gulliver.io._yaml import to_yaml
 
 __all__ = [
@@ -36,8 +36,8 @@ __all__ = [
     "NativeEngine",
     "Page",
     "PythonEngine",
+    "StridedView",
     "Ticket",
-    "View",
     "atomic_file",
     "cache_folder",
     "check_process",

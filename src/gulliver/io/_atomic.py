@@ -1,7 +1,7 @@
 """Files and folders that appear whole or not at all.
 
-All is written under a temporary name beside the final one, forced to the disk, and renamed. Nothing
-here knows what the bytes mean.
+All is written under a temporary name next to the final one, forced to the disk, and renamed.
+Nothing here knows what the bytes mean.
 """
 
 from __future__ import annotations
@@ -37,17 +37,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path, needed: int = 0, durable: bool = True) -> Iterator[Path]:
-    """Yields a temporary path in the folder of `path`, renamed to it when the block ends well.
-
-    Args:
-        path: file to make or to replace; missing folders are made.
-        needed: bytes that will be written; 0 where that is not known.
-        durable: whether to force the file to the disk. A message to another process need not be,
-            and once it has its name that process may move or remove its folder.
-
-    Raises:
-        GulliverError: the disk is full, or the folder cannot be written. `path` is as it was.
-    """
+    """Yields a temporary path in the folder of `path`, renamed to it when the block ends well."""
     require_space(path.parent, needed)
     # A name that nobody can guess, or a link planted there would be followed.
     token = f"{os.getpid()}-{secrets.token_hex(6)}"
@@ -74,21 +64,15 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
 
 
 def finish_folder(partial: Path, path: Path) -> None:
-    """Forces everything in a folder to the disk and gives it its final name.
-
-    A folder that has this name is replaced: at every moment there is one of the two.
-    """
+    """Forces everything in a folder to the disk and gives it its final name."""
+    # A folder that has this name is replaced: at every moment there is one of the two.
     name_folder(partial, path)
     with named_errors(path):
         sync(path.parent)
 
 
 def name_folder(partial: Path, path: Path) -> None:
-    """Does what `finish_folder` does, without forcing the new name to the disk.
-
-    Raises:
-        GulliverError: the folder could not be given its final name.
-    """
+    """Does what `finish_folder` does, without forcing the new name to the disk."""
     with named_errors(path):
         # Contents before the name: after a crash the final name must not lead to half a folder.
         for found in sorted(partial.rglob("*")):
@@ -102,10 +86,8 @@ def name_folder(partial: Path, path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder: it is there as a whole, or under a temporary name, or not at all.
-
-    Of a link to a folder only the link goes.
-    """
+    """Removes a folder: it is there as a whole, or under a temporary name, or not at all."""
+    # Of a link to a folder only the link goes.
     with named_errors(path, "removed"):
         doomed = path.with_name(path.name + PARTIAL)
         os.replace(path, doomed)
@@ -113,10 +95,8 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_all(path: Path) -> None:
-    """Removes a file, a link (not what it leads to) or a folder with all that is in it.
-
-    What cannot be removed stays, and so does the folder that it is in.
-    """
+    """Removes a file, a link (not what it leads to) or a folder with all that is in it."""
+    # What cannot be removed stays, and so does the folder that it is in.
     if path.is_symlink() or not path.is_dir():
         with suppress(OSError):
             path.unlink()
@@ -125,14 +105,9 @@ def remove_all(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Removes what processes that were killed have left half written in a folder.
-
-    Removes only what is named for a process that does not run on this machine, and that nobody has
-    locked (`hold`): the lock keeps what another machine is writing.
-
-    Returns:
-        Paths that were removed.
-    """
+    """Removes what processes that were killed have left half written in a folder."""
+    # Removes only what is named for a process that does not run on this machine, and that nobody
+    # has locked (`hold`): the lock keeps what another machine is writing.
     removed = []
     for path in folder.glob(f".*{PARTIAL}") if folder.is_dir() else ():
         found = LEFT.fullmatch(path.name)
@@ -145,11 +120,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 @contextmanager
 def hold(path: Path) -> Iterator[None]:
-    """Locks a file or folder for as long as it is written.
-
-    Raises:
-        OSError: another process has it; where there are no locks nothing is raised.
-    """
+    """Locks a file or folder for as long as it is written."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         try:
@@ -174,15 +145,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Refuses to begin what the disk has no room for.
-
-    Args:
-        folder: folder to write to; its nearest existing parent is asked.
-        needed: bytes to be written.
-
-    Raises:
-        GulliverError: naming the bytes needed and free.
-    """
+    """Refuses to begin what the disk has no room for."""
     free = _free(folder)
     if free < needed:
         raise GulliverError(
@@ -193,16 +156,7 @@ def require_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def named_errors(path: Path, action: str = "written", needed: int = 0) -> Iterator[None]:
-    """Turns the system's refusals into one line that names the path.
-
-    Args:
-        path: file or folder that is worked on.
-        action: past participle of what was to be done with it, for the message.
-        needed: bytes to be written; 0 where that is not known.
-
-    Raises:
-        GulliverError: in place of any error of the operating system.
-    """
+    """Turns the system's refusals into one line that names the path."""
     try:
         yield
     except OSError as error:

@@ -34,6 +34,7 @@ def default_engine(**options: Any) -> Engine:
     if problem and choice in ("native", "threads"):
         raise GulliverError(f"GULLIVER_IO={choice} asks for the native engine, but {problem}")
     if problem and not choice and problem not in _said:
+        # Once for each reason and process: every checkpointer and reader makes an engine.
         _said.add(problem)
         logging.getLogger("gulliver").warning(
             "I/O runs in Python threads, which compete for the GIL: %s", problem

@@ -12,7 +12,7 @@ What is staged goes through a pool of aligned pages::
     read, write         straight between the file and the caller's memory   -> I/O queue -> DONE
     sync(file)          waits for the writes submitted before it on that file -> I/O queue -> DONE
 
-Nothing here knows what the bytes mean. Addresses are believed: whoever submits one keeps its memory
+Nothing here knows what the bytes mean. Addresses are believed: the caller keeps its memory
 alive until `copied` (staging) or `done` (reading, writing).
 """
 
@@ -38,14 +38,14 @@ from gulliver.io._types import (
     IoError,
     Page,
     Request,
-    View,
+    StridedView,
     check_process,
     check_range,
     check_segments,
     check_views,
 )
 
-NO_VIEWS: Mapping[int, View] = MappingProxyType({})
+NO_VIEWS: Mapping[int, StridedView] = MappingProxyType({})
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -71,28 +71,13 @@ class Ticket(ABC):
         """CRC-32 of the bytes as `zlib.crc32`; None until known, or where none was asked for."""
 
     def wait_copied(self, timeout: float | None = None) -> None:
-        """Waits until the source may change again, which a failed request allows, too.
-
-        Args:
-            timeout: seconds; None waits for ever.
-
-        Raises:
-            TimeoutError: not within the timeout.
-        """
+        """Waits until the source may change again, which a failed request allows, too."""
         check_process(self._process)
         if not self._wait_copied(timeout):
             raise TimeoutError(f"not copied within {timeout:g} s")
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until it has ended.
-
-        Args:
-            timeout: seconds; None waits for ever.
-
-        Raises:
-            IoError: it failed.
-            TimeoutError: not within the timeout.
-        """
+        """Waits until it has ended."""
         check_process(self._process)
         if not self._wait_done(timeout):
             raise TimeoutError(f"not done within {timeout:g} s")
@@ -185,11 +170,11 @@ class Engine(ABC):
         segments: NDArray[np.int64],
         *,
         priority: int = 0,
-        views: Mapping[int, View] = NO_VIEWS,
+        views: Mapping[int, StridedView] = NO_VIEWS,
     ) -> Ticket:
         """Gathers segments of memory into a page, and writes it.
 
-        Does not wait for a page or the disk, only while `queue` requests are under way.
+        Does not wait for a page or the disk, only while `queue` requests are in flight.
 
         Args:
             file: file to write to.
@@ -280,7 +265,7 @@ class Engine(ABC):
     def sync(self, file: File) -> Ticket:
         """Forces a file to the disk, after the writes on it that were submitted before.
 
-        An error of any earlier write on the file is the error of this: whoever waits for the sync
+        An error of any earlier write on the file is the error of this: who waits for the sync
         alone must not take a broken file for a whole one.
         """
         self._check_process()
@@ -288,7 +273,7 @@ class Engine(ABC):
 
     @abstractmethod
     def close_file(self, file: File) -> None:
-        """Closes a file after what is under way on it; a second time does nothing.
+        """Closes a file after what is in flight on it; a second time does nothing.
 
         Raises:
             IoError: the system reports a late failure.

@@ -11,16 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gulliver.io._native import native_problem
-from gulliver.io._types import View
+from gulliver.io._types import StridedView
 
 
 def gather(target: int, segments: NDArray[np.int64]) -> None:
-    """Copies pieces of memory one behind the other; returns when all are copied.
-
-    Args:
-        target: address to copy to; there has to be room for all.
-        segments: table (n, 2), address and bytes of each.
-    """
+    """Copies pieces of memory one behind the other; returns when all are copied."""
     table = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 2)
     if os.environ.get("GULLIVER_IO") != "python" and native_problem() is None:
         importlib.import_module("gulliver.io._core").gather(target, table)
@@ -28,14 +23,8 @@ def gather(target: int, segments: NDArray[np.int64]) -> None:
         gather_slowly(target, table, {})
 
 
-def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, View]) -> None:
-    """Copies pieces of memory one behind the other, in Python.
-
-    Args:
-        target: address to copy to; there has to be room for all.
-        table: table (n, 2), address and bytes of each.
-        views: views of pieces whose elements lie apart, by the number of the piece.
-    """
+def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, StridedView]) -> None:
+    """Copies pieces of memory one behind the other, in Python."""
     for number, (begin, nbytes) in enumerate(table.tolist()):
         if number in views and nbytes:
             view = views[number]
@@ -51,7 +40,7 @@ def memory_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
 
 
-def _elements(view: View) -> np.flatiter:
+def _elements(view: StridedView) -> np.flatiter:
     """Returns the elements of a view in row-major order."""
     # Opaque elements: numpy has no bfloat16, and a copy needs their size only.
     kind = np.dtype((np.void, view.itemsize))

@@ -1,11 +1,4 @@
-"""Memory that is a file: where it lies, and how its pages go back to the system.
-
-[Note: mapped files] State that does not fit into memory lies in files that are mapped: a page is
-read when it is touched, and stays until the system needs the room. Whoever goes once through a file
-larger than memory would push out what is used all the time, and under a limit of the system have
-it made room for page by page. So what has been gone through is given back (`MADV_PAGEOUT`), which
-writes what was changed and loses nothing; `MADV_DONTNEED` would empty memory that is no file.
-"""
+"""Memory that is a file: where it lies, and how its pages go back to the system."""
 
 from __future__ import annotations
 
@@ -18,6 +11,12 @@ PAGEOUT = 21
 """`MADV_PAGEOUT` of Linux 5.4 and later."""
 
 
+# [Note: mapped files] State that does not fit into memory lies in files that are mapped: a page is
+# read when it is touched, and stays until the system needs the room. Whoever goes once through a
+# file larger than memory would push out what is used all the time, and under a limit of the system
+# have it made room for page by page. So what has been gone through is given back (`MADV_PAGEOUT`),
+# which writes what was changed and loses nothing; `MADV_DONTNEED` would empty memory that is no
+# file.
 class FileMappings:
     """Files that are mapped into this process, as the system tells it now."""
 
@@ -42,10 +41,8 @@ class FileMappings:
         return number >= 0 and 0 < nbytes <= self._stops[number] - address
 
     def let_go(self, address: int, nbytes: int) -> None:
-        """Gives the whole pages of memory back to the system, where they are a file's.
-
-        It is advice: where the system does not take it nothing happens.
-        """
+        """Gives the whole pages of memory back to the system, where they are a file's."""
+        # It is advice: where the system does not take it nothing happens.
         begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
         if size > 0 and self.hold(address, nbytes):

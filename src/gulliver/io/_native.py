@@ -24,7 +24,7 @@ from gulliver.io._types import (
     IoError,
     Page,
     Request,
-    View,
+    StridedView,
     check_sizes,
 )
 
@@ -42,7 +42,7 @@ def native_problem() -> str | None:
     except ImportError as error:
         return f"its extension is not built ({error})"
     if built != INTERFACE:
-        return "its extension is of another version: pip install -e . builds it anew"
+        return "its extension is of another version: pip install -e . builds it again"
     return None
 
 
@@ -92,21 +92,7 @@ class NativeFile(File):
 
 
 class NativeEngine(Engine):
-    """The engine with threads of C++.
-
-    Args:
-        page_bytes: size of a page, a multiple of 4096.
-        pages: number of pages in the pool.
-        copiers: threads that gather and sum.
-        writers: threads that call the system; with io_uring one thread keeps several calls of each
-            under way instead.
-        queue: requests under way before submitting waits.
-        direct: whether to go past the page cache where alignment allows it.
-        io_uring: whether to use io_uring: False for threads, True to fail without it.
-
-    Raises:
-        GulliverError: no memory for the pool, or io_uring demanded and not allowed here.
-    """
+    """The engine with threads of C++."""
 
     def __init__(
         self,
@@ -271,7 +257,7 @@ class NativeEngine(Engine):
         self._core.hold(held)
 
 
-def _view(view: View) -> Any:
+def _view(view: StridedView) -> Any:
     strides = [stride * view.itemsize for stride in view.strides]
     return _extension().view(view.address, view.itemsize, list(view.sizes), strides)
 

@@ -2,8 +2,8 @@
 
 A request waits in one of two heaps, for a page or for the disk. Whoever frees a page fills it at
 once for the first that waits; `writers` threads call the system. One condition guards all that is
-shared and is told of every change: simple, where the native engine is fast. All goes through the
-page cache, and an acquired page is lent when nothing that is staged waits for one.
+shared and is notified of every change: simple, where the native engine is fast. All goes through
+the page cache, and an acquired page is lent when nothing that is staged waits for one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class PythonFile(File):
-    """A descriptor, and what is under way on it (guarded by the engine's condition)."""
+    """A descriptor, and what is in flight on it (guarded by the engine's condition)."""
 
     def __init__(self, owner: Engine, path: Path, handle: int, nbytes: int = 0) -> None:
         self.owner, self.path, self.nbytes, self.handle = owner, path, nbytes, handle
@@ -42,7 +42,7 @@ class PythonFile(File):
 
 
 class PythonTicket(Ticket):
-    """A request on its way."""
+    """A submitted request."""
 
     def __init__(self, request: Request, file: PythonFile) -> None:
         super().__init__(os.getpid())
@@ -80,10 +80,9 @@ class PythonTicket(Ticket):
 
 
 class PythonEngine(Engine):
-    """The engine with Python threads; see `NativeEngine` for the arguments.
+    """The engine with Python threads; see `NativeEngine` for the arguments."""
 
-    There are no copiers: whoever submits, or frees a page, copies. `direct` is not used.
-    """
+    # There are no copiers: whoever submits, or frees a page, copies. `direct` is not used.
 
     kind = "python threads"
 

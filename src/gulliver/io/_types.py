@@ -50,19 +50,16 @@ class IoError(GulliverError):
 
 
 class File:
-    """A file that an engine has open; only that engine takes it.
+    """A file that an engine has open; only that engine takes it."""
 
-    Attributes:
-        path: path that it was opened by.
-        nbytes: size when it was opened, or the size that `create` was given.
-    """
-
+    # Path that it was opened by.
     path: Path
+    # Size when it was opened, or the size that `create` was given.
     nbytes: int
 
 
 @dataclass(frozen=True)
-class View:
+class StridedView:
     """Elements that lie apart in memory, one behind the other in the row-major order of `sizes`.
 
     Attributes:
@@ -105,49 +102,41 @@ class Page:
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts of what an engine has done so far.
-
-    Attributes:
-        written: bytes written.
-        read: bytes read.
-        direct: bytes, written and read, that went past the page cache.
-        pending: number of requests under way or waiting.
-        free_pages: number of pages that nobody has.
-    """
+    """Counts of what an engine has done so far."""
 
     written: int
     read: int
+    # Bytes, written and read, that went past the page cache.
     direct: int
+    # Number of requests in flight or waiting.
     pending: int
+    # Number of pages that nobody has.
     free_pages: int
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request as it is submitted, to either engine.
+    """A request as it is submitted, to either engine."""
 
-    Attributes:
-        kind: operation; `page` writes an acquired page.
-        file: file to read, write or sync.
-        offset: first byte in the file.
-        address: first byte in memory; of a staged request the page is not known yet.
-        nbytes: number of bytes.
-        priority: order of service; the higher goes first.
-        table: table (n, 2), address and bytes of the segments that are staged.
-        views: views of segments whose elements lie apart, by the number of the segment.
-        page: acquired page that is written.
-        checksum: whether what is read is to be summed.
-    """
-
+    # Operation; `page` writes an acquired page.
     kind: Literal["stage", "page", "write", "read", "sync"]
+    # File to read, write or sync.
     file: File
+    # First byte in the file.
     offset: int = 0
+    # First byte in memory; of a staged request the page is not known yet.
     address: int = 0
+    # Number of bytes.
     nbytes: int = 0
+    # Order of service; the higher goes first.
     priority: int = 0
+    # Table (n, 2), address and bytes of the segments that are staged.
     table: NDArray[np.int64] | None = None
-    views: Mapping[int, View] = field(default_factory=dict)
+    # Views of segments whose elements lie apart, by the number of the segment.
+    views: Mapping[int, StridedView] = field(default_factory=dict)
+    # Acquired page that is written.
     page: Page | None = None
+    # Whether what is read is to be summed.
     checksum: bool = False
 
 
@@ -169,15 +158,7 @@ def check_range(offset: int, nbytes: int) -> None:
 
 
 def check_segments(segments: NDArray[np.int64], page_bytes: int) -> NDArray[np.int64]:
-    """Refuses segments that no page can hold.
-
-    Args:
-        segments: table (n, 2), address and bytes of each.
-        page_bytes: most bytes of all together.
-
-    Returns:
-        The same table, contiguous and of 64 bits.
-    """
+    """Refuses segments that no page can hold."""
     table = np.ascontiguousarray(segments, dtype=np.int64)
     if table.size == 0:
         return table.reshape(0, 2)
@@ -192,7 +173,7 @@ def check_segments(segments: NDArray[np.int64], page_bytes: int) -> NDArray[np.i
     return table
 
 
-def check_views(table: NDArray[np.int64], views: Mapping[int, View]) -> None:
+def check_views(table: NDArray[np.int64], views: Mapping[int, StridedView]) -> None:
     """Refuses segments that are not whole elements of their views."""
     for number, view in views.items():
         begin, nbytes = (int(value) for value in table[number])

@@ -9,7 +9,7 @@ how long a step of ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.p
 are sharded, recomputed and moved jointly (`_joint.py`, then `_joint_search.py`), how a chain is
 recomputed with checkpoints inside checkpoints (`_rematerialize.py`), which of several unequal
 devices takes which layers (`_devices.py`), which ranks share which samples in a step (`_steps.py`,
-over `_step_search.py`, `_step_packing.py` and `_accumulation.py`; which samples make one:
+over `_step_tables.py` and `_accumulation.py`; which samples make one:
 `_arrange.py`; what runs between two halves of one: `_halves.py`; micro-batches for ranks that are
 stages: `_step_stages.py`), which rows of a table a cache holds (`_row_replacement.py`, with
 `_row_index.py` and `_sketch.py`), how tables share ranks
@@ -94,7 +94,7 @@ from gulliver.solve._simulation import Moved, count_moves, replay, simulate
 from gulliver.solve._sketch import DecayedCounts
 from gulliver.solve._stages import Schedule, Stage, Step
 from gulliver.solve._step_stages import fill_stages
-from gulliver.solve._steps import BalancedStep, GroupWork, Piece, StepSolver
+from gulliver.solve._steps import BalancedStep, GroupWork, StepSolver, WorkPiece
 from gulliver.solve._table_placement import TableOption, TablesPlaced, place_tables
 from gulliver.solve._timeline import UPDATE_LAG, StepTimes, gathers_in_backward, step_seconds
 from gulliver.solve._transit import MiddleReplacement, Transit
@@ -140,7 +140,6 @@ __all__ = [
     "Packing",
     "PassCosts",
     "Pick",
-    "Piece",
     "Placement",
     "Policy",
     "Prediction",
@@ -165,6 +164,7 @@ __all__ = [
     "TablesPlaced",
     "TooSmall",
     "Transit",
+    "WorkPiece",
     "accumulated",
     "activations_peak",
     "allocate",

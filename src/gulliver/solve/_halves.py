@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 
-from gulliver.solve._steps import BalancedStep, GroupWork, Piece
+from gulliver.solve._steps import BalancedStep, GroupWork, WorkPiece
 
 MOST = 24
 """Micro-batches of a group up to which pairs are looked at."""
@@ -64,7 +64,7 @@ def _work(degree: int, batches: list[_Batch]) -> GroupWork:
     by_shape: dict[Hashable, list[int]] = {}
     for shape, size, _ in batches:
         by_shape.setdefault(shape, []).append(size)
-    pieces = tuple(Piece(shape, tuple(sizes)) for shape, sizes in by_shape.items())
+    pieces = tuple(WorkPiece(shape, tuple(sizes)) for shape, sizes in by_shape.items())
     return GroupWork(degree, sum(seconds for *_, seconds in batches), pieces)
 
 

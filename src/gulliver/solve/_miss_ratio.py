@@ -17,12 +17,7 @@ from numpy.typing import NDArray
 
 
 def lru_misses(uses: NDArray[np.int64], sizes: Sequence[int]) -> list[int]:
-    """Counts the misses of least recently used caches.
-
-    Args:
-        uses: rows, one use after the other.
-        sizes: numbers of rows that the caches hold.
-    """
+    """Counts the misses of least recently used caches."""
     distances = _distances(uses)
     return [int((distances >= size).sum()) for size in sizes]
 
@@ -60,41 +55,30 @@ def _distances(uses: NDArray[np.int64]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class MissCurve:
-    """Misses of a table by the rows that its cache holds.
+    """Misses of a table by the rows that its cache holds."""
 
-    Attributes:
-        sizes: numbers of rows, ascending.
-        misses: misses at each, not ascending.
-        row_bytes: bytes of a row in the cache.
-    """
-
+    # Numbers of rows, ascending.
     sizes: tuple[int, ...]
+    # Misses at each, not ascending.
     misses: tuple[float, ...]
+    # Bytes of a row in the cache.
     row_bytes: int
 
 
 @dataclass(frozen=True)
 class SharedCache:
-    """Rows of each table's cache.
+    """Rows of each table's cache."""
 
-    Attributes:
-        sizes: number of rows of each.
-        misses: misses of all tables.
-        bound: misses that no share of the memory can be below, given the curves.
-    """
-
+    # Number of rows of each.
     sizes: tuple[int, ...]
+    # Misses of all tables.
     misses: float
+    # Misses that no share of the memory can be below, given the curves.
     bound: float
 
 
 def share_cache(curves: Sequence[MissCurve], budget: int) -> SharedCache | None:
-    """Shares memory among caches; None where not even the smallest sizes fit.
-
-    Args:
-        curves: curve of each table; its smallest size is one that it must have.
-        budget: bytes of all caches together.
-    """
+    """Shares memory among caches; None where not even the smallest sizes fit."""
     left = budget - sum(curve.sizes[0] * curve.row_bytes for curve in curves)
     if left < 0:
         return None

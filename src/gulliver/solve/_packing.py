@@ -14,27 +14,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Packing:
-    """Things that lie together.
+    """Things that lie together."""
 
-    Attributes:
-        bins: numbers of the things of each bin, the largest of them first.
-        bound: number of bins that no packing can do without.
-    """
-
+    # Numbers of the things of each bin, the largest of them first.
     bins: list[list[int]]
+    # Number of bins that no packing can do without.
     bound: int
 
 
 def pack(sizes: Sequence[int], capacity: int) -> Packing:
-    """Packs things into bins; the same for the same sizes in the same order.
-
-    Args:
-        sizes: size of each thing, from 1 to `capacity`.
-        capacity: size of a bin.
-
-    Returns:
-        The bins, and a lower bound of their number.
-    """
+    """Packs things into bins; the same for the same sizes in the same order."""
     bins: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []

@@ -8,10 +8,6 @@ The events of a step are the schedule of the next (`Cycle`), and a hint: whateve
 As long as it holds, an object stays or leaves as it was planned, and what comes next is loaded as
 soon as there is room, in the order of use. What was not planned makes room by farthest next use,
 half as far for what has to be written first.
-
-[Note: where we are] An event that is not the one expected has been left out of this step (then
-others before it are skipped, and the cursor jumps to it), or was put in (then it stays). Which of
-the two it was, the next event tells: both places are remembered.
 """
 
 from __future__ import annotations
@@ -31,6 +27,9 @@ FARTHEST_JUMP = 4
 """The cursor skips at most this part of a step at once."""
 
 
+# [Note: where we are] An event that is not the one expected has been left out of this step (then
+# others before it are skipped, and the cursor jumps to it), or was put in (then it stays). Which of
+# the two it was, the next event tells: both places are remembered.
 @dataclass
 class _Object:
     name: str
@@ -44,21 +43,7 @@ class _Object:
 
 
 class Replacement:
-    """Decides what a fast tier of a given size holds.
-
-    Args:
-        budget: size of the fast tier, in bytes.
-        backed: whether there is a tier behind it; without one nothing can leave.
-        ahead: bytes loaded ahead of use at most; None for as many as fit.
-        policy: ``planned``, or to compare with it without a plan, on demand: ``farthest`` next use
-            or ``recent`` (least recently used goes first).
-
-    Attributes:
-        minimum: most bytes that were pinned and lent at once so far.
-        pinned: bytes of objects in use.
-        lent: bytes that are no object's.
-        used: bytes in the fast tier.
-    """
+    """Decides what a fast tier of a given size holds."""
 
     def __init__(
         self,
@@ -82,11 +67,7 @@ class Replacement:
     # Events
 
     def add(self, key: Hashable, name: str, nbytes: int, filled: bool) -> list[Action]:
-        """Takes a new object; one that is filled is put into the fast tier.
-
-        Raises:
-            GulliverError: there is no room for it.
-        """
+        """Takes a new object; one that is filled is put into the fast tier."""
         found = _Object(name, nbytes)
         actions: list[Action] = []
         if filled:
@@ -103,11 +84,7 @@ class Replacement:
         return actions
 
     def use(self, key: Hashable, write: bool = False, fresh: bool = False) -> list[Action]:
-        """Pins an object in the fast tier.
-
-        Raises:
-            GulliverError: there is no room for it beside all that is pinned; nothing was changed.
-        """
+        """Pins an object in the fast tier."""
         found = self._objects[key]
         actions: list[Action] = []
         if not found.resident:
@@ -153,13 +130,7 @@ class Replacement:
         return True
 
     def undo(self, key: Hashable, stored: bool, arrived: bool) -> None:
-        """Takes back a use that failed before the object was there.
-
-        Args:
-            key: object.
-            stored: whether the tier behind had its content before the use.
-            arrived: whether it is in the fast tier all the same.
-        """
+        """Takes back a use that failed before the object was there."""
         found = self._objects[key]
         found.pins -= 1
         if not found.pins:
@@ -194,11 +165,7 @@ class Replacement:
         return self._forget(found, key) + self._look_ahead()
 
     def lend(self, nbytes: int, name: str) -> list[Action]:
-        """Makes room for memory that is no object's.
-
-        Raises:
-            GulliverError: there is no room beside all that is pinned; nothing was changed.
-        """
+        """Makes room for memory that is no object's."""
         actions = self._room(nbytes, name)
         self._note(Event("lend", nbytes))
         self.lent += nbytes
@@ -214,11 +181,7 @@ class Replacement:
         return self._look_ahead()
 
     def set_budget(self, nbytes: int) -> list[Action]:
-        """Changes the size of the fast tier.
-
-        Raises:
-            GulliverError: what is pinned and lent does not fit; nothing was changed.
-        """
+        """Changes the size of the fast tier."""
         if nbytes < self.pinned + self.lent:
             raise GulliverError(
                 f"a memory budget of {nbytes} bytes is too small: {self.pinned + self.lent} bytes "
@@ -475,4 +438,5 @@ class Replacement:
             self._early -= found.nbytes
 
     def _grown(self) -> None:
+        # Most bytes that were pinned and lent at once so far.
         self.minimum = max(self.minimum, self.pinned + self.lent)

@@ -1,8 +1,8 @@
 """Finds the slot of a row: a hash table of 32-bit numbers, or an array where that is smaller.
 
 All of it works on arrays of keys at once. `HashIndex` is open addressing with linear probing, at
-most half full; a key that is removed leaves a mark that probes pass, and the table is laid out anew
-when marks become many. `DenseIndex` has an entry for every row there is.
+most half full; a key that is removed leaves a mark that probes pass, and the table is laid out
+again when marks become many. `DenseIndex` has an entry for every row there is.
 """
 
 from __future__ import annotations
@@ -73,13 +73,7 @@ class DenseIndex:
 
 
 class HashIndex:
-    """A hash table from integers to integers.
-
-    Args:
-        entries: number of keys that it is laid out for; it grows when there are more.
-        wide_keys: whether keys need 64 bits.
-        wide_values: whether values do.
-    """
+    """A hash table from integers to integers."""
 
     def __init__(self, entries: int, wide_keys: bool = False, wide_values: bool = False) -> None:
         self._key_type = np.int64 if wide_keys else np.int32

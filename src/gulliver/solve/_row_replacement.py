@@ -3,12 +3,6 @@
 A batch is *announced* as soon as it is known, *decided* (`decide` says which rows come, into which
 slots, and which leave; nothing changes by it) and *committed*. Between announcing and committing
 it lies in the window. All rows of a batch are in the cache at once.
-
-[Note: look-ahead] Inside the window the future is known. What is used there leaves after all that
-is not, the farthest use first: Belady's rule (1966), which has the fewest misses there can be where
-the window reaches to the end. What is not used inside the window leaves by its decayed count, the
-smallest first. Rows with equal claims leave in the order of their numbers, so that decisions depend
-on the batches alone.
 """
 
 from __future__ import annotations
@@ -33,14 +27,16 @@ HALF_LIVES = (8.0, 512.0)
 """Half-lives in batches of which the better one is taken where none is given."""
 
 
+# [Note: look-ahead] Inside the window the future is known. What is used there leaves after all that
+# is not, the farthest use first: Belady's rule (1966), which has the fewest misses there can be
+# where the window reaches to the end. What is not used inside the window leaves by its decayed
+# count, the smallest first. Rows with equal claims leave in the order of their numbers, so that
+# decisions depend on the batches alone.
 class TooSmall(GulliverError):
-    """A batch does not fit a cache.
-
-    Attributes:
-        least: smallest number of slots that it would fit.
-    """
+    """A batch does not fit a cache."""
 
     def __init__(self, rows: int, held: int, slots: int) -> None:
+        # Smallest number of slots that it would fit.
         self.least = rows + held
         beside = f" beside {held} rows that wait for an optimizer's step" if held else ""
         super().__init__(
@@ -51,54 +47,44 @@ class TooSmall(GulliverError):
 
 @dataclass
 class RowRequest:
-    """A batch of rows.
+    """A batch of rows."""
 
-    Attributes:
-        rows: distinct rows, ascending.
-        counts: uses of each in the batch.
-        number: number of the batch among those that were announced; -1 for none of these.
-        next_use: number of the next batch that is known to use each, else `NEVER`.
-    """
-
+    # Distinct rows, ascending.
     rows: NDArray[np.int64]
+    # Uses of each in the batch.
     counts: NDArray[np.int64]
+    # Number of the batch among those that were announced; -1 for none of these.
     number: int
+    # Number of the next batch that is known to use each, else `NEVER`.
     next_use: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """What a batch does to a cache.
-
-    Attributes:
-        request: batch.
-        slots: slot of each of its rows.
-        missing: places, among the rows, of those that have to be loaded.
-        victims: slots whose rows leave; the last of those that `missing` are loaded into.
-    """
+    """What a batch does to a cache."""
 
     request: RowRequest
+    # Slot of each of its rows.
     slots: Slots
+    # Places, among the rows, of those that have to be loaded.
     missing: NDArray[np.int64]
+    # Slots whose rows leave; the last of those that `missing` are loaded into.
     victims: Slots
 
 
 @dataclass
 class RowCounts:
-    """Uses of rows so far.
+    """Uses of rows so far."""
 
-    Attributes:
-        batches: number of batches.
-        rows: number of distinct rows, batch by batch.
-        misses: number of them that were loaded.
-        uses: uses of rows.
-        missed_uses: uses of rows that were loaded.
-    """
-
+    # Number of batches.
     batches: int = 0
+    # Number of distinct rows, batch by batch.
     rows: int = 0
+    # Number of them that were loaded.
     misses: int = 0
+    # Uses of rows.
     uses: int = 0
+    # Uses of rows that were loaded.
     missed_uses: int = 0
 
     @property
@@ -113,22 +99,7 @@ def one_row_each(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np
 
 
 class RowReplacement:
-    """Decides which rows are in a cache.
-
-    Args:
-        slots: number of rows that it holds.
-        rows: number of rows there are.
-        policy: ``lookahead``; to compare with it ``lru``, ``lfu`` (counts of rows while they are
-            in the cache) or ``dataset`` (`frequencies` counted beforehand).
-        frequencies: uses of each row, (rows,), for ``dataset``.
-        half_life: batches after which a use counts half, for ``lookahead``; None tries
-            `HALF_LIVES` on a sample of the rows, and takes the one that misses less.
-        counters: counters of each table of its sketch; None for 4 a slot.
-
-    Attributes:
-        slot_rows: row in each slot, -1 for none.
-        counts: what has happened so far.
-    """
+    """Decides which rows are in a cache."""
 
     def __init__(
         self,
@@ -146,7 +117,9 @@ class RowReplacement:
         if (policy == "dataset") != (frequencies is not None):
             raise GulliverError("policy 'dataset' and frequencies belong together: give both")
         self.policy, self.slots = policy, slots
+        # Row in each slot, -1 for none.
         self.slot_rows = np.full(slots, -1, np.int64)
+        # What has happened so far.
         self.counts = RowCounts()
         self.index = make_index(rows, slots)
         self._frequencies = frequencies
@@ -168,19 +141,14 @@ class RowReplacement:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the decisions' own state, beside the index."""
+        """Bytes of the decisions' own state, in addition to the index."""
         arrays = (self.slot_rows, self._keys, self._scores, self._next_use)
         sketches = sum(sketch.nbytes for sketch in self._sketches) if self._sketch else 0
         duel = self._duel.nbytes if self._duel else 0
         return sum(array.nbytes for array in arrays) + sketches + duel
 
     def announce(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
-        """Takes the next batch that is known; they are decided in this order.
-
-        Args:
-            rows: distinct rows, ascending.
-            counts: uses of each.
-        """
+        """Takes the next batch that is known; they are decided in this order."""
         number, self._announced = self._announced, self._announced + 1
         request = RowRequest(rows, counts, number, np.full(len(rows), NEVER, np.int64))
         self._window.append(request)
@@ -213,15 +181,7 @@ class RowReplacement:
         return RowRequest(rows, counts, -1, next_use)
 
     def decide(self, request: RowRequest, pinned: Slots | None = None) -> RowPlan:
-        """Says what a batch loads, and what leaves for it.
-
-        Args:
-            request: batch; of announced ones the first of the window.
-            pinned: slots that must stay besides the batch's own.
-
-        Raises:
-            TooSmall: the batch does not fit.
-        """
+        """Says what a batch loads, and what leaves for it."""
         slots = self.index.lookup(request.rows)
         missing = np.flatnonzero(slots < 0)
         kept = slots[slots >= 0]
@@ -349,16 +309,10 @@ LEAD = 0.01
 
 
 class Duel:
-    """Half-lives beside each other, each in a cache of its own for a sample of the rows.
-
-    A sample by a hash of the row, in a cache as much smaller, misses about as often as all rows do
-    in theirs (Waldspurger et al. 2017, "Cache modeling and optimization using miniature
-    simulations"); that the better of two rules is taken is set dueling (Qureshi et al. 2007).
-
-    Args:
-        slots: slots of the whole cache.
-        rows: number of rows.
-    """
+    """Half-lives next to each other, each in a cache of its own for a sample of the rows."""
+    # A sample by a hash of the row, in a cache as much smaller, misses about as often as all rows
+    # do in theirs (Waldspurger et al. 2017, "Cache modeling and optimization using miniature
+    # simulations"); that the better of two rules is taken is set dueling (Qureshi et al. 2007).
 
     def __init__(self, slots: int, rows: int) -> None:
         small = max(slots // SAMPLE, 1)

@@ -6,7 +6,7 @@ Micro-batches of p_1, ..., p_n seconds on each of S equal stages, one after the 
 
 seconds: the makespan of a proportionate flow shop, in whatever order they run (Pinedo,
 "Scheduling", section 6.1). So few large micro-batches, which compute best, let stages wait longest.
-`fill_stages` cuts the samples of each group anew, with several limits of what one micro-batch may
+`fill_stages` cuts the samples of each group again, with several limits of what one micro-batch may
 take, and keeps what ends soonest.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from gulliver.solve._accumulation import split_batches
-from gulliver.solve._steps import BalancedStep, GroupWork, Piece
+from gulliver.solve._steps import BalancedStep, GroupWork, WorkPiece
 
 LIMITS = 12
 """Limits that are tried for each group, from the largest micro-batch to an eighth of it or less."""
@@ -30,16 +30,7 @@ Seconds = Mapping[Hashable, Mapping[int, np.ndarray]]
 
 
 def fill_stages(step: BalancedStep, seconds: Seconds, stages: int) -> BalancedStep:
-    """Cuts the samples of each group into the micro-batches with which its stages end soonest.
-
-    Args:
-        step: groups, and the samples that each has.
-        seconds: seconds of a stage.
-        stages: number of stages.
-
-    Returns:
-        The step with seconds in which stages fill and drain.
-    """
+    """Cuts the samples of each group into the micro-batches with which its stages end soonest."""
     if stages == 1:
         return step
     groups = tuple(_filled(work, seconds, stages) for work in step.groups)
@@ -64,7 +55,7 @@ def _filled(work: GroupWork, seconds: Seconds, stages: int) -> GroupWork:
     best = int(np.argmin([end + filling for end, filling in ends]))
     pieces = zip(work.pieces, tried[best], strict=True)
     spent, filling = ends[best]
-    cut = tuple(Piece(piece.shape, sizes) for piece, sizes in pieces)
+    cut = tuple(WorkPiece(piece.shape, sizes) for piece, sizes in pieces)
     return work._replace(seconds=spent + filling, pieces=cut, filling=filling)
 
 

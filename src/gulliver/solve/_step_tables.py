@@ -1,6 +1,6 @@
-"""The packer of steps: the extension `gulliver.solve._packer` where it was built, else Python.
+"""The packer of steps: the extension `gulliver.solve._packer` where it was built, else first fit.
 
-Both give the same answers to the bit. ``GULLIVER_PACKER=python`` or ``native`` forces one.
+``GULLIVER_PACKER=python`` or ``native`` forces one. Their plans differ, so all ranks need the same.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from functools import cache
 from typing import Any, Protocol
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.solve._step_packing import Packed
-from gulliver.solve._step_search import (
-    CLOSE,
-    FIRST,
-    OTHERWISE,
-    SHORTER,
-    TRIES,
-    WIDENED,
-    PythonTables,
-)
+from gulliver.solve._step_fallback import CLOSE, FallbackTables, Packed
 
+TRIES = 10
+"""Times that are tried."""
+FIRST = 1.05
+"""The first time that is tried, over the bound."""
+WIDENED = tuple(1.06 ** (2**number) for number in range(7))
+"""How much longer the next time is, while none is found: by its number."""
+OTHERWISE = ((0.5, 1, 0.02), (2.0, 1, 0.06), (0.0, 2, 0.06), (0.0, 4, 0.06))
+"""Second tries: how much of the time that a shape's samples leave in a group counts as lost, what
+part of the ranks a group may have (one wide group makes all samples pay for its messages), and the
+gap to the bound from which on it is tried."""
+SHORTER = 0.01
+"""Share by which each of those is shorter than the best so far."""
 INTERFACE = 1
 """Version of the extension's interface; both sides count up when their calls change."""
 PACKERS = ("native", "python")
@@ -43,7 +46,7 @@ class StepAnswer(Protocol):
 
 
 class StepPacking(Protocol):
-    """Samples of a step, and ways to deal them to groups; see `Packing` and `SearchedPacking`."""
+    """Samples of a step, and ways to deal them to groups."""
 
     def pack(
         self, limit: float, degrees: list[int], lost: float = ..., partly: bool = ...
@@ -61,7 +64,7 @@ class StepPacking(Protocol):
 
 
 class StepTables(Protocol):
-    """Ends and rates of all shapes, by number; see `PythonTables`."""
+    """Ends and rates of all shapes, by number."""
 
     def learn(self, number: int, ends: Mapping[int, list[float]], rate: float) -> None:
         """Takes the ends of a shape by degree, and its least rank seconds of a sample."""
@@ -86,26 +89,21 @@ class NativePacking:
         partly: bool = False,
         most: int | None = None,
     ) -> Packed | None:
-        """Fills groups up to a time; see `Packing.pack`."""
+        """Fills groups up to a time."""
         packed, degrees[:] = self._core.pack(limit, degrees, lost, partly, most)
         return packed
 
     def follow(self, groups: Sequence[tuple[int, float]], until: float) -> tuple[list[int], float]:
-        """Fills groups that are busy up to some seconds; see `Packing.follow`."""
+        """Fills groups that are busy up to some seconds."""
         return self._core.follow(groups, until)
 
     def search(self, bound: float) -> StepAnswer | None:
-        """Packs all samples in as little time as is found; see `SearchedPacking.search`."""
+        """Packs all samples in as little time as is found."""
         return self._core.search(bound, self._tries)
 
 
 class NativeTables:
-    """Ends and rates of all shapes in the extension.
-
-    Args:
-        ranks: ranks that groups share.
-        repeat: groups may run several micro-batches; else one each.
-    """
+    """Ends and rates of all shapes in the extension."""
 
     def __init__(self, ranks: int, repeat: bool) -> None:
         built = _extension()
@@ -122,11 +120,7 @@ class NativeTables:
 
 
 def packer_problem() -> str | None:
-    """Says why steps are not packed by the extension; None where they are.
-
-    Raises:
-        GulliverError: ``$GULLIVER_PACKER`` is unknown, or asks for what was not built.
-    """
+    """Says why steps are not packed by the extension; None where they are."""
     wanted = os.environ.get("GULLIVER_PACKER", "")
     if wanted and wanted not in PACKERS:
         raise GulliverError(f"GULLIVER_PACKER={wanted!r} is unknown: {nearest(wanted, PACKERS)}")
@@ -140,8 +134,9 @@ def packer_problem() -> str | None:
 
 def step_tables(ranks: int, repeat: bool) -> StepTables:
     """Returns empty tables of the packer that is there."""
-    made = PythonTables if packer_problem() else NativeTables
-    return made(ranks, repeat)
+    if packer_problem() is None:
+        return NativeTables(ranks, repeat)
+    return FallbackTables(ranks, repeat)
 
 
 @cache
@@ -151,7 +146,7 @@ def _not_built() -> str | None:
     except ImportError as error:
         return f"its extension is not built ({error})"
     if built != INTERFACE:
-        return "its extension is of another version: pip install -e . builds it anew"
+        return "its extension is of another version: pip install -e . builds it again"
     return None
 
 

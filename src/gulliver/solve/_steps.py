@@ -38,7 +38,7 @@ REMEMBERED = 4096
 """Steps whose plans are kept: arranged ones come again."""
 
 
-class Piece(NamedTuple):
+class WorkPiece(NamedTuple):
     """Samples of one shape that a group runs: the sizes of their micro-batches."""
 
     shape: Hashable
@@ -46,45 +46,38 @@ class Piece(NamedTuple):
 
 
 class GroupWork(NamedTuple):
-    """What one group of ranks runs in a step.
+    """What one group of ranks runs in a step."""
 
-    Attributes:
-        degree: ranks of the group.
-        seconds: seconds of all its micro-batches.
-        pieces: micro-batches by shape, in order.
-        filling: seconds of those in which stages of a pipeline fill and drain.
-    """
-
+    # Ranks of the group.
     degree: int
+    # Seconds of all its micro-batches.
     seconds: float
-    pieces: tuple[Piece, ...]
+    # Micro-batches by shape, in order.
+    pieces: tuple[WorkPiece, ...]
+    # Seconds of those in which stages of a pipeline fill and drain.
     filling: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class BalancedStep:
-    """A step: groups, the widest first.
+    """A step: groups, the widest first."""
 
-    Attributes:
-        groups: groups with work; ranks that are in none have none.
-        seconds: seconds of the longest group.
-        bound: seconds that no plan can be under.
-        left: samples that found no place, by shape, where a group may run one micro-batch only.
-    """
-
+    # Groups with work; ranks that are in none have none.
     groups: tuple[GroupWork, ...]
+    # Seconds of the longest group.
     seconds: float
+    # Seconds that no plan can be under.
     bound: float
+    # Samples that found no place, by shape, where a group may run one micro-batch only.
     left: dict[Hashable, int]
 
 
 @dataclass(slots=True)
 class _Found:
-    """Shapes of a step in order, their groups by number, and the bound.
+    """Shapes of a step in order, their groups by number, and the bound."""
 
-    Groups are kept as objects from the second time on that they are asked for: those of thousands
-    of steps that never come again would be looked through by the garbage collector.
-    """
+    # Groups are kept as objects from the second time on that they are asked for: those of thousands
+    # of steps that never come again would be looked through by the garbage collector.
 
     shapes: list[Hashable]
     answer: StepAnswer
@@ -94,17 +87,7 @@ class _Found:
 
 
 class StepSolver:
-    """Plans steps from tables of seconds.
-
-    Args:
-        seconds: seconds of micro-batches of 1, 2, ... samples by shape and degree; empty where not
-            even one sample fits the memory.
-        ranks: ranks that a step has.
-        repeat: groups may run several micro-batches one after the other; else one each.
-
-    Raises:
-        GulliverError: no ranks, or a shape that fits at no degree.
-    """
+    """Plans steps from tables of seconds."""
 
     def __init__(
         self,
@@ -127,20 +110,19 @@ class StepSolver:
         self._packings: dict[str, tuple[dict[Hashable, int], StepPacking]] = {}
         self._numbers: dict[Hashable, int] = {}
         self._tables = step_tables(ranks, repeat)
+        self.packer = type(self._tables).__name__
+        """Kind of the packer: ranks whose packers differ would plan different steps."""
         for shape, rows in seconds.items():
             self.add(shape, rows)
 
     def add(self, shape: Hashable, rows: Mapping[int, np.ndarray]) -> None:
-        """Adds a shape with its seconds by degree.
-
-        Raises:
-            GulliverError: it fits at no degree.
-        """
+        """Adds a shape with its seconds by degree."""
         fit = {d: np.asarray(t) for d, t in sorted(rows.items()) if len(t) and d <= self.ranks}
         if not fit:
             raise GulliverError(f"shape {shape!r} fits at no degree of up to {self.ranks} ranks")
         self._seconds[shape], self._names[shape], self._known[shape] = fit, repr(shape), 0
         self._one[shape] = min(float(t.min()) for t in fit.values())
+        # Plans that were found are of other costs.
         self._plans.clear()
         self._packings.clear()
         self._learn(shape, 16)
@@ -160,6 +142,7 @@ class StepSolver:
         least, self._rate[shape] = covering({d: d * t for d, t in rows.items()}, size)
         self._least[shape] = least.tolist()
         number = self._numbers.setdefault(shape, len(self._numbers))
+        # Tables grow by doubling: new counts make a shape learn again only a few times.
         self._tables.learn(number, self._ends[shape], self._rate[shape])
 
     def rank_seconds(self, shape: Hashable) -> float:
@@ -195,18 +178,7 @@ class StepSolver:
         small: Mapping[Hashable, int] | None = None,
         until: float = 0.0,
     ) -> tuple[dict[Hashable, int], float] | None:
-        """Fills all ranks up to a time with some of many samples, the largest first.
-
-        Args:
-            counts: samples of each shape.
-            limit: seconds that no group runs longer than.
-            small: samples that may follow, of other shapes, in order.
-            until: seconds up to which those do.
-
-        Returns:
-            Samples that found a place, by shape, and seconds of the longest group; None where
-            there are none.
-        """
+        """Fills all ranks up to a time with some of many samples, the largest first."""
         packing = self._packing("large", counts)
         packed = packing.pack(limit, [0] * len(counts), partly=True)
         assert packed is not None, "what does not fit is left"
@@ -249,14 +221,7 @@ class StepSolver:
         return found.answer.seconds, found.bound
 
     def plan_step(self, counts: Mapping[Hashable, int]) -> BalancedStep:
-        """Deals samples to groups of ranks; the same answer for the same counts in any order.
-
-        Args:
-            counts: samples of each shape, none of 0.
-
-        Returns:
-            The groups; nothing is left where groups may run several micro-batches.
-        """
+        """Deals samples to groups of ranks; the same answer for the same counts in any order."""
         if not counts:
             return BalancedStep((), 0.0, 0.0, {})
         found = self._found(counts)
@@ -274,7 +239,7 @@ class StepSolver:
                 degree,
                 seconds,
                 tuple(
-                    Piece(shapes[number], self._split(shapes[number], degree, n))
+                    WorkPiece(shapes[number], self._split(shapes[number], degree, n))
                     for number, n in taken
                 ),
             )
@@ -293,7 +258,7 @@ class StepSolver:
         return found
 
     def _searched(self, counts: Mapping[Hashable, int]) -> _Found:
-        # The order of a mapping is the order of arrival: answers must not hang on it.
+        # The order of a mapping is the order of arrival: answers must not depend on it.
         shapes = sorted(counts, key=self._names.__getitem__)
         sizes = [counts[shape] for shape in shapes]
         for shape, count in zip(shapes, sizes, strict=True):

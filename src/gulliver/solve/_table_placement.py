@@ -16,31 +16,25 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class TableOption:
-    """A way to place a table.
+    """A way to place a table."""
 
-    Attributes:
-        name: name of the placement.
-        seconds: what it costs each rank.
-        nbytes: what it takes of each rank's memory.
-    """
-
+    # Name of the placement.
     name: str
+    # What it costs each rank.
     seconds: tuple[float, ...]
+    # What it takes of each rank's memory.
     nbytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TablesPlaced:
-    """An option for each table.
+    """An option for each table."""
 
-    Attributes:
-        options: chosen options, in the order of the tables.
-        seconds: seconds of each rank.
-        bound: seconds that no choice can be below.
-    """
-
+    # Chosen options, in the order of the tables.
     options: tuple[TableOption, ...]
+    # Seconds of each rank.
     seconds: tuple[float, ...]
+    # Seconds that no choice can be below.
     bound: float
 
     @property
@@ -50,15 +44,7 @@ class TablesPlaced:
 
 
 def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TablesPlaced:
-    """Chooses an option for each table.
-
-    Args:
-        tables: options of each table, at least one; all of as many ranks.
-        room: bytes of each rank's memory.
-
-    Raises:
-        GulliverError: no choice that was found fits the memory; no tables, or one without options.
-    """
+    """Chooses an option for each table."""
     if not tables or not all(tables):
         raise GulliverError("give at least one table, and at least one option of each")
     starts = [

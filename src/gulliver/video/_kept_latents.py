@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.checkpoint import read_json
-from gulliver.data import Bucket, BucketConfig, ClipTable, Probe, Row
+from gulliver.data import Bucket, BucketConfig, ClipTable, Probe, TableRow
 from gulliver.errors import GulliverError
 from gulliver.io import named_errors
 from gulliver.options import Options
@@ -307,7 +307,7 @@ class EncodedTable(ClipTable):
         self.rows, self.clips, self._broken, self._misstated = [], {}, {}, {}
         self.skipped = [(name, reason) for name, reason in kept.content["skipped"]]
         for name, text, clip, *probe in kept.content["rows"]:
-            row = Row(name, Path(name), text, Probe(*probe), None)
+            row = TableRow(name, Path(name), text, Probe(*probe), None)
             try:
                 self.rows.append(replace(row, bucket=self._choose(row.probe)))
             except GulliverError as error:

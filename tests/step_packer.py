@@ -1,15 +1,9 @@
-"""Groups of ranks filled with the samples of one step, up to a time that is tried.
+"""The packer of steps in plain Python: the oracle of `native/packing_module.cpp`, to the bit.
 
-`_step_search.py` tries many times for each step, so this is where planning spends its own. Shapes
-are numbers here, and what does not hang on the time is kept from one to the next: the order in
-which shapes are taken, and the first ends of every shape on groups of a degree.
-`native/packing_module.cpp` does the same, line for line: change both.
-
-[Note: why little is looked at] Most of a group's visits to shapes would find that one more sample
-does not fit. So the least first end up to each place of the order is kept: the first place where it
-is within the room that is left is found by bisection, and nothing before it can fit. And a time is
-given up as soon as the ranks that are free cannot hold what is left even at its best rate. Both
-leave every answer as it would be without.
+The extension tries many times for each step. What does not depend on the time is kept from one to
+the next: the order in which shapes are taken, and the first ends of every shape on groups of a
+degree. Times are found by bisection between the bound and the best so far; where the answer is far
+over the bound, other degrees are tried at shorter and shorter times.
 """
 
 from __future__ import annotations
@@ -17,6 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+
+from gulliver.solve._step_tables import CLOSE, FIRST, OTHERWISE, SHORTER, TRIES, WIDENED
 
 Ends = Mapping[int, list[float]]
 """Seconds in which 0, 1, ... samples of a shape end on a group, by degree."""
@@ -31,16 +27,13 @@ ROUNDED = 1e-12
 """Share of a time by which sums of floats may differ."""
 
 
+# [Note: why little is looked at] Most of a group's visits to shapes would find that one more sample
+# does not fit. So the least first end up to each place of the order is kept: the first place where
+# it is within the room that is left is found by bisection, and nothing before it can fit. And a
+# time is given up as soon as the ranks that are free cannot hold what is left even at its best
+# rate. Both leave every answer as it would be without.
 class Packing:
-    """The samples of a step, and ways to deal them to groups.
-
-    Args:
-        ends: ends of each shape, at degrees of at most `ranks`.
-        counts: samples of each shape, none of 0.
-        rates: least rank seconds of a sample of each shape.
-        ranks: ranks that groups share.
-        repeat: groups may run several micro-batches; else one each.
-    """
+    """The samples of a step, and ways to deal them to groups."""
 
     def __init__(
         self,
@@ -66,18 +59,7 @@ class Packing:
         partly: bool = False,
         most: int | None = None,
     ) -> Packed | None:
-        """Fills groups up to a time, the shapes of the widest groups and the largest first.
-
-        Args:
-            limit: seconds that no group runs longer than.
-            degrees: what shapes have chosen for times near this one, 0 for nothing yet; changed.
-            lost: how much of the time that a shape's samples leave in a group counts as lost.
-            partly: deal what finds a place.
-            most: ranks of a group, if that is possible.
-
-        Returns:
-            None where a sample fits no group, or ranks run out, unless `partly`.
-        """
+        """Fills groups up to a time, the shapes of the widest groups and the largest first."""
         if not self._choose(limit, degrees, lost, partly, most):
             return None
         order = self._order(degrees)
@@ -109,15 +91,7 @@ class Packing:
         return groups, left
 
     def follow(self, groups: Sequence[tuple[int, float]], until: float) -> tuple[list[int], float]:
-        """Fills groups that are busy up to some seconds, shapes in their own order.
-
-        Args:
-            groups: degree and seconds of each.
-            until: seconds up to which samples follow.
-
-        Returns:
-            Samples of each shape that are left, and seconds of the longest group that took some.
-        """
+        """Fills groups that are busy up to some seconds, shapes in their own order."""
         order = self._order([1] * len(self.counts), in_turn=True)
         left, longest = list(self.counts), 0.0
         for degree, seconds in groups:
@@ -169,12 +143,7 @@ class Packing:
 
 
 class Order:
-    """Shapes in the order in which groups take them.
-
-    Args:
-        members: shapes, each once.
-        ends: ends of all shapes.
-    """
+    """Shapes in the order in which groups take them."""
 
     def __init__(self, members: list[int], ends: Sequence[Ends]) -> None:
         self.members, self._ends = members, ends
@@ -196,15 +165,7 @@ class Order:
     def fill(
         self, left: Sequence[int], head: int, degree: int, limit: float, repeat: bool
     ) -> tuple[float, list[tuple[int, int]]]:
-        """Fills one group with what fits: its seconds, and samples of each shape.
-
-        Args:
-            left: samples of each shape that wait.
-            head: place to begin at.
-            degree: ranks of the group.
-            limit: seconds that it runs at most.
-            repeat: whether it may run more than one shape.
-        """
+        """Fills one group with what fits: its seconds, and samples of each shape."""
         rows, firsts, lows = self._rows.get(degree) or self._row(degree)
         members, spent, slack = self.members, 0.0, ROUNDED * limit
         taken: list[tuple[int, int]] = []
@@ -226,3 +187,119 @@ class Order:
                         place = max(place, bisect_left(lows, spent - limit - slack) - 1)
             place += 1
         return spent, taken
+
+
+class PythonAnswer:
+    """What a search has found: seconds of the longest group, and the groups."""
+
+    def __init__(self, seconds: float, packed: Packed) -> None:
+        self.seconds, self._packed = seconds, packed
+
+    def packed(self) -> Packed:
+        """Groups, and what is left."""
+        return self._packed
+
+
+class PythonTables:
+    """Ends and rates of all shapes, by number, in plain Python."""
+
+    def __init__(self, ranks: int, repeat: bool) -> None:
+        self._ranks, self._repeat = ranks, repeat
+        self._known: list[tuple[dict[int, list[float]], float]] = []
+
+    def learn(self, number: int, ends: Mapping[int, list[float]], rate: float) -> None:
+        """Takes the ends of a shape by degree, and its least rank seconds of a sample."""
+        self._known[number : number + 1] = [(dict(ends), rate)]
+
+    def packing(self, numbers: Sequence[int], counts: Sequence[int]) -> SearchedPacking:
+        """The packing of so many samples of shapes."""
+        known = [self._known[number] for number in numbers]
+        ends, rates = [ends for ends, _ in known], [rate for _, rate in known]
+        return SearchedPacking(ends, counts, rates, self._ranks, self._repeat)
+
+
+class SearchedPacking(Packing):
+    """A packing for which the time is searched."""
+
+    def search(self, bound: float) -> PythonAnswer | None:
+        """Packs all samples in as little time as is found; or what finds a place, without repeats.
+
+        Args:
+            bound: seconds that no packing can be under.
+
+        Returns:
+            What was found; None where no degree is common to all shapes, so that not even one group
+            can run them.
+        """
+        best, longest = self._bisected(bound)
+        if best is None and self.repeat:
+            best = self._together()
+            if best is None:
+                return None
+            longest = best[0][0][1]
+        for lost, part, gap in OTHERWISE:
+            if best is not None and longest > (1 + gap) * bound:
+                most = max(1, self.ranks // part)
+                best, longest = self._shortened(bound, best, longest, lost, most)
+        if best is None:
+            best = self.pack(float("inf"), [0] * len(self.counts), partly=True)
+            assert best is not None, "what does not fit is left"
+            longest = max((seconds for _, seconds, _ in best[0]), default=0.0)
+        return PythonAnswer(longest, best)
+
+    def _bisected(self, bound: float) -> tuple[Packed | None, float]:
+        """Bisects for the least time that the ranks suffice for."""
+        low, high, limit = bound, 0.0, FIRST * bound
+        best, longest = None, float("inf")
+        degrees = [0] * len(self.counts)
+        for number in range(TRIES):
+            chosen = list(degrees)
+            packed = self.pack(limit, chosen)
+            if packed is None or any(packed[1]):
+                low = limit
+                limit = (low + high) / 2 if high else limit * WIDENED[min(number, 6)]
+                continue
+            # What a time has chosen that is too short would be too wide for longer ones.
+            degrees = chosen
+            seconds = max(group[1] for group in packed[0])
+            if seconds < longest:
+                best, longest = packed, seconds
+            high = min(seconds, limit)
+            if high - low < CLOSE * bound:
+                break
+            limit = (low + high) / 2
+        return best, longest
+
+    def _shortened(
+        self, bound: float, best: Packed, longest: float, lost: float, most: int
+    ) -> tuple[Packed, float]:
+        """Tries shorter and shorter times with other degrees, until the ranks do not suffice."""
+        degrees = [0] * len(self.counts)
+        shorter = SHORTER
+        for _ in range(TRIES):
+            limit = max(bound, (1 - shorter) * longest)
+            chosen = list(degrees)
+            packed = self.pack(limit, chosen, lost, most=most)
+            if packed is not None and not any(packed[1]):
+                degrees = chosen
+                best, longest = packed, max(group[1] for group in packed[0])
+                shorter *= 2
+            else:
+                shorter /= 2
+                if shorter < SHORTER:
+                    break
+        return best, longest
+
+    def _together(self) -> Packed | None:
+        """All samples in one group of the degree that ends soonest; None where none is common."""
+        found = []
+        for degree in self.ends[0] if self.ends else ():
+            if all(degree in ends for ends in self.ends):
+                seconds = 0.0
+                for ends, count in zip(self.ends, self.counts, strict=True):
+                    seconds += ends[degree][count]
+                found.append((seconds, degree))
+        if not found:
+            return None
+        seconds, degree = min(found)
+        return [(degree, seconds, list(enumerate(self.counts)))], [0] * len(self.counts)

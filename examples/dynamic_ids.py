@@ -3,13 +3,6 @@
 An id that is new shares row 0 with all others that are; its uses are counted, and when it has come
 `admit_after` times it is given a row of its own. So a table holds what recurs, and what occurs once
 costs no row and no collision with an id that has one.
-
-[Note: exact counts that forget] Ids without a row are counted one by one, in two generations of as
-many ids as the table has rows. When the young generation is full it becomes the old one, and the
-old one is dropped; an id that comes again moves to the young one with its count. No id is ever
-counted for another, so none is admitted too early, however many there are (a count-min sketch of
-the same memory admits ids that came once as soon as there are more of them than counters). An id is
-forgotten, and so admitted later, only if at least `rows` others came between two of its uses.
 """
 
 from __future__ import annotations
@@ -30,6 +23,13 @@ LEAST = 1024
 """Ids that a generation of counts takes at least."""
 
 
+# [Note: exact counts that forget] Ids without a row are counted one by one, in two generations of
+# as many ids as the table has rows. When the young generation is full it becomes the old one, and
+# the old one is dropped; an id that comes again moves to the young one with its count. No id is
+# ever counted for another, so none is admitted too early, however many there are (a count-min
+# sketch of the same memory admits ids that came once as soon as there are more of them than
+# counters). An id is forgotten, and so admitted later, only if at least `rows` others came between
+# two of its uses.
 class DynamicIds:
     """A map from ids to rows of a table, which grows as ids are admitted.
 
@@ -137,18 +137,12 @@ class DynamicIds:
         self._index = HashIndex(max(len(state["keys"]), LEAST), wide_keys=True)
         self._index.insert(state["keys"].numpy(), state["rows"].numpy())
         self._counts = RecentCounts(max(self.rows, LEAST))
-        # Earlier versions saved a sketch, which has no ids: those start again.
-        if isinstance(state["counts"], list):
-            self._counts.restore([part.numpy() for part in state["counts"]])
+        self._counts.restore([part.numpy() for part in state["counts"]])
         self.admitted, self.left_out = len(state["keys"]), state["left_out"]
 
 
 class RecentCounts:
-    """Exact counts of the keys that came of late.
-
-    Args:
-        most: keys of a generation; those of the last `most` distinct keys are always known.
-    """
+    """Exact counts of the keys that came of late."""
 
     def __init__(self, most: int) -> None:
         self.most = most

@@ -1,4 +1,4 @@
-"""Planners as they were published, to be replayed beside ours: bucketing, intra, inter, and PAC.
+"""Published data-centric planners (bucketing, intra, inter, PAC), replayed next to ours.
 
 Bucketing has one sequence degree, one batch of one bucket per group and step. DCP-intra picks each
 group's bucket, degree and batch size so that groups end together; DCP-inter lets groups repeat
@@ -9,16 +9,25 @@ gradient is the mean over groups of means over micro-batches, however many sampl
 
 Source: Data-Centric Parallel in VideoSys (NUS-HPC-AI-Lab), its description and code of 2024; told
 from what it does, not copied.
+
+`replay_published` and `replay_ours` plan an epoch over one table of costs, so that their figures
+can be compared: tokens a second, idle time, samples that are never used, and how unevenly samples
+weigh in a step's gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from gulliver.data import DataCentricPlanner, StepPlan
+from gulliver.data._budgets import Budget
+from gulliver.data._draws import Distribution
 from gulliver.errors import GulliverError
 from gulliver.hardware import TableCosts
 
@@ -30,19 +39,15 @@ MAX_ACCUMULATION, MIN_ACCUMULATION, MIN_ACCUMULATION_PAC = 5, 2, 15
 
 @dataclass
 class Share:
-    """One group's work in a step.
+    """One group's work in a step."""
 
-    Attributes:
-        shape: bucket of all its samples.
-        degree: ranks of the group.
-        batch: samples of a micro-batch.
-        seconds: seconds of a micro-batch.
-        repeats: micro-batches.
-    """
-
+    # Bucket of all its samples.
     shape: str
+    # Ranks of the group.
     degree: int
+    # Samples of a micro-batch.
     batch: int
+    # Seconds of a micro-batch.
     seconds: float
     repeats: int = 1
 
@@ -54,14 +59,11 @@ class Share:
 
 @dataclass(frozen=True)
 class PublishedPlan:
-    """An epoch as a published planner runs it.
+    """An epoch as a published planner runs it."""
 
-    Attributes:
-        steps: groups of each optimizer step.
-        dropped: samples that the epoch never sees.
-    """
-
+    # Groups of each optimizer step.
     steps: list[list[Share]]
+    # Samples that the epoch never sees.
     dropped: int
 
 
@@ -76,15 +78,7 @@ class _Profile:
 def published_plan(
     method: Method, costs: TableCosts, counts: Mapping[str, int], ranks: int, seed: int = 0
 ) -> PublishedPlan:
-    """Plans an epoch as a published planner does.
-
-    Args:
-        method: planner.
-        costs: table of seconds.
-        counts: samples of each bucket.
-        ranks: ranks, of which bucketing needs a multiple of its degree.
-        seed: seed of its draws.
-    """
+    """Plans an epoch as a published planner does."""
     if method not in METHODS:
         raise GulliverError(f"no planner {method!r}: choose from {', '.join(METHODS)}")
     draw = np.random.Generator(np.random.Philox(key=seed))
@@ -122,8 +116,8 @@ def _profiled(costs: TableCosts, shapes: Sequence[str], ranks: int, method: Meth
         rates: dict[tuple[int, int], float] = {}
         for degree in degrees:
             found = costs.batches(shape, degree, method == "inter+pac")
-            for batch, time in enumerate(found.seconds.tolist(), 1):
-                seconds[shape, degree, batch] = time
+            for batch, each in enumerate(found.seconds.tolist(), 1):
+                seconds[shape, degree, batch] = each
             size = 1
             while size <= min(len(found), max(costs.seconds[shape].get(degree, {0: 0.0}))):
                 rates[degree, size] = size / degree / found.seconds[size - 1]
@@ -252,3 +246,157 @@ def _balance_repeats(step: list[Share], least: int) -> None:
     factor = 1 if max(best[1]) >= least else -(-least // max(best[1]))
     for share, count in zip(step, best[1], strict=True):
         share.repeats = count * factor
+
+
+PUBLISHED: dict[Distribution, dict[Method, float]] = {
+    "short": {"intra": 1.55, "inter": 2.12, "inter+pac": 2.48},
+    "balanced": {"intra": 1.23, "inter": 1.68, "inter+pac": 1.78},
+    "long": {"intra": 1.07, "inter": 1.27, "inter+pac": 1.28},
+}
+"""Speed-ups over bucketing on 32 H100s, as published; from another table of costs than ours."""
+PUBLISHED_IMBALANCE: dict[Method, tuple[float, float, float]] = {
+    "bucketing": (0.089, 0.138, 0.164),
+    "intra": (0.052, 0.052, 0.053),
+    "inter": (0.024, 0.039, 0.043),
+    "inter+pac": (0.012, 0.018, 0.033),
+}
+"""Imbalance on 8, 16 and 32 devices, as published."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Results of a planner over an epoch."""
+
+    # Name of the planner.
+    name: str
+    steps: int
+    # Samples that are used.
+    samples: int
+    # Samples that are not.
+    dropped: int
+    # Tokens that are used.
+    tokens: int
+    # Predicted seconds of all steps.
+    seconds: float
+    # Share of the ranks' time in which they wait for the step's last group.
+    imbalance: float
+    # Effective share of samples in a step's gradient, the mean: 1 where all weigh the same.
+    effective: float
+    # Largest weight of a sample over the smallest in one step.
+    spread: float
+    # Predicted seconds over the bounds of the steps, less 1; None where there is no bound.
+    gap: float | None
+    # Processor seconds of planning.
+    planning: float
+    # Seconds of planning by the clock; on a machine that others use these are more.
+    wall: float
+    # Samples of a small step: one in twenty has fewer.
+    few: float
+    # Samples of a large step: one in twenty has more.
+    many: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def step_samples(self) -> float:
+        """Samples of an optimizer step, the mean."""
+        return self.samples / self.steps if self.steps else 0.0
+
+
+def replay_published(
+    method: Method, costs: TableCosts, shapes: Sequence[str], ranks: int, seed: int = 0
+) -> Replayed:
+    """Runs a published planner over an epoch, drops and weights as they are in it."""
+    clock = _Clock()
+    with clock:
+        plan = published_plan(method, costs, Counter(shapes), ranks, seed)
+    seconds = busy = 0.0
+    tokens = 0
+    sizes: list[int] = []
+    shares, spreads = [], [1.0]
+    for step in plan.steps:
+        longest = max(share.total for share in step)
+        seconds += longest
+        busy += sum(share.degree * share.total for share in step)
+        sizes.append(sum(share.batch * share.repeats for share in step))
+        tokens += sum(share.batch * share.repeats * costs.tokens(share.shape) for share in step)
+        effective, spread = _weights(step)
+        shares.append(effective)
+        spreads.append(spread)
+    imbalance = 1 - busy / (ranks * seconds) if seconds else 0.0
+    effective = float(np.mean(shares)) if shares else 0.0
+    told = (imbalance, effective, max(spreads), None, clock.processor, clock.wall, *_range(sizes))
+    return Replayed(method, len(plan.steps), sum(sizes), plan.dropped, tokens, seconds, *told)
+
+
+def _range(sizes: Sequence[int]) -> tuple[float, float]:
+    """Samples of small and of large steps: one in twenty lies below, one above."""
+    low, high = np.quantile(sizes, (0.05, 0.95)) if len(sizes) else (0.0, 0.0)
+    return float(low), float(high)
+
+
+def _weights(step: Sequence[Share]) -> tuple[float, float]:
+    """Effective share of the samples, and largest over smallest weight: means of means."""
+    counts = np.array([share.batch * share.repeats for share in step], dtype=float)
+    weights = np.array([share.degree for share in step]) / counts
+    together, squares = (counts * weights).sum(), (counts * weights**2).sum()
+    return float(together**2 / squares / counts.sum()), float(weights.max() / weights.min())
+
+
+def replay_ours(
+    costs: TableCosts,
+    shapes: Sequence[str],
+    ranks: int,
+    budget: Budget,
+    name: str = "ours",
+    **settings: Any,
+) -> Replayed:
+    """Runs our planner over an epoch."""
+    clock = _Clock()
+    with clock:
+        planner = DataCentricPlanner(costs, shapes, ranks, budget, **settings)
+        steps = iter(planner)
+    tokens, used, sizes = 0, set[int](), list[int]()
+    together = np.zeros(3)
+    while True:
+        with clock:
+            plan = next(steps, None)
+        if plan is None:
+            break
+        # Plans are looked at and forgotten, as in training.
+        tokens += sum(len(batch.samples) * costs.tokens(batch.shape) for _, batch in plan)
+        used.update(index for _, batch in plan for index in batch.samples)
+        sizes.append(plan.samples)
+        together += sums([plan])
+    seconds, busy, bound = together.tolist()
+    told = (1 - busy / (ranks * seconds), 1.0, 1.0, seconds / bound - 1)
+    times = (clock.processor, clock.wall, *_range(sizes))
+    count = len(used)
+    return Replayed(name, len(sizes), count, len(shapes) - count, tokens, seconds, *told, *times)
+
+
+class _Clock:
+    """Adds up the seconds of what runs inside, of this process and of the clock."""
+
+    def __init__(self) -> None:
+        self.processor = self.wall = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = time.process_time(), time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.processor += time.process_time() - self._begun[0]
+        self.wall += time.perf_counter() - self._begun[1]
+
+
+def sums(plans: Iterable[StepPlan]) -> tuple[float, float, float]:
+    """Seconds of steps, rank seconds in which groups are busy, and seconds of the bounds."""
+    seconds = busy = bound = 0.0
+    for plan in plans:
+        seconds += plan.seconds
+        busy += sum(group.degree * group.seconds for group in plan.all_groups)
+        bound += plan.bound
+    return seconds, busy, bound

@@ -125,10 +125,8 @@ def write_criteo(path: Path | str, samples: int, rows: Sequence[int], seed: int 
 def power_law(
     draw: np.random.Generator, rows: int, count: int, exponent: float
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Draws numbers below `rows`, the n-th as often as n to the power of minus `exponent`.
-
-    The density over a continuous range is inverted, so that no table of all rows is needed.
-    """
+    """Draws numbers below `rows`, the n-th as often as n to the power of minus `exponent`."""
+    # The density over a continuous range is inverted, so that no table of all rows is needed.
     uniform = draw.random(count)
     if exponent == 1.0:
         found = np.exp(uniform * np.log(rows + 1))
