@@ -39,7 +39,7 @@ STEPS = Purpose("steps the optimizer, or reads its gradients", 1)
 # [Note: order of the sum] Sums of floats depend on the order of their terms. A ring adds each
 # element's terms in an order that depends on where in the buffer it lies, so the bits of a run
 # would change with the size of chunks, which tuning picks by measured times. So over gloo terms are
-# added in the order of the ranks wherever an element lies (`comm/_exchange.py`), and gloo's own
+# added in the order of the ranks wherever an element lies (`comm/_steps.py`), and gloo's own
 # ring is allowed between two ranks only, whose sum is the same either way. Updates are element by
 # element, so the cut shows nowhere else but in the last bits of a norm, which is added up chunk by
 # chunk, in float64.
