@@ -17,11 +17,7 @@ PRECISIONS = {"bf16": torch.bfloat16}
 
 
 def check_precision(name: Any) -> None:
-    """Refuses a precision that is not supported.
-
-    Raises:
-        GulliverError: the precision is not supported; the nearest that is is named.
-    """
+    """Refuses a precision that is not supported."""
     if name is not None and name not in PRECISIONS:
         raise GulliverError(
             f"mixed_precision={name!r} is not supported: {nearest(str(name), PRECISIONS)} (or None)"

@@ -24,11 +24,9 @@ def has_switch(model: nn.Module) -> bool:
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks of a model, as registered; none where it has no several of them.
-
-    A block has several layers: single ones of torch have nothing to keep but their input. Modules
-    of a block's class that lie in no list are blocks, too.
-    """
+    """Paths of the blocks of a model, as registered; none where it has no several of them."""
+    # A block has several layers: single ones of torch have nothing to keep but their input. Modules
+    # of a block's class that lie in no list are blocks, too.
     found = _within(model, "")
     paths = dict(model.named_modules())
     kinds = {type(paths[path]) for path in found} - set(LISTS)
@@ -60,11 +58,9 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def recomputable_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that backward can compute again.
-
-    The innermost ones that transformers offers, ``""`` for a model that offers none and has the
-    switch, else those of `blocks_of` without running statistics, which would take a batch twice.
-    """
+    """Paths of the blocks that backward can compute again."""
+    # The innermost ones that transformers offers, ``""`` for a model that offers none and has the
+    # switch, else those of `blocks_of` without running statistics, which would take a batch twice.
     if not has_switch(model):
         return tuple(p for p in blocks_of(model) if not _has_statistics(model.get_submodule(p)))
     offering = [p for p, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
@@ -84,13 +80,7 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[str]) -> None:
-    """Lets backward compute blocks again instead of keeping what they computed.
-
-    Args:
-        model: model that has them.
-        paths: paths of the blocks.
-        offering: paths of all blocks that could be, of `recomputable_blocks`.
-    """
+    """Lets backward compute blocks again instead of keeping what they computed."""
     if not has_switch(model):
         recompute_modules(model, paths)
         return
@@ -101,11 +91,7 @@ def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[
 
 
 def check_uncompiled(model: nn.Module, paths: Iterable[str]) -> None:
-    """Refuses to compute blocks again that are compiled, where a wrapper would have to do it.
-
-    Raises:
-        GulliverError: naming the block.
-    """
+    """Refuses to compute blocks again that are compiled, where a wrapper would have to do it."""
     for path in () if has_switch(model) else paths:
         if any(compiled_call(m) is not None for m in model.get_submodule(path).modules()):
             raise GulliverError(

@@ -16,9 +16,6 @@ from torch import Tensor, nn
 
 from gulliver.booster._alike import check_alike
 from gulliver.booster._autocast import autocast_calls, check_precision
-from gulliver.booster._checkpoint import (
-    agreed,
-)
 from gulliver.booster._files import FileKeeper, boosted_only
 from gulliver.booster._model import unwrapped
 from gulliver.booster._noise import NoiseMeter, NoiseScale, check_noise
@@ -26,7 +23,14 @@ from gulliver.booster._pipelined import run_whole
 from gulliver.booster._plan_plugin import PlanPlugin
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.booster._running import Running
-from gulliver.comm import World, broadcast_object, guard, init_world, release_groups
+from gulliver.comm import (
+    World,
+    broadcast_object,
+    guard,
+    init_world,
+    raise_on_any_rank,
+    release_groups,
+)
 from gulliver.errors import GulliverError
 from gulliver.parallel import BoostedOptimizer, refuse_extra_state
 from gulliver.plan import Comparison, Plan
@@ -151,7 +155,7 @@ class Booster(FileKeeper):
                 is on another device than this rank; ranks have built different models.
         """
         world, precision = init_world(), self.mixed_precision or "none"
-        agreed(lambda: self._check(model, optimizer, world))
+        raise_on_any_rank(lambda: self._check(model, optimizer, world))
         check_alike(unwrapped(model), optimizer)
         again = next((known for known in self._optimizers if unwrapped(known) is model), model)
         boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, precision)

@@ -18,13 +18,11 @@ from torch import nn
 from gulliver.booster import _spread
 from gulliver.booster._checkpoint import (
     RANDOM,
-    agreed,
+    LoadPlan,
     boosted_state,
-    load_boosted,
     restore_random,
 )
 from gulliver.booster._model import unwrapped
-from gulliver.booster._old_files import OldFiles, is_old
 from gulliver.booster._optimizer_files import read_optimizer, write_optimizer
 from gulliver.booster._running import Running
 from gulliver.booster._states import (
@@ -45,7 +43,7 @@ from gulliver.checkpoint import (
     step_folder,
     write_tensors,
 )
-from gulliver.comm import broadcast_object, init_world
+from gulliver.comm import broadcast_object, init_world, raise_on_any_rank
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import BoostedOptimizer
 from gulliver.parallel.zero import ZeroOptimizer, exact_parameters
@@ -164,9 +162,9 @@ class FileKeeper:
         self._check_single(model)
         holder = optimizer if model is None else self._optimizers.get(model, optimizer)
         with self._open_step(Path(folder), step) as reader:
-            loaded = load_boosted(
-                reader, model, optimizer, holder, lr_scheduler, strict, prefix, state, frozen
-            )
+            loaded = LoadPlan(
+                reader, model, optimizer, holder, lr_scheduler, state or {}, strict, prefix, frozen
+            ).load()
             if random and optimizer is not None and not restore_random(reader):
                 loaded.absent.append(RANDOM)
         return loaded
@@ -174,12 +172,9 @@ class FileKeeper:
     @staticmethod
     def _open_step(folder: Path, step: int | None) -> StepReader:
         """Opens the step that rank 0 finds: beside a writer, others may find a newer one."""
-        found: list[Path] = []
-        agreed(lambda: found.append(step_folder(folder, step)))
-        where = found[0].parent / broadcast_object(found[0].name)
-        opened: list[StepReader] = []
-        agreed(lambda: opened.append(StepReader(where)))
-        return opened[0]
+        found = raise_on_any_rank(lambda: step_folder(folder, step))
+        where = found.parent / broadcast_object(found.name)
+        return raise_on_any_rank(lambda: StepReader(where))
 
     def _check_single(self, model: nn.Module | None) -> None:
         """Refuses steps of models that several optimizers train: a step has the state of one."""
@@ -379,11 +374,6 @@ class FileKeeper:
             GulliverError: missing, broken, of another optimizer or other parameters.
         """
         optimizer = boosted_only(optimizer)
-        old: list[OldFiles] = []
-        agreed(lambda: old.extend([OldFiles(Path(path))] if is_old(Path(path)) else []))
-        if old:
-            read_optimizer(optimizer, old[0])
-            return
         with self._open_step(Path(path), None) as reader:
             read_optimizer(optimizer, reader)
 

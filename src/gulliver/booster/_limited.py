@@ -43,20 +43,15 @@ SLACK = 4
 
 
 class LimitedManager(Manager):
-    """A manager that keeps the shares that a plan says, and whose budget follows measurements.
+    """A manager that keeps the shares that a plan says, and whose budget follows measurements."""
 
-    Attributes:
-        shares: objects that never leave; None where the manager finds them.
-        controller: sets the budget of the next step.
-        step_moved: bytes that the last step has read and written.
-        disk_moved: the same between host memory and a disk behind it; None without one.
-        other: bytes that a step is predicted to need besides; 0 where it is not known.
-        spare: bytes behind that state leaves for activations.
-    """
-
+    # Bytes that a step is predicted to need besides; 0 where it is not known.
     other = 0
+    # Bytes behind that state leaves for activations.
     spare = 0
+    # Objects that never leave; None where the manager finds them.
     shares: Shares | None = None
+    # Sets the budget of the next step.
     controller: BudgetController | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -65,17 +60,15 @@ class LimitedManager(Manager):
         # What parameters leave must go back at once: it and the chunks would be more than either.
         self._freed, self._added = FreedMemory(), 0
         weakref.finalize(self, self._freed.close)
+        # Bytes that the last step has read and written.
         self.step_moved: tuple[int, int] = (0, 0)
+        # The same between host memory and a disk behind it; None without one.
         self.disk_moved: tuple[int, int] | None = None
         self._before: dict[str, tuple[int, int]] = {}
         self._clock = (0.0, 0.0)
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
-        """Takes an object, and pins it where the shares say that it stays.
-
-        Raises:
-            GulliverError: it does not fit, or is an activation and all that is left is for state.
-        """
+        """Takes an object, and pins it where the shares say that it stays."""
         placed = super().add(name, kind, *arguments, **options)
         if kind == ACTIVATIONS:
             self.spare -= placed.size
@@ -154,17 +147,7 @@ class LimitedManager(Manager):
 def manager_of(
     plan: Plan, state: StateBytes, work: Work, device: torch.device
 ) -> LimitedManager | None:
-    """Makes the manager of a plan's tiers, with the store behind it; None without tiers.
-
-    Args:
-        plan: plan with the limit.
-        state: state of this rank.
-        work: what a batch costs it.
-        device: device that it computes on.
-
-    Raises:
-        GulliverError: the limit is too small, or there is no such disk.
-    """
+    """Makes the manager of a plan's tiers, with the store behind it; None without tiers."""
     tiers = None if plan.zero is None else plan.zero.tiers
     if tiers is None:
         return None
@@ -191,13 +174,7 @@ def _store(plan: Plan, state: StateBytes, device: torch.device) -> Store | None:
 
 
 def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager | None) -> None:
-    """Lets a manager's budget follow what steps need besides state, as long as there are steps.
-
-    Args:
-        plan: plan with the limit.
-        optimizer: optimizer whose state the manager has: all of it.
-        manager: manager; None without a limit.
-    """
+    """Lets a manager's budget follow what steps need besides state, as long as there are steps."""
     tiers = None if plan.zero is None else plan.zero.tiers
     if manager is None or tiers is None:
         return

@@ -2,8 +2,7 @@
 
 It is the format of whole steps (`_checkpoint.py`), so that every rank writes what it has. Beside
 the state there are the float32 copies of 16-bit parameters, which a whole step has as the model,
-and shapes and dtypes of the parameters, which a whole step need not tell. `_old_files.py`
-reads what was written before there were steps of one entry.
+and shapes and dtypes of the parameters, which a whole step need not tell.
 """
 
 from __future__ import annotations
@@ -17,20 +16,16 @@ from typing import Any
 
 from gulliver.booster._checkpoint import (
     OPTIMIZER,
-    Groups,
-    agreed,
-    check_optimizer_entry,
-    fill_optimizer,
+    OptimizerEntry,
     optimizer_entry,
-    take_up,
 )
-from gulliver.booster._old_files import Source
 from gulliver.booster._states import on_main
 from gulliver.checkpoint import (
     AsyncCheckpointer,
     CheckpointFolder,
+    StepReader,
 )
-from gulliver.comm import broadcast_object
+from gulliver.comm import broadcast_object, raise_on_any_rank
 from gulliver.errors import GulliverError
 from gulliver.io import PARTIAL, finish_folder, hold, remove_all, remove_leftovers
 from gulliver.memory import whole_shape
@@ -39,11 +34,8 @@ from gulliver.parallel.zero import export_leaves
 from gulliver.plan import Plan
 
 PLAN = "plan.yaml"
-OURS = re.compile(
-    r"manifest\.json|state\.json|plan\.yaml|state\.safetensors|"
-    r"optimizer(-[0-9]+-of-[0-9]+)?\.safetensors"
-)
-"""What a folder of an optimizer has in it, of this format or the one before."""
+OURS = re.compile(r"manifest\.json|plan\.yaml|optimizer(-[0-9]+-of-[0-9]+)?\.safetensors")
+"""Names of the files in a folder of an optimizer."""
 
 
 def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None) -> None:
@@ -52,7 +44,7 @@ def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None
     Raises:
         GulliverError: the folder holds other files, which it would replace, or cannot be written.
     """
-    agreed(lambda: _refuse_others(folder))
+    raise_on_any_rank(lambda: _refuse_others(folder))
     if isinstance(optimizer, ZeroOptimizer):
         optimizer.shards.take_writes()
     content = optimizer_entry(optimizer, _state_of(optimizer))
@@ -105,26 +97,20 @@ def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
     }
 
 
-def read_optimizer(optimizer: BoostedOptimizer, reader: Source) -> None:
-    """Takes over what was written, at any number of ranks; every rank calls it.
+def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
+    """Loads an optimizer at any number of ranks; every rank calls it."""
+    entry = OptimizerEntry.of(reader, optimizer)
 
-    Raises:
-        GulliverError: on any rank, it does not fit, and nothing has changed then; or bytes are
-            not those that were written, which is seen as they are read in place.
-    """
-    groups = Groups.of(optimizer)
-    content: dict[str, Any] = {}
-
-    def check() -> None:
+    def match() -> None:
         reader.check_files()
-        content.update(check_optimizer_entry(reader, optimizer, groups))
-        _check_stepped(optimizer, content, reader.folder)
+        entry.match()
+        _check_stepped(optimizer, entry.content, reader.folder)
 
-    agreed(check)
-    take_up(reader, optimizer, content, groups)
+    raise_on_any_rank(match)
+    entry.unfreeze()
     if isinstance(optimizer, ZeroOptimizer):
         optimizer.shards.take_writes()
-    agreed(lambda: fill_optimizer(reader, optimizer, content))
+    raise_on_any_rank(entry.fill)
     if isinstance(optimizer, ZeroOptimizer):
         optimizer.shards.publish_masters()
 

@@ -18,19 +18,13 @@ _LOOKED = WeakSet[ZeroOptimizer]()
 
 
 class OwnBuffers:
-    """Looks once in a run whether saved buffers differ between ranks, as forwards change them.
+    """Looks once in a run whether saved buffers differ between ranks, as forwards change them."""
 
-    Nothing is compared of buffers that are not saved, such as caches that each rank sizes for
-    itself. Contents are compared, because not every write raises a tensor's version.
-
-    To ask all ranks costs what is on its way between two steps its hiding place, so loaders that
-    follow, such as one for each epoch, do not ask again.
-
-    Args:
-        model: model with the same buffers on all ranks.
-        optimizer: optimizer of the ranks that run other samples each; every one of them makes one
-            of these.
-    """
+    # Nothing is compared of buffers that are not saved, such as caches that each rank sizes for
+    # itself. Contents are compared, because not every write raises a tensor's version.
+    #
+    # To ask all ranks costs what is on its way between two steps its hiding place, so loaders that
+    # follow, such as one for each epoch, do not ask again.
 
     def __init__(self, model: nn.Module, optimizer: ZeroOptimizer) -> None:
         self._model, self._group, self._optimizer = model, optimizer.group, optimizer

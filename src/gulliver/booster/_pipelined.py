@@ -15,11 +15,7 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 def own_loss(outputs: Any, batch: Any) -> Tensor:
-    """The loss that a model computes itself: its ``loss``, or an output of one number.
-
-    Raises:
-        GulliverError: the model computes no loss.
-    """
+    """The loss that a model computes itself: its ``loss``, or an output of one number."""
     if isinstance(outputs, Tensor) and not outputs.ndim:
         return outputs
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)

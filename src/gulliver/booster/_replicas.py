@@ -131,14 +131,9 @@ class _DDP(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
     def watch_gradients(self, reduce: Callable[..., Any]) -> None:
-        """Notes which gradients this rank has added to since they were reduced last.
-
-        DDP reduces in the backward of its own forward alone, not of a submodule's that is called
-        directly, nor inside `no_sync`; a bucket that it reduces has all gradients up to then.
-
-        Args:
-            reduce: hook that reduces a bucket.
-        """
+        """Notes which gradients this rank has added to since they were reduced last."""
+        # DDP reduces in the backward of its own forward alone, not of a submodule's that is called
+        # directly, nor inside `no_sync`; a bucket that it reduces has all gradients up to then.
         self.unreduced = unreduced = set[int]()  # by id: the hooks must not keep the parameters
 
         def reduced(state, bucket):  # torch compares annotations
@@ -154,12 +149,11 @@ class _DDP(DistributedDataParallel):
 
 
 class _DDPOptimizer(BoostedOptimizer):
-    """The user's optimizer of a DDP model.
+    """The user's optimizer of a DDP model."""
 
-    [Note: what DDP does not reduce] It is reduced after the backward, inside `no_sync` before the
-    step: the mean over the ranks is linear, and leaves what is the same on all ranks as it is. So
-    a gradient may have been reduced in part. As with DDP, all ranks make the same kinds of calls.
-    """
+    # [Note: what DDP does not reduce] It is reduced after the backward, inside `no_sync` before the
+    # step: the mean over the ranks is linear, and leaves what is the same on all ranks as it is. So
+    # a gradient may have been reduced in part. As with DDP, all ranks make the same kinds of calls.
 
     def __init__(self, inner: torch.optim.Optimizer, names: Any, model: nn.Module) -> None:
         super().__init__(inner, names)

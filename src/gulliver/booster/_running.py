@@ -20,13 +20,7 @@ KINDS = ("parameters", "gradients", "optimizer_state")
 
 
 class Running:
-    """A boosted model's plan beside its optimizer.
-
-    Args:
-        planned: plan as it was applied.
-        optimizer: optimizer of the model.
-        model: what this rank has of it.
-    """
+    """A boosted model's plan beside its optimizer."""
 
     def __init__(self, planned: Plan, optimizer: BoostedOptimizer, model: nn.Module) -> None:
         self.planned, self.optimizer, self.model = planned, optimizer, model
@@ -122,10 +116,8 @@ class Running:
         return Row("sent", "sent bytes", predicted, sent, "" if alone else EXTRA)
 
     def _phases(self, step: float) -> list[Row]:
-        """Seconds of a step, of what comes before the optimizer, and of the optimizer's step.
-
-        On a GPU the processor runs ahead: there the two phases are what it waits for in each.
-        """
+        """Seconds of a step, of what comes before the optimizer, and of the optimizer's step."""
+        # On a GPU the processor runs ahead: there the two phases are what it waits for in each.
         predicted, cluster = self.plan.predicted.seconds, self.plan.predicted.cluster
         update = statistics.median(self.optimizer.taken.updated_in)
         links = f"gulliver probe measures the links of {cluster or 'the cluster'}"

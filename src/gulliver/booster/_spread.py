@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gulliver.booster._checkpoint import agreed, names_of_all
+from gulliver.booster._checkpoint import names_of_all
 from gulliver.booster._model import dtypes_of, narrow_dtypes
 from gulliver.checkpoint import (
     GatheredWeights,
-    Mismatch,
     PartsSaver,
     Weights,
     adapter_names,
@@ -30,7 +29,7 @@ from gulliver.checkpoint import (
     write_adapters,
     write_single,
 )
-from gulliver.comm import gather_objects
+from gulliver.comm import gather_objects, raise_on_any_rank
 from gulliver.parallel import BoostedOptimizer
 
 
@@ -64,7 +63,7 @@ def write_adapter_folder(
     dtype: torch.dtype | None = None,
 ) -> PartsSaver | None:
     """Writes PEFT's adapters of a model, or begins to while training goes on."""
-    agreed(lambda: refuse_existing(folder))
+    raise_on_any_rank(lambda: refuse_existing(folder))
     names = _of_all({0: adapter_names(model)})[0]
     wanted = {source for sources in names.values() for source in sources.values()}
     leaves = {n: leaf for n, leaf in holder.model_leaves(model).items() if n in wanted}
@@ -85,7 +84,7 @@ def begin_folder(
     holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any
 ) -> PartsSaver:
     """Begins to write what `write_folder` writes, while training goes on."""
-    agreed(lambda: refuse_existing(folder))
+    raise_on_any_rank(lambda: refuse_existing(folder))
     aliases, dtypes = _of_all(holder.canonical_names(model)), _of_all(dtypes_of(model))
     leaves, limit = holder.model_leaves(model), holder.copy_limit
     return begin_huggingface(leaves, folder, dtypes, aliases, memory_limit=limit, **options)
@@ -99,34 +98,19 @@ def _of_all(mine: dict[Any, Any]) -> dict[Any, Any]:
 def read_model(
     holder: BoostedOptimizer, model: nn.Module, path: Path, strict: bool, checked: bool = False
 ) -> list[str]:
-    """Fills a model from a file or a Hugging Face folder, each rank with what it holds.
-
-    Args:
-        holder: optimizer that the model was boosted with.
-        model: boosted model.
-        path: path of the file or folder.
-        strict: whether to refuse names that are missing or left over.
-        checked: whether the values are known to fit the dtypes that are computed with.
-
-    Returns:
-        Names that were missing or left over.
-    """
+    """Fills a model from a file or a Hugging Face folder, each rank with what it holds."""
     leaves, elsewhere = holder.load_leaves(model), names_of_all(model, holder)
     aliases = holder.canonical_names(model)
-    found, narrow = Mismatch(), {} if checked else narrow_dtypes(model)
-
-    def check() -> None:
-        odd = match_huggingface(leaves, path, strict, "", elsewhere, aliases, narrow, model)
-        found.missing, found.unexpected = odd.missing, odd.unexpected
-
-    agreed(check)
+    narrow = {} if checked else narrow_dtypes(model)
+    odd = raise_on_any_rank(
+        lambda: match_huggingface(
+            leaves, path, strict, "", elsewhere, aliases, dtypes=narrow, like=model
+        )
+    )
     holder.before_model_load()
+    # Mismatches were found and reported above.
     given = leaves, path, False, "", elsewhere, aliases, True, model
-    agreed(lambda: _ignored(load_huggingface(*given)))
+    raise_on_any_rank(lambda: load_huggingface(*given))
     holder.after_model_load()
-    every = gather_objects(found.missing + found.unexpected)
+    every = gather_objects(odd.missing + odd.unexpected)
     return list(dict.fromkeys(name for names in every for name in names))
-
-
-def _ignored(_: object) -> None:
-    """What was said before is not said again."""

@@ -23,11 +23,7 @@ from gulliver.parallel import BoostedOptimizer
 
 
 def on_main(write: Callable[[], None]) -> None:
-    """Lets rank 0 write, and every rank know whether it could; every rank calls it.
-
-    Raises:
-        GulliverError: rank 0 could not.
-    """
+    """Lets rank 0 write, and every rank know whether it could; every rank calls it."""
     world = init_world()
     failure: Exception | None = None
     if world.is_main:
@@ -50,11 +46,7 @@ CUT = "gulliver_cut"
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuses a share of a model that nobody knows the rest of.
-
-    Raises:
-        GulliverError: it was boosted by another booster, or copied from one that was.
-    """
+    """Refuses a share of a model that nobody knows the rest of."""
     if CUT in vars(model):
         raise GulliverError(
             "each rank has a share of this model, and it is not the one that this booster has "

@@ -45,6 +45,7 @@ from gulliver.comm._point_to_point import (
     post,
     shift,
 )
+from gulliver.comm._raising import raise_on_any_rank
 from gulliver.comm._rank_group import ALONE, RankGroup, rank_group_of
 from gulliver.comm._rendezvous import listen_on_localhost
 from gulliver.comm._watchdog import Watchdog
@@ -105,6 +106,7 @@ __all__ = [
     "make_axes",
     "operations",
     "post",
+    "raise_on_any_rank",
     "rank_group_of",
     "reduce_choices",
     "reduce_scatter",

@@ -17,16 +17,8 @@ from accelerate.utils import InitProcessGroupKwargs
 from gulliver.booster import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from gulliver.comm import init_world
 from gulliver.errors import GulliverError
+from gulliver.integrations._refusals import refuse_arguments
 
-ELSEWHERE = {
-    "deepspeed_plugin": "DeepSpeed",
-    "deepspeed_plugins": "DeepSpeed",
-    "fsdp_plugin": "FSDP",
-    "megatron_lm_plugin": "Megatron-LM",
-    "torch_tp_plugin": "tensor parallelism of transformers",
-    "parallelism_config": "a parallelism_config",
-}
-"""Arguments of accelerate that let another library run the model."""
 LAUNCHED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
 """What ``accelerate launch`` asks for by the variables ``ACCELERATE_USE_...``."""
 
@@ -34,15 +26,7 @@ Options = Plugin | Mapping[str, Any] | str | None
 
 
 def plugin_of(options: Options) -> Plugin:
-    """The plugin that options ask for.
-
-    Args:
-        options: a plugin; or arguments of one, as a mapping or as JSON: `GeminiPlugin` where there
-            is a ``memory_limit``, else `LowLevelZeroPlugin`; None for that one's defaults.
-
-    Raises:
-        GulliverError: it is another plugin, or not what a plugin takes.
-    """
+    """The plugin that options ask for."""
     options = _read(options)
     if isinstance(options, LowLevelZeroPlugin | GeminiPlugin):
         return options
@@ -56,15 +40,7 @@ def plugin_of(options: Options) -> Plugin:
 
 
 def one_of(given: Options, of_arguments: Options) -> Options:
-    """The options of a trainer.
-
-    Args:
-        given: those given to the trainer itself, or None.
-        of_arguments: those of its training arguments, or None.
-
-    Raises:
-        GulliverError: they differ.
-    """
+    """The options of a trainer."""
     if given is None or of_arguments is None:
         return of_arguments if given is None else given
     if _read(given) != _read(of_arguments):
@@ -94,9 +70,8 @@ def check_precision(name: str | None) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    for name, library in ELSEWHERE.items():
-        if arguments.get(name) is not None:
-            raise GulliverError(f"{name} lets {library} run the model: leave it out, or gulliver")
+    """Refuses arguments and variables that let another library run the model."""
+    refuse_arguments("Accelerator", arguments)
     for name in LAUNCHED:
         variable = f"ACCELERATE_USE_{name}"
         if os.environ.get(variable, "").lower() == "true":
@@ -122,14 +97,7 @@ def join_world(arguments: Mapping[str, Any]) -> None:
 
 
 def join_group(device: torch.device) -> None:
-    """Joins the world of a process group that a framework has made already.
-
-    Args:
-        device: device of this rank.
-
-    Raises:
-        GulliverError: the group does not reach host memory.
-    """
+    """Joins the world of a process group that a framework has made already."""
     on_gpu = device.type == "cuda" and dist.is_initialized() and dist.get_world_size() > 1
     if on_gpu and "cpu:" not in str(dist.get_backend_config()):
         raise GulliverError(

@@ -45,12 +45,7 @@ class _Owned:
 
 
 def mark_owned(model: nn.Module, owner: Owner | None) -> None:
-    """Remembers who runs a model.
-
-    Args:
-        model: plain model.
-        owner: accelerator that has boosted it; None when it is given back.
-    """
+    """Remembers who runs a model."""
     # Not by setattr, nor in a table: it lives as long as the model, and is no part of it.
     vars(model)[_KEY] = _Owned(owner)
 
@@ -65,15 +60,7 @@ def owner_of(model: nn.Module) -> tuple[nn.Module, Owner] | None:
 
 
 def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Module:
-    """Finds the model that an optimizer steps.
-
-    Args:
-        optimizer: optimizer of one model.
-        known: plain models that are prepared.
-
-    Raises:
-        GulliverError: it is not among them, or not a single one.
-    """
+    """Finds the model that an optimizer steps."""
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     found = [model for model in dict.fromkeys(known) if not stepped.isdisjoint(model.parameters())]
     if not found:
@@ -90,16 +77,7 @@ def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Mod
 
 
 def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Owner) -> None:
-    """Ends the earlier phase of a model, if any: its parameters are plain for the new optimizer.
-
-    Args:
-        model: plain model.
-        optimizer: new optimizer, of the parameters that the model has now; they are exchanged.
-        taker: accelerator that is about to boost them.
-
-    Raises:
-        GulliverError: the earlier phase goes on; a memory limit has no room for the whole model.
-    """
+    """Ends the earlier phase of a model, if any: its parameters are plain for the new optimizer."""
     found = owner_of(model)
     if found is None:
         return

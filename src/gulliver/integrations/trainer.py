@@ -24,31 +24,16 @@ from gulliver.comm import init_world
 from gulliver.errors import GulliverError
 from gulliver.integrations._options import Options, one_of, plugin_of
 from gulliver.integrations._owned import owner_of
+from gulliver.integrations._refusals import refuse_arguments
 from gulliver.integrations.accelerate import FOLDER, Accelerator
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 """Files of transformers' checkpoints."""
 
-REFUSED = {
-    "deepspeed": "DeepSpeed runs the model then",
-    "fsdp": "FSDP runs the model then",
-    "parallelism_config": "accelerate cuts the model then",
-    "fp16": "use bf16=True, or gulliver={'precision': 'fp16'} for a model in float16",
-    "fp16_full_eval": "it turns the model itself: use bf16=True",
-    "bf16_full_eval": "it turns the model itself: use bf16=True",
-    "auto_find_batch_size": "it begins anew in the middle of a step: say memory_limit=, or a size",
-    "save_on_each_node": "a checkpoint is one folder of all ranks: save to a shared disk",
-}
-"""Fields of `TrainingArguments` that are refused, and why or what instead."""
-
 
 def _check(args: Any, model: Any) -> None:
     """Refuses what another library would do with the model, or would do to it."""
-    for name, reason in REFUSED.items():
-        if getattr(args, name, None):
-            raise GulliverError(
-                f"TrainingArguments({name}=...) does not go with gulliver: {reason}"
-            )
+    refuse_arguments("TrainingArguments", vars(args))
     if args.n_gpu > 1:
         raise GulliverError(f"one process has {args.n_gpu} GPUs: start one for each with torchrun")
     if getattr(model, "is_distributed_loading_by_transformers", False):

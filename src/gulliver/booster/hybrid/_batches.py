@@ -24,16 +24,13 @@ TOKENS = ("input_ids", "decoder_input_ids")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the tokens and labels of a model may be.
+    """What the tokens and labels of a model may be."""
 
-    Attributes:
-        tokens: rows of its embedding; 0: not known.
-        labels: outputs of its head, where its loss compares them; 0: not known.
-        shifted: the first label of a sample is not looked at.
-    """
-
+    # Rows of its embedding; 0: not known.
     tokens: int = 0
+    # Outputs of its head, where its loss compares them; 0: not known.
     labels: int = 0
+    # The first label of a sample is not looked at.
     shifted: bool = False
 
     @classmethod
@@ -52,11 +49,7 @@ class Vocabulary:
         return cls(tokens, labels, own is not None and own.shifted)
 
     def check(self, batch: Any) -> None:
-        """Refuses what is out of the vocabulary, which one process finds as well.
-
-        Raises:
-            GulliverError: a token or label is out of it; the first is named.
-        """
+        """Refuses what is out of the vocabulary, which one process finds as well."""
         if not isinstance(batch, Mapping):
             return
         for name in TOKENS:
@@ -81,13 +74,7 @@ class Vocabulary:
 def watch_batches(
     model: nn.Module, readers: Callable[[], Sequence[RankGroup]], vocabulary: Vocabulary
 ) -> None:
-    """Compares what a model is called with over the ranks that share it, at every call.
-
-    Args:
-        model: model to watch.
-        readers: gives the rank groups whose ranks read the same batch; they may change.
-        vocabulary: tokens that the model knows.
-    """
+    """Compares what a model is called with over the ranks that share it, at every call."""
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]

@@ -31,32 +31,24 @@ BIASES = ("position_bias", "softcap", "s_aux", "sinks", "block_mask", "head_mask
 
 @dataclass
 class Call:
-    """One forward.
+    """One forward."""
 
-    Attributes:
-        groups: ranks that share the sequence.
-        length: length of the whole sequence, in tokens; with a cache, of all that was seen.
-        keys: tokens that may be seen, ``[batch, length]`` bool on the CPU; None for all.
-        documents: document of each token, ``[batch or 1, length]`` on the CPU; None for one.
-        cache: keys and values of this rank, where the call is part of a generation.
-        decoding: new tokens, the same on all ranks, look at what the cache holds.
-    """
-
+    # Ranks that share the sequence.
     groups: SequenceGroups
+    # Length of the whole sequence, in tokens; with a cache, of all that was seen.
     length: int = 0
+    # Tokens that may be seen, ``[batch, length]`` bool on the CPU; None for all.
     keys: Tensor | None = None
+    # Document of each token, ``[batch or 1, length]`` on the CPU; None for one.
     documents: Tensor | None = None
+    # Keys and values of this rank, where the call is part of a generation.
     cache: ShardedCache | None = None
+    # New tokens, the same on all ranks, look at what the cache holds.
     decoding: bool = False
     _masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)
 
     def mask(self, causal: bool, window: int | None) -> Mask:
-        """What a layer's queries see.
-
-        Args:
-            causal: no key after the query.
-            window: how many tokens a query sees, its own included; None for all.
-        """
+        """What a layer's queries see."""
         if (causal, window) not in self._masks:
             self._masks[causal, window] = Mask(
                 causal=causal,
@@ -79,26 +71,7 @@ def attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, over a sequence that lies on several ranks.
-
-    Args:
-        module: the model's attention.
-        query: queries of this rank's tokens, ``[batch, heads, local length, head dim]``.
-        key: ``[batch, KV heads, local length, head dim]``.
-        value: the same.
-        attention_mask: must be None: masks are described by the call.
-        scaling: factor of the scores.
-        dropout: must be 0.
-        is_causal: overrides the module's.
-        sliding_window: tokens that a query sees, of a causal model.
-        others: what else the model passes on, with the call.
-
-    Returns:
-        ``[batch, local length, heads, head dim]``, and no weights.
-
-    Raises:
-        GulliverError: the model asks for what sequence parallelism does not do.
-    """
+    """Attention as transformers calls it, over a sequence that lies on several ranks."""
     call: Call | None = others.get(KEY)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     _check(module, call, attention_mask, causal, sliding_window, others)

@@ -60,11 +60,9 @@ def families() -> dict[str, Sequences]:
 
 
 def table() -> list[tuple[str, ...]]:
-    """What may be combined, a row for each family under `HEADER`.
-
-    All of them can be cut over the tensor axis and into stages, with any stage of ZeRO, in all
-    `DTYPES`.
-    """
+    """What may be combined, a row for each family under `HEADER`."""
+    # All of them can be cut over the tensor axis and into stages, with any stage of ZeRO, in all
+    # `DTYPES`.
     return [
         (name, ", ".join(known.modes), ", ".join(known.masks) or "-", known.why)
         for name, known in families().items()
@@ -80,11 +78,7 @@ def family_of(model: nn.Module) -> str | None:
 
 
 def check(wanted: Wanted) -> None:
-    """Refuses what the table does not list.
-
-    Raises:
-        GulliverError: what cannot be combined, and the nearest that can.
-    """
+    """Refuses what the table does not list."""
     _check_mode(wanted)
     for dtype in wanted.dtypes:
         if dtype not in DTYPES:

@@ -41,11 +41,7 @@ NO_BLOCKS = (
 
 
 def check_new(plan: Plan, model: nn.Module) -> None:
-    """Refuses what was boosted before, and adapters that no plan can be resolved for.
-
-    Raises:
-        GulliverError: naming which.
-    """
+    """Refuses what was boosted before, and adapters that no plan can be resolved for."""
     if plan.mesh.cuts_model:
         check_virtual_tokens(model)
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
@@ -62,11 +58,7 @@ def check_cut(
     tensor: TensorPlan | None,
     stages: Stages | None,
 ) -> None:
-    """Refuses what cannot be done, before anything is; it looks only.
-
-    Raises:
-        GulliverError: something of the plan cannot be done; it names that, and what would be right.
-    """
+    """Refuses what cannot be done, before anything is; it looks only."""
     family, mode = family_of(model), plan.sequence.mode
     dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
     tensor_size, pipeline_size, sequence_size = (
@@ -103,11 +95,7 @@ def check_cut(
 
 
 def check_recompute(plan: Plan, model: nn.Module) -> None:
-    """Refuses blocks that cannot be recomputed.
-
-    Raises:
-        GulliverError: a path is of no block that can be recomputed; it names the nearest that is.
-    """
+    """Refuses blocks that cannot be recomputed."""
     known = recomputable(plan, model) if plan.recompute else ()
     if plan.recompute and not known:
         raise GulliverError(NO_BLOCKS)

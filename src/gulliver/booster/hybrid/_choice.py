@@ -26,20 +26,7 @@ def choose_plan(
     length: int | None = None,
     cluster: Cluster | None = None,
 ) -> Chosen:
-    """The plan with the least predicted seconds for a model's attention; every rank calls it.
-
-    Args:
-        model: a transformers model.
-        world_size: ranks.
-        sp_size: ranks that share a sequence.
-        tp_size: ranks that share its tensors, and so its heads.
-        causal: whether tokens see only those before them.
-        length: tokens of a sequence; None is the longest that the model's configuration names.
-        cluster: machines to choose for; None for those at hand.
-
-    Raises:
-        GulliverError: the configuration does not say what is needed.
-    """
+    """The plan with the least predicted seconds for a model's attention; every rank calls it."""
     cluster = cluster or current_cluster(world_size)
     shape = attention_shape(model, tp_size, causal, length)
     if shape.dtype not in cluster.device.matmul:
@@ -51,18 +38,7 @@ def choose_plan(
 def attention_shape(
     model: nn.Module, tp_size: int, causal: bool, length: int | None = None, batch: int = 1
 ) -> Shape:
-    """The attention of a layer, as a tensor rank computes it.
-
-    Args:
-        model: a transformers model.
-        tp_size: ranks that share its tensors, and so its heads.
-        causal: whether tokens see only those before them.
-        length: tokens of a sequence; None is the longest that the model's configuration names.
-        batch: number of sequences.
-
-    Raises:
-        GulliverError: the configuration does not say what is needed.
-    """
+    """The attention of a layer, as a tensor rank computes it."""
     config = getattr(model, "config", None)
     length = length or _field(config, LENGTHS, "sequence_length=")
     heads = _field(config, HEADS, "sequence_parallelism_mode=")
@@ -82,11 +58,9 @@ def attention_shape(
 
 
 def use_measured_links(world: World, tp_size: int) -> None:
-    """Lets all-reduces of tensor ranks go the way that was measured to be faster.
-
-    Every rank calls it. Two ranks have one way; without a measurement that can be read, sizes
-    decide.
-    """
+    """Lets all-reduces of tensor ranks go the way that was measured to be faster."""
+    # Every rank calls it. Two ranks have one way; without a measurement that can be read, sizes
+    # decide.
     if tp_size < 3 or world.device.type != "cpu":
         return
     try:

@@ -63,10 +63,8 @@ INSTEAD = "set it to 0 in the model's configuration, or take dropout='alike'"
 
 
 def drops_by_position(plan: Plan, model: nn.Module) -> bool:
-    """Whether there is dropout that is to be drawn as one process would draw it.
-
-    Of a model that is cut into stages: on any of them, so ask while it is whole.
-    """
+    """Whether there is dropout that is to be drawn as one process would draw it."""
+    # Of a model that is cut into stages: on any of them, so ask while it is whole.
     by_position = plan.dropout == "exact" or (plan.dropout == "auto" and plan.mesh.cuts_model)
     return by_position and bool(dropouts_of(model))
 
@@ -74,16 +72,7 @@ def drops_by_position(plan: Plan, model: nn.Module) -> bool:
 def check_positions(
     model: nn.Module, plan: TensorPlan | None, recomputed: Collection[str] = ()
 ) -> None:
-    """Refuses what drops in a way that is not drawn by position; looks only.
-
-    Args:
-        model: model that is still whole.
-        plan: how its tensors are cut; None where they are not.
-        recomputed: paths of blocks whose forward transformers computes again, without their hooks.
-
-    Raises:
-        GulliverError: a module drops in such a way; it is named.
-    """
+    """Refuses what drops in a way that is not drawn by position; looks only."""
     for path, module in model.named_modules():
         for name in _drops(path, module):
             why = _unknown(model, path, module, name, plan)
@@ -130,39 +119,30 @@ def _unknown(
 
 @dataclass
 class _Frame:
-    """A site that is running.
+    """A site that is running."""
 
-    Attributes:
-        site: place in the model whose module runs.
-        number: how often it ran before, in what called it.
-        inner: how often the sites called by it ran.
-        draws: masks drawn so far.
-    """
-
+    # Place in the model whose module runs.
     site: _Site
+    # How often it ran before, in what called it.
     number: int
+    # How often the sites called by it ran.
     inner: Counter[str] = field(default_factory=Counter)
+    # Masks drawn so far.
     draws: int = 0
 
 
 class PositionDropout:
-    """Draws the masks of a model; all ranks of it make one alike.
+    """Draws the masks of a model; all ranks of it make one alike."""
 
-    [Note: the forward that is recomputed]
-
-    A recomputation in backward must find the seed of its forward, and which samples it had, while
-    with a pipeline other forwards have run since. What recomputes (`torch.utils.checkpoint`,
-    however it was put in) restores the state of torch's generator, nothing else. So the generator
-    is seeded, for the time of a forward, with a number that names the forward (`_forwards`), and
-    its state is put back afterwards. Outside of a forward a site that runs is being recomputed. How
-    often sites ran before, the recomputation does not see; one that runs more than once in a
-    forward is refused there, unless the site that calls it is recomputed with it.
-
-    Args:
-        model: cut, or whole on one rank.
-        mesh: rank groups of the grid.
-        plan: how the model's tensors were cut; None not at all.
-    """
+    # [Note: the forward that is recomputed]
+    #
+    # A recomputation in backward must find the seed of its forward, and which samples it had, while
+    # with a pipeline other forwards have run since. What recomputes (`torch.utils.checkpoint`,
+    # however it was put in) restores the state of torch's generator, nothing else. So the generator
+    # is seeded, for the time of a forward, with a number that names the forward (`_forwards`), and
+    # its state is put back afterwards. Outside of a forward a site that runs is being recomputed.
+    # How often sites ran before, the recomputation does not see; one that runs more than once in a
+    # forward is refused there, unless the site that calls it is recomputed with it.
 
     def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
         self.mesh, self.model = mesh, model

@@ -60,30 +60,8 @@ def generate(
     top_p: float | None = None,
     **others: Any,
 ) -> Tensor:
-    """Continues prompts, as the model's own `generate` does; all ranks get the same.
-
-    Settings that are not given are those of the model's generation_config.
-
-    Args:
-        model: model that shares sequences, with a head for the next token.
-        input_ids: prompts, ``[batch, length]``, the same on all ranks.
-        attention_mask: 0 for padding, which must be on the left, ``[batch, length]``.
-        max_new_tokens: most tokens to add.
-        max_length: most tokens of a row with its prompt.
-        eos_token_id: one or several tokens that end a row.
-        pad_token_id: what ended rows are filled up with; by default the first `eos_token_id`.
-        do_sample: draw instead of taking the likeliest.
-        temperature: number that logits are divided by, when sampling.
-        top_k: draw among so many.
-        top_p: draw among the likeliest that together have this probability.
-        others: none is supported.
-
-    Returns:
-        Prompts and what follows, ``[batch, length + added]``.
-
-    Raises:
-        GulliverError: an option that is not supported.
-    """
+    """Continues prompts, as the model's own `generate` does; all ranks get the same."""
+    # Settings that are not given are those of the model's generation_config.
     defaults: Any = getattr(model, "generation_config", None)
     _refuse(others, defaults)
 

@@ -33,51 +33,41 @@ WHOLE = ("pixel_values", "bool_masked_pos")
 
 @dataclass
 class Targets:
-    """What the loss needs.
+    """What the loss needs."""
 
-    Attributes:
-        labels: labels of this rank's tokens, aligned with its logits.
-        counting: how the mean is made.
-    """
-
+    # Labels of this rank's tokens, aligned with its logits.
     labels: Tensor
+    # How the mean is made.
     counting: Counting
 
 
 @dataclass
 class Opened:
-    """A forward of a model that is under way.
+    """A forward of a model that is under way."""
 
-    Attributes:
-        call: what its attention is given.
-        targets: what the loss needs; None where the model computes its loss itself, or none is
-            asked for.
-        tail: last tokens whose logits are asked for, where not all are.
-        hold: whether the logits stay where they are.
-        as_tuple: whether the user asked for a tuple.
-        shared: whether the sequence is cut at all.
-        balances: whether the routers' loss of all tokens is added.
-    """
-
+    # What its attention is given.
     call: Call
+    # What the loss needs; None where the model computes its loss itself, or none is asked for.
     targets: Targets | None = None
+    # Last tokens whose logits are asked for, where not all are.
     tail: Tail | None = None
+    # Whether the logits stay where they are.
     hold: bool = False
+    # Whether the user asked for a tuple.
     as_tuple: bool = False
+    # Whether the sequence is cut at all.
     shared: bool = True
+    # Whether the routers' loss of all tokens is added.
     balances: bool = False
 
 
 @dataclass
 class Batch:
-    """Arguments by name, from which the reader takes what it understands.
+    """Arguments by name, from which the reader takes what it understands."""
 
-    Attributes:
-        kwargs: what is left.
-        model: name of the model's class, for messages.
-    """
-
+    # What is left.
     kwargs: dict[str, Any]
+    # Name of the model's class, for messages.
     model: str
 
     @classmethod
@@ -107,11 +97,7 @@ class Batch:
         raise GulliverError(f"{self.model} needs input_ids or inputs_embeds")
 
     def refuse_rest(self, known: tuple[str, ...]) -> None:
-        """Refuses what no part of the library understands.
-
-        Raises:
-            GulliverError: an argument is not understood; it is named.
-        """
+        """Refuses what no part of the library understands."""
         for name, value in self.kwargs.items():
             plain = value is None or isinstance(value, bool | int | float | str)
             if name not in known and not plain:
@@ -127,13 +113,7 @@ class Batch:
 
 
 def take_targets(batch: Batch, groups: SequenceGroups, own: OwnLoss) -> Targets | None:
-    """The labels of this rank's tokens, shifted before they are cut.
-
-    Args:
-        batch: arguments from which they are taken.
-        groups: ranks that share the sequence.
-        own: what the model's own loss is.
-    """
+    """The labels of this rank's tokens, shifted before they are cut."""
     labels, aligned = batch.take("labels"), batch.take("shift_labels")
     ignore = batch.take("ignore_index", -100)
     items = batch.take("num_items_in_batch")
@@ -148,16 +128,7 @@ def take_targets(batch: Batch, groups: SequenceGroups, own: OwnLoss) -> Targets 
 
 
 def cut_tokens(batch: Batch, groups: SequenceGroups, known: Sequences) -> Call:
-    """Leaves this rank's tokens in the batch, and says in a call what attention must know.
-
-    Args:
-        batch: arguments of the whole sequence.
-        groups: ranks that share it.
-        known: how the model is told of positions and documents.
-
-    Raises:
-        GulliverError: too few tokens; a mask of another shape.
-    """
+    """Leaves this rank's tokens in the batch, and says in a call what attention must know."""
     count, length, device = batch.shape()
     check_length(groups, length)
     call = Call(groups, length)
@@ -232,11 +203,7 @@ def _documents(batch: Batch, padded: bool, length: int, known: Sequences) -> Ten
 
 
 def check_length(groups: SequenceGroups, length: int) -> None:
-    """Refuses sequences of which some rank would have nothing.
-
-    Raises:
-        GulliverError: the sequences are too short; the least length is named.
-    """
+    """Refuses sequences of which some rank would have nothing."""
     if min(groups.plan.lay(length).sizes()) == 0:
         least = next(
             n for n in range(length, 4 * groups.plan.degree + 1) if min(groups.plan.lay(n).sizes())

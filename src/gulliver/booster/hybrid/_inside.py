@@ -24,16 +24,7 @@ STAYS = ("summed", "experts", "parameters", "latent")
 
 
 def check_hooks(model: nn.Module, plan: TensorPlan | None, mode: str | None) -> None:
-    """Refuses a user's hooks that would be lost, or would see a part of what they saw.
-
-    Args:
-        model: model that is still whole.
-        plan: how its tensors are cut; None where they are not.
-        mode: sequence mode; None where sequences are whole.
-
-    Raises:
-        GulliverError: a module is refused; it is named, with what would be right.
-    """
+    """Refuses a user's hooks that would be lost, or would see a part of what they saw."""
     if plan is not None:
         _check_replaced(model, plan)
         _check_beneath(model, plan.sites, "would see the features or heads of one rank")
@@ -111,11 +102,7 @@ class HooksLast:
 
 
 def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
-    """Refuses statistics that would be those of a part of the batch.
-
-    Raises:
-        GulliverError: a module is refused; it is named.
-    """
+    """Refuses statistics that would be those of a part of the batch."""
     for path, module in model.named_modules() if pp_size > 1 or mode is not None else ():
         counts = isinstance(getattr(module, "running_mean", None), Tensor)
         if module.training and (counts or is_batch_norm(module)):
@@ -128,11 +115,7 @@ def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
 
 
 def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
-    """Refuses options of embeddings that count or renormalize what the whole batch looks up.
-
-    Raises:
-        GulliverError: a module is refused; it is named.
-    """
+    """Refuses options of embeddings that count or renormalize what the whole batch looks up."""
     for path, module in model.named_modules():
         if not isinstance(module, nn.Embedding):
             continue
@@ -149,11 +132,7 @@ def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
 
 
 def check_virtual_tokens(model: nn.Module) -> None:
-    """Refuses PEFT's prompt and prefix tuning in a model that is cut.
-
-    Raises:
-        GulliverError: the model has such an adapter; its method is named.
-    """
+    """Refuses PEFT's prompt and prefix tuning in a model that is cut."""
     if hugging_face_of(model) is model:
         return
     configs: dict[str, Any] = getattr(model, "peft_config", {})

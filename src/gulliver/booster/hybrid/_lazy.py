@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gulliver.booster._checkpoint import agreed
 from gulliver.checkpoint import load_huggingface
+from gulliver.comm import raise_on_any_rank
 from gulliver.errors import GulliverError
 from gulliver.parallel.tensor import materialize
 
@@ -42,11 +42,7 @@ def lazy_parameters() -> Iterator[None]:
 
 
 def check_lazy(model: nn.Module, weights: Path | None) -> None:
-    """Refuses a model on meta that nothing would fill.
-
-    Raises:
-        GulliverError: a parameter or a buffer would stay empty; it is named.
-    """
+    """Refuses a model on meta that nothing would fill."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise GulliverError(
@@ -64,23 +60,9 @@ def check_lazy(model: nn.Module, weights: Path | None) -> None:
 
 
 def fill(model: nn.Module, weights: Path, aliases: Mapping[str, str], device: torch.device) -> None:
-    """Reads this rank's part of a Hugging Face folder; every rank calls it.
-
-    Args:
-        model: this rank's part.
-        weights: the folder.
-        aliases: the first name of every parameter of the whole model, by each of its names.
-        device: device to put the parameters on.
-
-    Raises:
-        GulliverError: the folder is missing or of another model, on any rank.
-    """
+    """Reads this rank's part of a Hugging Face folder; every rank calls it."""
     materialize(model, device)
     tied = {name: first for name, first in aliases.items() if name != first}
-    agreed(lambda: _load(model, weights, aliases, tied))
-
-
-def _load(
-    model: nn.Module, weights: Path, names: Mapping[str, str], tied: Mapping[str, str]
-) -> None:
-    load_huggingface(model, weights, elsewhere=list(names), aliases=tied)
+    raise_on_any_rank(
+        lambda: load_huggingface(model, weights, elsewhere=list(aliases), aliases=tied)
+    )

@@ -38,32 +38,20 @@ COLUMNS, ROWS = ColumnLinear | ColumnConvolution, RowLinear | RowConvolution
 
 @dataclass
 class Forward:
-    """One forward of the model.
+    """One forward of the model."""
 
-    Attributes:
-        seed: number drawn for the batch, the same on all ranks of the model.
-        start: number of the first sample in the batch.
-        samples: how many of them; 0 for all of the batch.
-        length: tokens of the sequence that ranks share, once that is known; 0 for none.
-    """
-
+    # Number drawn for the batch, the same on all ranks of the model.
     seed: int
+    # Number of the first sample in the batch.
     start: int = 0
+    # How many of them; 0 for all of the batch.
     samples: int = 0
+    # Tokens of the sequence that ranks share, once that is known; 0 for none.
     length: int = 0
 
 
 class Parts:
-    """What is apart while a model runs.
-
-    Args:
-        model: cut, or whole on one rank.
-        mesh: rank groups of the grid.
-        plan: how the model's tensors were cut; None not at all.
-
-    Attributes:
-        apart: the column layer whose outputs are still apart; None where features are whole.
-    """
+    """What is apart while a model runs."""
 
     def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
         self.mesh, self.apart = mesh, None
@@ -93,22 +81,14 @@ class Parts:
         return self
 
     def _part(self, module: Any, *_: Any) -> None:
+        # The column layer whose outputs are still apart; None where features are whole.
         self.apart = None if module.gather_output else module
 
     def _join(self, *_: Any) -> None:
         self.apart = None
 
     def of(self, path: str, x: Tensor, forward: Forward) -> list[Along]:
-        """How an activation lies in the whole.
-
-        Args:
-            path: name of the module that computes it.
-            x: activation on this rank.
-            forward: forward that runs, or is recomputed.
-
-        Raises:
-            GulliverError: its shape is none of those known.
-        """
+        """How an activation lies in the whole."""
         dims = [Along.whole(size) for size in x.shape]
         if forward.samples and x.dim() and not (x.shape[0] == 1 < forward.samples):
             if x.shape[0] % forward.samples:

@@ -16,14 +16,15 @@ import torch
 from torch import nn
 
 from gulliver.booster._blocks import recompute_blocks
-from gulliver.booster._resolve import Stages
+from gulliver.booster._ranks import order_of_use
+from gulliver.booster._resolve import Stages, recomputable
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._batches import Vocabulary, watch_batches
 from gulliver.booster.hybrid._capability import family_of
 from gulliver.booster.hybrid._choice import use_measured_links
 from gulliver.booster.hybrid._compiled import refuse_whole
 from gulliver.booster.hybrid._degree import degree_of, readers
-from gulliver.booster.hybrid._dropout import PositionDropout
+from gulliver.booster.hybrid._dropout import PositionDropout, drops_by_position
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._stdit import wire_stdit
 from gulliver.booster.hybrid._transformers import wire_sequence
@@ -90,14 +91,7 @@ def wire_sequences(
 
 
 def recompute(plan: Plan, model: nn.Module, stage: Stage | None, offering: Sequence[str]) -> None:
-    """Lets backward compute blocks again instead of keeping what they computed.
-
-    Args:
-        plan: names the blocks.
-        model: what this rank has of it.
-        stage: stage of the pipeline; None without one.
-        offering: paths of all blocks that could be, of `recomputable`.
-    """
+    """Lets backward compute blocks again instead of keeping what they computed."""
     if not plan.recompute:
         return
     if stage is not None:
@@ -125,41 +119,27 @@ def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
 
 
 class WholeModel:
-    """What is remembered of a model from before it is cut.
+    """What is remembered of a model from before it is cut."""
 
-    Args:
-        model: whole model.
-        optimizer: optimizer of its parameters.
-        vocabulary: tokens that it knows.
-        recomputable: paths of the blocks that backward can compute again.
-        drops: whether its dropout is to be drawn by position.
-        order: names of its parameters in the order of use, where chunks are to lie so.
-
-    Attributes:
-        groups: names of the trainable parameters of each group.
-        given: names of all parameters of each group.
-        aliases: first name of every parameter, by each of its names.
-        trained: trainable parameters with their names.
-        frozen: names of the parameters that the optimizer was given although they are frozen.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        vocabulary: Vocabulary,
-        recomputable: Sequence[str],
-        drops: bool = False,
-        order: Sequence[str] = (),
-    ) -> None:
-        self.vocabulary, self.recomputable, self.drops = vocabulary, recomputable, drops
-        self.order = order
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.vocabulary = Vocabulary.of(model)
+        # Paths of the blocks that backward can compute again.
+        self.recomputable = recomputable(plan, model)
+        # Whether its dropout is drawn by position.
+        self.drops = drops_by_position(plan, model)
+        # Names of its parameters in the order of use, where chunks are to lie so.
+        self.order = order_of_use(plan, model)
+        # Names of the trainable parameters of each group.
         self.groups = named_groups(model, optimizer)
+        # Names of all parameters of each group.
         self.given = named_groups(model, optimizer, frozen=True)
+        # First name of every parameter, by each of its names.
         self.aliases = aliases_of(model)
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         named = dict(model.named_parameters())
+        # Trainable parameters with their names.
         self.trained = {p: n for n, p in named.items() if p in stepped and p.requires_grad}
+        # Names of the parameters that the optimizer was given although they are frozen.
         self.frozen = {n for n, p in named.items() if p in stepped and not p.requires_grad}
 
 
@@ -173,11 +153,7 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 def rewrite_groups(
     optimizer: torch.optim.Optimizer, model: nn.Module, whole: WholeModel
 ) -> dict[nn.Parameter, str]:
-    """Puts what this rank has into the groups, in place of what the whole model had.
-
-    Returns:
-        This rank's trainable parameters, with the first names that the whole model has for them.
-    """
+    """Puts what this rank has into the groups, in place of what the whole model had."""
     present: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         present.setdefault(whole.aliases[name], parameter)

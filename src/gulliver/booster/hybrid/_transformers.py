@@ -79,23 +79,13 @@ LOCAL_ROPE = ("dynamic", "longrope")
 
 
 def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = ALONE) -> None:
-    """Makes a Hugging Face model share its sequences between ranks, in place.
-
-    Parameters stay as they are, whole or cut by tensor parallelism; blocks may be missing. All
-    ranks of a sequence must call the model with the same batch. Gradients of parameters are right
-    once they are averaged over the ranks of the sequence.
-
-    In training with labels, logits are not brought together (`NotGathered`); without labels, and in
-    evaluation, they are whole.
-
-    Args:
-        model: model of transformers.
-        groups: ranks that share a sequence; where it is one rank, only the loss is replaced.
-        tensor: ranks that share the tensors.
-
-    Raises:
-        GulliverError: a model or a configuration that cannot run so.
-    """
+    """Makes a Hugging Face model share its sequences between ranks, in place."""
+    # Parameters stay as they are, whole or cut by tensor parallelism; blocks may be missing. All
+    # ranks of a sequence must call the model with the same batch. Gradients of parameters are right
+    # once they are averaged over the ranks of the sequence.
+    #
+    # In training with labels, logits are not brought together (`NotGathered`); without labels, and
+    # in evaluation, they are whole.
     task = type(model).__name__.endswith(TASKS)
     shared = groups.plan.degree > 1
     if not shared and (tensor.size == 1 or not task):
@@ -127,11 +117,7 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
 
 
 def check_sequence(model: nn.Module) -> Sequences:
-    """What is known of a model that is to share its sequences; looks at it only.
-
-    Raises:
-        GulliverError: a model or a configuration that cannot run so.
-    """
+    """What is known of a model that is to share its sequences; looks at it only."""
     _check_unwired(model)
     known = _sequences_of(model)
     _check_config(model, known)
@@ -366,11 +352,7 @@ class SequenceAdapter:
 
 
 def check_dropout(model: nn.Module, known: Sequences) -> None:
-    """Refuses what is dropped at random where ranks would have to choose alike.
-
-    Raises:
-        GulliverError: the model drops something; the setting is named.
-    """
+    """Refuses what is dropped at random where ranks would have to choose alike."""
     config: Any = model.config
     for name in known.dropouts:
         if getattr(config, name, 0):

@@ -30,11 +30,7 @@ NAMES = "gulliver_names"
 
 
 def rest_of(path: Path) -> Path | None:
-    """Finds Lightning's part of a folder; None where `path` is a file, or nothing.
-
-    Raises:
-        GulliverError: it is a folder without a complete checkpoint.
-    """
+    """Finds Lightning's part of a folder; None where `path` is a file, or nothing."""
     if not path.is_dir():
         return None
     if (path / REST).is_file():
@@ -52,13 +48,7 @@ def _rest_of_step(path: Path, step: str) -> Path:
 
 
 class Folders:
-    """Saves and loads checkpoints of a fit as folders.
-
-    Args:
-        booster: booster that has boosted the model.
-        write: writes an object to a path, as Lightning does; called on rank 0.
-        use_async: whether a checkpoint of one optimizer is written while training goes on.
-    """
+    """Saves and loads checkpoints of a fit as folders."""
 
     def __init__(
         self, booster: Booster, write: Callable[[Any, Path], None], use_async: bool
@@ -74,15 +64,7 @@ class Folders:
         optimizers: Sequence[SteppedOptimizer],
         is_boosted: bool,
     ) -> None:
-        """Writes a checkpoint; every rank calls it.
-
-        Args:
-            path: folder to make or replace.
-            checkpoint: what the Trainer has collected; states in it are placeholders.
-            model: model to save.
-            optimizers: optimizers of the module.
-            is_boosted: whether the model is boosted still.
-        """
+        """Writes a checkpoint; every rank calls it."""
         self._booster.close()  # what was begun before is complete, and its memory free
         trains = "optimizer_states" in checkpoint
         rest = {**checkpoint, NAMES: [_names(optimizer) for optimizer in optimizers]}
@@ -129,15 +111,7 @@ class Folders:
         optimizers: Sequence[SteppedOptimizer],
         strict: bool,
     ) -> None:
-        """Fills a model and its optimizers, at any number of ranks; every rank calls it.
-
-        Args:
-            path: folder that `save` wrote.
-            rest: Lightning's part of it.
-            model: boosted model.
-            optimizers: optimizers to fill; none for the weights alone.
-            strict: whether names that are missing or left over are refused.
-        """
+        """Fills a model and its optimizers, at any number of ranks; every rank calls it."""
         count = len(rest.get(NAMES, ()))
         if optimizers and count != len(optimizers):
             raise GulliverError(
@@ -159,18 +133,9 @@ def _names(optimizer: SteppedOptimizer) -> list[list[str | None]]:
 
 
 def to_lightning(folder: Path | str, file: Path | str) -> None:
-    """Makes one file of a folder, as Lightning's own strategies save them; one process calls it.
-
-    ``LightningModule.load_from_checkpoint``, ``Trainer.fit(ckpt_path=)`` of any strategy and
-    ``torch.load`` read it.
-
-    Args:
-        folder: checkpoint that a fit saved as a folder.
-        file: file to write.
-
-    Raises:
-        GulliverError: it is no such folder, or broken; the file is there already.
-    """
+    """Makes one file of a folder, as Lightning's own strategies save them; one process calls it."""
+    # ``LightningModule.load_from_checkpoint``, ``Trainer.fit(ckpt_path=)`` of any strategy and
+    # ``torch.load`` read it.
     folder, file = Path(folder), Path(file)
     found = rest_of(folder)
     if found is None:

@@ -39,13 +39,7 @@ class _Unmoved:
 
 
 def refuse_moves(module: nn.Module, strategy: str, why: str = DURING) -> None:
-    """Lets moves of a module, and of each part that has parameters, be refused.
-
-    Args:
-        module: module whose parameters lie in chunks.
-        strategy: name of the strategy, for the message.
-        why: end of the message.
-    """
+    """Lets moves of a module, and of each part that has parameters, be refused."""
     for name, part in module.named_modules():
         if next(part.parameters(), None) is not None:
             told = type(part).__name__ + (f" ({name})" if name else "")
