@@ -1,4 +1,4 @@
-"""Whether all ranks have built the same model: asked before anything is done with it.
+"""Checks that all ranks have built the same model, before it is changed.
 
 Ranks first compare a digest, and only what differs is exchanged as a whole.
 """

@@ -162,7 +162,7 @@ def _manager(
     tensor: TensorPlan | None,
     stages: Stages | None,
 ) -> LimitedManager | None:
-    """What state is kept by under a memory limit; it is made before anything is changed."""
+    """Makes the manager of state under a memory limit, before anything is changed."""
     if plan.zero is None or plan.zero.tiers is None:
         return None
     state = rank_state(plan, model, optimizer, tensor, stages, _place(plan))
@@ -176,12 +176,12 @@ def _place(plan: Plan) -> tuple[int, int]:
 
 
 def _is_streamed(plan: Plan) -> bool:
-    """Whether a model may be on meta, and is filled when it is sharded."""
+    """Whether a model may be on meta and is filled when it is sharded."""
     return plan.stage == 3 and not plan.mesh.names_model
 
 
 def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses a second optimizer where the first one has all of the model."""
+    """Refuses a second optimizer where the first one holds the whole model."""
     half = plan.precision.parameters
     if any(is_boosted(p) for p in model.parameters()) and (plan.stage == 3 or half == "fp16"):
         what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"
@@ -211,7 +211,7 @@ def _check_whole(
 
 
 def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
-    """Names whose values in a file this rank checks for the range of fp16: its share of them."""
+    """Names whose values in a file this rank checks against the range of fp16."""
     if plan.precision.parameters != "fp16":
         return {}
     world, turned = current_world(), {t for _, t in converted(model, plan.precision.kept)}
@@ -220,7 +220,7 @@ def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _unequal(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer) -> list[Tensor]:
-    """What may differ between ranks; parameters that are trained whole travel with their chunks."""
+    """Tensors that may differ between ranks, but those that chunks broadcast."""
     stepped = {p for group in inner.param_groups for p in group["params"] if p.requires_grad}
     cut = plan.mesh.names_model
     rest = [p for p in model.parameters() if cut or not (p in stepped or is_boosted(p))]

@@ -41,7 +41,7 @@ class _Autocast:
 
 
 def autocast_calls(model: nn.Module, device: str, precision: str) -> None:
-    """Lets every call of `model` run under autocast; its parameters stay as they are."""
+    """Runs every call of `model` under autocast; its parameters stay as they are."""
     hooks = _Autocast(device, PRECISIONS[precision])
     model.register_forward_pre_hook(hooks.enter, prepend=True)
     model.register_forward_hook(hooks.leave, always_call=True)

@@ -1,4 +1,4 @@
-"""Blocks of any model: the parts that are computed again, or whose activations leave.
+"""Blocks of a model: what is recomputed, or whose activations are offloaded.
 
 A model of transformers says which they are, and has a switch for each. In any other model they are
 found by form: what lies in its innermost lists of several modules.
@@ -19,12 +19,12 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def has_switch(model: nn.Module) -> bool:
-    """Whether a model computes its blocks again by itself when it is told to."""
+    """Whether a model has a switch of its own for recomputation."""
     return hasattr(model, "gradient_checkpointing_enable")
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks of a model, as registered; none where it has no several of them."""
+    """Paths of the blocks of a model, as registered; none where there are fewer than two."""
     # A block has several layers: single ones of torch have nothing to keep but their input. Modules
     # of a block's class that lie in no list are blocks, too.
     found = _within(model, "")
@@ -70,7 +70,7 @@ def recomputable_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def offloadable_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that are chosen for one by one where activations may leave."""
+    """Paths of the blocks that are chosen one by one where activations may be offloaded."""
     known = recomputable_blocks(model) if has_switch(model) else ()
     return known if known and known != ("",) else blocks_of(model)
 
@@ -80,7 +80,7 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[str]) -> None:
-    """Lets backward compute blocks again instead of keeping what they computed."""
+    """Recomputes blocks in backward instead of keeping their activations."""
     if not has_switch(model):
         recompute_modules(model, paths)
         return
@@ -91,7 +91,7 @@ def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[
 
 
 def check_uncompiled(model: nn.Module, paths: Iterable[str]) -> None:
-    """Refuses to compute blocks again that are compiled, where a wrapper would have to do it."""
+    """Refuses to recompute compiled blocks where that needs a wrapper."""
     for path in () if has_switch(model) else paths:
         if any(compiled_call(m) is not None for m in model.get_submodule(path).modules()):
             raise GulliverError(

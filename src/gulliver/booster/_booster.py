@@ -1,4 +1,4 @@
-"""The one call: an ordinary model and loop become the planned run.
+"""`Booster`: an ordinary model and loop become the planned run.
 
 Read `Booster.boost`; how a plan is run is told by `_apply.py`, what it does with files by
 `_files.py`.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gulliver.booster._alike import check_alike
 from gulliver.booster._autocast import autocast_calls, check_precision
-from gulliver.booster._files import FileKeeper, boosted_only
+from gulliver.booster._files import CheckpointIO, boosted_only
 from gulliver.booster._model import unwrapped
 from gulliver.booster._noise import NoiseMeter, NoiseScale, check_noise
 from gulliver.booster._pipelined import run_whole
@@ -38,8 +38,8 @@ from gulliver.precision.fp8 import revert_fp8
 from gulliver.precision.int8 import QuantizedLayer
 
 
-class Booster(FileKeeper):
-    """Boosts models as a plugin plans it.
+class Booster(CheckpointIO):
+    """Boosts models as a plugin plans.
 
     Args:
         plugin: way to make the plan; None for torch's DDP.
@@ -89,7 +89,7 @@ class Booster(FileKeeper):
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs now, tuning included; there once a model is boosted."""
+        """The plan that runs now, tuning included, once a model is boosted."""
         return self._running().plan
 
     @property
@@ -98,7 +98,7 @@ class Booster(FileKeeper):
         return self._running().moved
 
     def compare(self) -> Comparison:
-        """Lays what was measured beside what the plan predicts: seconds and bytes of this rank.
+        """Compares measured with predicted seconds and bytes of this rank.
 
         Seconds are those between the steps so far, bytes those at their peak; see
         `gulliver.plan.Comparison`.
@@ -181,17 +181,12 @@ class Booster(FileKeeper):
 
     def _check(self, model: nn.Module, optimizer: Any, world: World) -> None:
         """Refuses what cannot be run, before anything is done."""
-        if isinstance(optimizer, type):
-            name = optimizer.__name__
-            raise GulliverError(
-                f"the optimizer is the class {name}: pass an instance, {name}(model.parameters())"
-            )
         if isinstance(optimizer, BoostedOptimizer):
             raise GulliverError("the optimizer is boosted already: boost each model once")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise GulliverError(
-                f"the optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or "
-                "none to run the model without training it"
+                f"the optimizer is {optimizer!r}: pass a torch.optim.Optimizer, or None to run the "
+                "model without training it"
             )
         if optimizer is not None:
             for path, module in model.named_modules():
@@ -210,7 +205,7 @@ class Booster(FileKeeper):
         self.plugin.check(unwrapped(model), optimizer, self.mixed_precision or "none")
 
     def noise_scale(self, batch: int) -> NoiseScale | None:
-        """Gradient noise scale as it is known by now; None before the first step.
+        """The gradient noise scale estimated so far; None before the first step.
 
         McCandlish et al. 2018, "An empirical model of large-batch training". A batch of that many
         samples teaches half of what its samples would one by one. Every rank has the same numbers.
@@ -227,27 +222,20 @@ class Booster(FileKeeper):
             raise GulliverError("the noise is not measured: say Booster(gradient_noise=True)")
         return None if self._noise is None else self._noise.scale(batch)
 
-    def backward(self, loss: Tensor, optimizer: BoostedOptimizer, **others: Any) -> None:
+    def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Backward of this rank's loss; gradients are averaged over the ranks.
+
+        Losses that share a graph are added, and their sum is passed once.
 
         Args:
             loss: loss of this rank.
             optimizer: optimizer that `boost` returned.
-            others: refused; those of `torch.Tensor.backward`, such as ``retain_graph``.
-
-        Raises:
-            GulliverError: a further argument.
         """
-        if others:
-            raise GulliverError(
-                f"booster.backward takes a loss and an optimizer, not {', '.join(others)}: where "
-                "losses share a graph, add them and call it once with the sum"
-            )
         with guard():
             boosted_only(optimizer).backward(loss)
 
     def release(self, model: nn.Module, *optimizers: BoostedOptimizer) -> nn.Module:
-        """Ends what `boost` began: the model has whole parameters of its own again.
+        """Undoes `boost`: the model has whole parameters of its own again.
 
         Every rank calls it. The parameters are new tensors; the optimizers can still be saved, and
         no longer step. 16 bits stay 16 bits.
@@ -303,10 +291,6 @@ class Booster(FileKeeper):
             GulliverError: the batch cannot be cut; ranks of one model have different batches.
             StopIteration: there is no further batch.
         """
-        if not hasattr(data_iter, "__next__"):
-            raise GulliverError(
-                f"data_iter is a {type(data_iter).__name__}: pass iter(dataloader), made once"
-            )
         if model not in self._optimizers:
             raise GulliverError("execute_pipeline needs a model that this booster has boosted")
         if optimizer is not None:

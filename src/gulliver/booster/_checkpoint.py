@@ -1,4 +1,4 @@
-"""One state out of a boosted model, its optimizer and what belongs to them, and back.
+"""Saves and loads the state of a boosted model, its optimizer and what belongs to them.
 
 What is saved knows neither the number of ranks nor how the model was sharded; see
 `BoostedOptimizer.model_leaves` for what a rank gives of it.
@@ -60,7 +60,7 @@ def boosted_state(
     state: Mapping[str, Any] | None,
     frozen: bool = True,
 ) -> dict[str, Any]:
-    """All that is saved of a training run, by entry."""
+    """Everything that is saved of a training run, by entry."""
     found: dict[str, Any] = {}
     plain = unwrapped(model)
     if holder is not None:
@@ -87,7 +87,7 @@ def boosted_state(
 def _trained(
     model: nn.Module, leaves: dict[str, Tensor | Part], frozen: bool
 ) -> dict[str, Tensor | Part]:
-    """Leaves of a model by name, without its frozen parameters where these are not wanted."""
+    """Leaves of a model by name, without frozen parameters unless they are wanted."""
     if frozen:
         return leaves
     every = model.named_parameters(remove_duplicate=False)
@@ -216,7 +216,7 @@ class LoadPlan:
 
 
 def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> set[str]:
-    """Names that a checkpoint may have of this model: what this rank has no part of, others fill.
+    """Names that a checkpoint may have of this model, on any rank.
 
     Every rank calls it.
     """
@@ -284,7 +284,7 @@ class OptimizerEntry:
 
 
 def _stepped(reader: StepReader, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Shapes and dtypes of the parameters of a saved state, where the step tells them."""
+    """Shapes and dtypes of the parameters of a saved state, where the step has them."""
     if "parameters" in content:
         return {n: (tuple(shape), dtype) for n, (shape, dtype) in content["parameters"].items()}
     return {name: (t.shape, t.dtype) for name, t in reader.tensors(MODEL).items()}
@@ -338,7 +338,7 @@ def _fill_shards(
 def _give_state(
     reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
 ) -> None:
-    """Gives an optimizer its whole state, whatever that consists of."""
+    """Gives an optimizer its whole state."""
     found = _read(reader, {"state": content["state"], "others": content.get("others", {})})
     state = {
         name: {
@@ -354,7 +354,7 @@ def _give_state(
 
 
 def _read(reader: StepReader, value: Any) -> Any:
-    """Nested values, with tensors in place of what stands for them."""
+    """Reads nested values, with tensors in place of their stand-ins."""
     made = reader.whole(OPTIMIZER, [ref.name for ref in refs_in(value)])
     return replace_refs(value, made)
 
@@ -390,7 +390,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(reader: StepReader) -> bool:
-    """Takes up the generators of this rank; False where it has none in the checkpoint."""
+    """Restores the generators of this rank; False where the checkpoint has none."""
     rank = group_rank()
     if not reader.is_per_rank(RANDOM) or rank >= reader.manifest.world_size:
         return False

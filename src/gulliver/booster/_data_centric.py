@@ -1,4 +1,4 @@
-"""The plugin of data-centric training: any ranks may share a sequence, others in every step.
+"""The plugin of data-centric training: groups of ranks change from step to step.
 
 Plans of steps are made by `gulliver.data.DataCentricPlanner`; `_step_loader.py` runs them.
 """
@@ -29,7 +29,7 @@ OPTIONS = (
 
 
 class DataCentricPlugin(HybridParallelPlugin):
-    """ZeRO over all ranks, of which any neighbours may share sequences, others in every step.
+    """ZeRO over all ranks; which neighbours share a sequence changes from step to step.
 
     A model of a known family is wired for sequences of the whole world; a `DataCentricLoader` then
     lets groups of fewer ranks run side by side. Of any other model every group has one rank. With
@@ -99,11 +99,11 @@ class DataCentricPlugin(HybridParallelPlugin):
 
     @property
     def inside(self) -> int:
-        """Ranks that each rank of a plan is: those of tensors times stages."""
+        """Ranks that each rank of a step's plan stands for: tensor ranks times stages."""
         return self.tp_size * self.pp_size
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """All ranks on the sequence axis, beside those of the tensors and stages inside."""
+        """Puts all ranks on the sequence axis, but those of tensors and stages."""
         if ranks % self.inside:
             told = f"tp_size={self.tp_size}" if self.pp_size == 1 else f"pp_size={self.pp_size}"
             if 1 not in (self.tp_size, self.pp_size):

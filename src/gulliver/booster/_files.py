@@ -1,6 +1,6 @@
-"""What a `Booster` does with files: steps, models, optimizers and schedulers, saved and loaded.
+"""Files of a `Booster`: steps, models, optimizers and schedulers.
 
-Read `FileKeeper.save`; what stands in a step is told by `_checkpoint.py`, how files of one thing
+Read `CheckpointIO.save`; what stands in a step is told by `_checkpoint.py`, how files of one thing
 are written and read by `_states.py` and `_optimizer_files.py`.
 """
 
@@ -35,7 +35,6 @@ from gulliver.booster._states import (
 )
 from gulliver.checkpoint import (
     AsyncCheckpointer,
-    FileSaver,
     Loaded,
     PartsSaver,
     StepReader,
@@ -49,15 +48,14 @@ from gulliver.parallel import BoostedOptimizer
 from gulliver.parallel.zero import ZeroOptimizer, exact_parameters
 
 
-class FileKeeper:
+class CheckpointIO:
     """Saves and loads what a booster has boosted."""
 
     _last: Running | None
     plugin: Any
 
     def __init__(self) -> None:
-        self._file: FileSaver | None = None
-        self._parts: PartsSaver | None = None
+        self._saving: PartsSaver | None = None
         self._checkpointers: dict[str, AsyncCheckpointer] = {}
         self._options: dict[str, dict[str, Any]] = {}
         self._optimizers: WeakKeyDictionary[nn.Module, BoostedOptimizer] = WeakKeyDictionary()
@@ -171,7 +169,7 @@ class FileKeeper:
 
     @staticmethod
     def _open_step(folder: Path, step: int | None) -> StepReader:
-        """Opens the step that rank 0 finds: beside a writer, others may find a newer one."""
+        """Opens the step that rank 0 finds: while one is written, others may find a newer one."""
         found = raise_on_any_rank(lambda: step_folder(folder, step))
         where = found.parent / broadcast_object(found.name)
         return raise_on_any_rank(lambda: StepReader(where))
@@ -186,7 +184,7 @@ class FileKeeper:
 
     @property
     def saves(self) -> int:
-        """Checkpoints that were begun."""
+        """Number of checkpoints that were begun."""
         return sum(checkpointer.saves for checkpointer in self._checkpointers.values())
 
     @property
@@ -195,7 +193,7 @@ class FileKeeper:
         return sum(checkpointer.stall_s for checkpointer in self._checkpointers.values())
 
     def wait_copied(self) -> None:
-        """Waits until the state may be changed by anybody, in any way; see `save`."""
+        """Waits until the state may be changed in any way; see `save`."""
         for checkpointer in self._checkpointers.values():
             checkpointer.wait_copied()
 
@@ -207,7 +205,7 @@ class FileKeeper:
         """
         for checkpointer in self._checkpointers.values():
             checkpointer.wait()
-        self._await_file()
+        self._await_model()
 
     def close(self) -> None:
         """Waits as `wait` does, and frees the memory that saving has needed."""
@@ -215,7 +213,7 @@ class FileKeeper:
             # Whatever fails, the folders of the others are free afterwards.
             while self._checkpointers:
                 stack.callback(self._checkpointers.popitem()[1].close)
-            self._await_file()
+            self._await_model()
 
     def abandon(self) -> None:
         """Finishes what this rank writes, and frees the folders, when other ranks may be gone."""
@@ -250,48 +248,32 @@ class FileKeeper:
         Args:
             model: boosted or not.
             path: path of the file.
-            use_async: write it while training goes on; `wait`, or the next save of a model, says
-                if that failed. Of a model that is sharded or cut each rank writes its parts, from
-                which rank 0 then makes the file: for that time the disk holds the model twice.
+            use_async: write a boosted model while training goes on; `wait`, or the next save of a
+                model, raises if that failed. Each rank writes its parts, from which rank 0 makes
+                the file: for that time the disk holds the model twice.
 
         Raises:
             GulliverError: it cannot be written; nothing is left behind then.
         """
         plain, place = unwrapped(model), Path(path)
-        self._await_file()
+        self._await_model()
         holder = self._optimizers.get(model)
-        if holder is not None and use_async and (holder.gives_back or _is_spread(holder)):
-            self._parts = _spread.begin_model(holder, plain, place)
-            return
-        if holder is not None and _is_spread(holder):
+        if holder is not None and use_async:
+            self._saving = _spread.begin_model(holder, plain, place)
+        elif holder is not None and _is_spread(holder):
             _spread.write_model(holder, plain, place)
-            return
-        if holder is None:
+        else:
             check_whole(plain)
-        state = whole_model(plain)
-        if isinstance(holder, ZeroOptimizer):
-            state |= exact_parameters(holder, plain)
-        if not use_async:
+            state = whole_model(plain)
+            if isinstance(holder, ZeroOptimizer):
+                state |= exact_parameters(holder, plain)
             on_main(lambda: write_tensors(place, state))
-            return
 
-        def begin() -> None:
-            self._file = FileSaver(place, state)
-
-        on_main(begin)
-
-    def _await_file(self) -> None:
-        """Lets a file of a model that is under way be finished; every rank calls it."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.close()
-
-        def finish() -> None:
-            saver, self._file = self._file, None
-            if saver is not None:
-                saver.wait()
-
-        on_main(finish)
+    def _await_model(self) -> None:
+        """Waits for a model that is being written; every rank calls it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.close()
 
     def load_model(self, model: nn.Module, path: Path | str, strict: bool = True) -> list[str]:
         """Reads a state dict into the model in place; every rank calls it.
@@ -338,10 +320,10 @@ class FileKeeper:
         holder = self._optimizers.get(model)
         if holder is None:
             raise GulliverError("the model was not boosted by this booster: boost it first")
-        self._await_file()
+        self._await_model()
         if has_adapters(unwrapped(model)):
             given = options.get("dtype")
-            self._parts = _spread.write_adapter_folder(
+            self._saving = _spread.write_adapter_folder(
                 holder, unwrapped(model), Path(folder), use_async, given
             )
             return
@@ -350,7 +332,7 @@ class FileKeeper:
             options.setdefault("config", config.to_dict())  # type: ignore[union-attr]
         if use_async:
             plain = unwrapped(model)
-            self._parts = _spread.begin_folder(holder, plain, Path(folder), **options)
+            self._saving = _spread.begin_folder(holder, plain, Path(folder), **options)
             return
         _spread.write_folder(holder, unwrapped(model), Path(folder), **options)
 
@@ -394,7 +376,7 @@ class FileKeeper:
 
 
 def _is_spread(holder: BoostedOptimizer) -> bool:
-    """Whether files of a model go tensor by tensor: no rank has all of it, or room for that."""
+    """Whether a model is written tensor by tensor: no rank has, or has room for, all of it."""
     return not holder.has_whole_model or holder.copy_limit is not None
 
 

@@ -65,7 +65,7 @@ def fp8_plan(use_fp8: bool | str | Fp8Plan, emulation: bool) -> Fp8Plan | None:
 def with_fp8(
     plan: Plan, model: nn.Module, tensor: TensorPlan | None, cluster: Cluster | None
 ) -> tuple[Plan, dict[str, str]]:
-    """A plan with the layers that compute in FP8, and why these."""
+    """Adds the layers that compute in FP8 to a plan, and why these."""
     fp8 = plan.precision.fp8
     if fp8 is None:
         return plan, {}
@@ -86,7 +86,7 @@ def with_fp8(
 
 
 def gate_fp8(found: Selection, device: Device, tokens: int, scaling: str) -> tuple[Selection, str]:
-    """Keeps layers that are not predicted to pay, and says from which size they would."""
+    """Leaves out layers that are not predicted to gain, and says from which size they would."""
 
     def judged(layer: Layer) -> Layer:
         if layer.why_not:
@@ -117,7 +117,7 @@ def check_units(plan: Plan, model: nn.Module) -> None:
 def use_fp8(
     plan: Plan, model: nn.Module, tensor: RankGroup = ALONE, sequence: RankGroup = ALONE
 ) -> None:
-    """Lets the plan's layers compute in FP8, as far as this rank has them."""
+    """Converts the plan's layers that this rank has to FP8."""
     fp8 = plan.precision.fp8
     if fp8 is None:
         return

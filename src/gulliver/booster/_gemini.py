@@ -12,6 +12,7 @@ from torch import nn
 from gulliver.booster._options import (
     CommunicationOptions,
     Fp8Options,
+    LimitOptions,
     PlacementOptions,
     StepOptions,
     ZeroOptions,
@@ -72,20 +73,22 @@ class GeminiPlugin(Plugin):
         **options: Any,
     ) -> None:
         given = {
+            "memory_limit": memory_limit,
+            "host_limit": host_limit,
+            "disk": disk,
             "precision": precision,
             "max_norm": max_norm,
             "step_in_backward": step_in_backward,
             "activations": activations,
         }
-        kinds = (ZeroOptions, StepOptions, PlacementOptions, Fp8Options, CommunicationOptions)
-        groups = take_options(type(self).__name__, kinds, given | options)
-        self.zero, steps, placement = groups[:3]
-        self.fp8, self.wires = groups[3].plan(), groups[4].wires()
+        kinds = (ZeroOptions, LimitOptions, StepOptions, PlacementOptions)
+        formats = (Fp8Options, CommunicationOptions)
+        groups = take_options(type(self), (*kinds, *formats), given | options)
+        self.zero, limits, steps, placement = groups[:4]
+        self.fp8, self.wires = groups[4].plan(), groups[5].wires()
         self.zero.refuse_tuning()
         self.memory = TierOptions(
-            memory_limit=memory_limit,
-            host_limit=host_limit,
-            disk=disk,
+            **asdict(limits),
             step_in_backward=steps.step_in_backward,
             activations=steps.activations,
             **asdict(placement),

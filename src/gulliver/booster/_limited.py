@@ -1,4 +1,4 @@
-"""Runs a plan with a memory limit: makes what its state is kept by, and keeps a process to it.
+"""Memory limits: the manager of a plan's state, and the budget that a process keeps to.
 
 The plan has said how much state may take (`_residency.py`). Here the manager of that state is made,
 with what lies behind it, and its budget follows what the steps really need besides.
@@ -43,7 +43,7 @@ SLACK = 4
 
 
 class LimitedManager(Manager):
-    """A manager that keeps the shares that a plan says, and whose budget follows measurements."""
+    """Keeps the shares of a plan on the device; its budget follows measurements."""
 
     # Bytes that a step is predicted to need besides; 0 where it is not known.
     other = 0
@@ -68,7 +68,7 @@ class LimitedManager(Manager):
         self._clock = (0.0, 0.0)
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
-        """Takes an object, and pins it where the shares say that it stays."""
+        """Adds an object, and pins it if its share stays on the device."""
         placed = super().add(name, kind, *arguments, **options)
         if kind == ACTIVATIONS:
             self.spare -= placed.size
@@ -95,7 +95,7 @@ class LimitedManager(Manager):
         super().remove(placed)
 
     def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
-        """Brings an object; the budget falls before, where memory becomes scarce."""
+        """Brings an object to the device; lowers the budget first where memory is scarce."""
         if self.controller is not None:
             self.controller.check(placed.name)
         try:
@@ -107,7 +107,7 @@ class LimitedManager(Manager):
         return super().use(placed, write, fresh)
 
     def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
-        """Decides; where activations that come back are more than was planned, with more budget."""
+        """Decides; raises the budget where more activations come back than planned."""
         try:
             return super()._decided(decide)
         except NoRoom as error:
@@ -118,7 +118,7 @@ class LimitedManager(Manager):
 
     @staticmethod
     def _grow(controller: BudgetController, text: str, needed: int) -> None:
-        """Raises the budget to what would do, or an error where the limit has no room for it."""
+        """Raises the budget to what is needed, or an error if that exceeds the limit."""
         if not controller.grow(needed):
             raise NoRoom(f"{text}; {controller.least_limit(needed)}", needed) from None
 
@@ -147,7 +147,7 @@ class LimitedManager(Manager):
 def manager_of(
     plan: Plan, state: StateBytes, work: Work, device: torch.device
 ) -> LimitedManager | None:
-    """Makes the manager of a plan's tiers, with the store behind it; None without tiers."""
+    """Makes the manager of a plan's tiers with its store; None without tiers."""
     tiers = None if plan.zero is None else plan.zero.tiers
     if tiers is None:
         return None
@@ -174,7 +174,7 @@ def _store(plan: Plan, state: StateBytes, device: torch.device) -> Store | None:
 
 
 def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager | None) -> None:
-    """Lets a manager's budget follow what steps need besides state, as long as there are steps."""
+    """Adjusts a manager's budget to what steps need in addition to state."""
     tiers = None if plan.zero is None else plan.zero.tiers
     if manager is None or tiers is None:
         return

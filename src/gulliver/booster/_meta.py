@@ -1,4 +1,4 @@
-"""Models that are larger than memory: built on meta, and filled where their state lies.
+"""Models that are larger than memory: built on meta and filled chunk by chunk.
 
 A parameter on meta becomes a stretched nan, which takes no memory, until its chunk is made; then it
 is filled from a folder, or by the modules' own ``reset_parameters``, in the order in which torch
@@ -54,7 +54,7 @@ def check_meta(
 
 
 def lend_shapes(model: nn.Module, device: torch.device) -> list[nn.Module]:
-    """Moves parameters on meta to a device, where they take no memory; all are nan."""
+    """Moves parameters on meta to a device as stretched nans, which take no memory."""
     # They stay the same objects, so that an optimizer keeps them.
     # Before any is moved: each module that shares a parameter initialises it, as with torch.
     found = [m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
@@ -79,7 +79,7 @@ def fill_boosted(
 
 
 def _initialise(modules: Sequence[nn.Module]) -> None:
-    """Lets modules initialise themselves with the numbers that rank 0 draws, on all ranks."""
+    """Initialises modules on all ranks with the random numbers of rank 0."""
     own = _random_state()
     first = broadcast_object(own)
     _set_random_state(first)

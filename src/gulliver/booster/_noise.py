@@ -1,4 +1,4 @@
-"""Gradient noise scale: how large a batch is before larger ones teach little more.
+"""Gradient noise scale: the batch size beyond which larger batches gain little.
 
 McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1. With G the true
 gradient and S the trace of a sample's covariance, the gradient of b samples has the expected

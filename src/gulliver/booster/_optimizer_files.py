@@ -1,4 +1,4 @@
-"""An optimizer without its model: a step with one entry, in a folder of its own.
+"""Optimizers without their models: a step with one entry, in a folder of its own.
 
 It is the format of whole steps (`_checkpoint.py`), so that every rank writes what it has. Beside
 the state there are the float32 copies of 16-bit parameters, which a whole step has as the model,
@@ -70,7 +70,7 @@ def _refuse_others(folder: Path) -> None:
 
 
 def _begin(run: Path, stack: ExitStack) -> None:
-    """Makes a temporary folder, which goes with the stack; also those of killed processes go."""
+    """Makes a temporary folder that the stack removes; also removes those of killed processes."""
     remove_leftovers(run.parent)
     run.mkdir(parents=True)
     stack.callback(remove_all, run)
@@ -116,7 +116,7 @@ def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
 
 
 def _check_stepped(optimizer: BoostedOptimizer, content: Mapping[str, Any], folder: Path) -> None:
-    """Refuses state of parameters of other shapes or dtypes, whatever shapes the state has."""
+    """Refuses state of parameters of other shapes or dtypes."""
     theirs = content.get("parameters", {})
     for name, ours in stepped(optimizer).items():
         there = theirs.get(name, ours)

@@ -7,6 +7,7 @@ sorts them into groups and checks them against the annotations.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -305,11 +306,13 @@ class HybridOptions(Options):
     allow_dropout: bool = False
 
 
-def take_options(owner: str, kinds: Sequence[type[Options]], given: Mapping[str, Any]) -> list[Any]:
+def take_options(
+    owner: type, kinds: Sequence[type[Options]], given: Mapping[str, Any]
+) -> list[Any]:
     """Sorts the options of a plugin into groups and checks them.
 
     Args:
-        owner: name of the plugin, for messages.
+        owner: class of the plugin, for messages.
         kinds: dataclasses of the groups.
         given: options by name.
 
@@ -322,13 +325,15 @@ def take_options(owner: str, kinds: Sequence[type[Options]], given: Mapping[str,
     kind_of = {field.name: kind for kind in kinds for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in given:
         if name not in kind_of:
-            raise GulliverError(f"{owner} has no argument {name!r}: {nearest(name, kind_of)}")
+            known = [*kind_of, *list(inspect.signature(owner).parameters)[:-1]]
+            right = nearest(name, known)
+            raise GulliverError(f"{owner.__name__} has no argument {name!r}: {right}")
     groups = []
     for kind in kinds:
         # Checked below, where the message can name the plugin.
         with unchecked():
             group = kind(**{name: v for name, v in given.items() if kind_of[name] is kind})
-        check_options(group, f"{owner}.")
+        check_options(group, f"{owner.__name__}.")
         groups.append(group)
     return groups
 

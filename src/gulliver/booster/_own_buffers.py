@@ -1,4 +1,4 @@
-"""Buffers that each rank changes by itself, where ranks run other samples each: they are told."""
+"""Warns of buffers that forwards change differently on each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOKED = WeakSet[ZeroOptimizer]()
 
 
 class OwnBuffers:
-    """Looks once in a run whether saved buffers differ between ranks, as forwards change them."""
+    """Compares once in a run whether saved buffers differ between ranks."""
 
     # Nothing is compared of buffers that are not saved, such as caches that each rank sizes for
     # itself. Contents are compared, because not every write raises a tensor's version.
@@ -31,7 +31,7 @@ class OwnBuffers:
         self._looked = group_size(self._group) == 1 or optimizer in _LOOKED
 
     def look(self) -> None:
-        """Warns of buffers that differ, the first time that it is called; every rank calls it."""
+        """Warns of buffers that differ, on the first call; every rank calls it."""
         if self._looked:
             return
         self._looked = True

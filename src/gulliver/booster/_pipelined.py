@@ -1,4 +1,4 @@
-"""A step of a loop that is written for pipelines, where the model is whole on each rank."""
+"""A step of a loop written for pipelines, where each rank has the whole model."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ class TorchDDPPlugin(Plugin):
         verbose: bool = True,
         **options: Any,
     ) -> None:
-        groups = take_options(type(self).__name__, (Fp8Options, CommunicationOptions), options)
+        groups = take_options(type(self), (Fp8Options, CommunicationOptions), options)
         self.fp8, self.wires = groups[0].plan(), groups[1].wires()
         self.find_unused_parameters = find_unused_parameters
         self.bucket_cap_mb, self.static_graph, self.verbose = bucket_cap_mb, static_graph, verbose
@@ -297,8 +297,7 @@ class LowLevelZeroPlugin(Plugin):
         verbose: bool = True,
         **options: Any,
     ) -> None:
-        name = type(self).__name__
-        self.stage: int = checked(stage, Stage, f"{name}.stage")
+        self.stage: int = checked(stage, Stage, f"{type(self).__name__}.stage")
         kinds = (ZeroOptions, LimitOptions, StepOptions, LinkOptions)
         given = {
             "chunk_mb": chunk_mb,
@@ -309,7 +308,8 @@ class LowLevelZeroPlugin(Plugin):
             "activations": activations,
             "step_in_backward": step_in_backward,
         }
-        groups = take_options(name, (*kinds, Fp8Options, CommunicationOptions), given | options)
+        formats = (Fp8Options, CommunicationOptions)
+        groups = take_options(type(self), (*kinds, *formats), given | options)
         self.zero, limits, self.steps, self.links = groups[:4]
         self.fp8, self.wires = groups[4].plan(), groups[5].wires()
         self.precision, self.max_norm = self.zero.precision, self.zero.max_norm

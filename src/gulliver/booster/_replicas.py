@@ -35,7 +35,7 @@ from gulliver.plan import Plan
 def share_ddp(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: World
 ) -> tuple[nn.Module, BoostedOptimizer]:
-    """Wraps the model with DDP; in a world of one, or not to be trained, it stays as it is."""
+    """Wraps the model with DDP, unless there is one rank or nothing to train."""
     assert plan.ddp is not None, "the plan is of DDP"
     hook: BucketHook | None = None
     plain, idle = unwrapped(model), optimizer is None
@@ -72,7 +72,7 @@ def share_zero(
     stage: Stage | None,
     manager: LimitedManager | None = None,
 ) -> ZeroOptimizer:
-    """Moves parameters into chunks; the model stays the object that it was."""
+    """Moves parameters into chunks; the model stays the same object."""
     zero = plan.zero
     assert zero is not None, "the plan is of ZeRO"
     rest = {p: n for n, p in model.named_parameters() if p not in names and not is_boosted(p)}
@@ -107,7 +107,7 @@ def share_zero(
 
 
 def tune(plan: Plan, model: nn.Module, boosted: ZeroOptimizer, verbose: bool) -> None:
-    """Keeps buffers alike, and lets the first steps find the size of chunks."""
+    """Keeps buffers equal on all ranks, and tunes chunks in the first steps."""
     zero = plan.zero
     assert zero is not None, "the plan is of ZeRO"
     if zero.broadcast_buffers and boosted.size > 1:
@@ -122,7 +122,7 @@ def tune(plan: Plan, model: nn.Module, boosted: ZeroOptimizer, verbose: bool) ->
 
 
 class _DDP(DistributedDataParallel):
-    """DDP that lets the attributes of its module through, so that a loop need not know of it."""
+    """DDP with the attributes of its module, so that loops need not know of it."""
 
     def __getattr__(self, name: str) -> Any:
         try:

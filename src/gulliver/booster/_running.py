@@ -1,4 +1,4 @@
-"""What runs: the plan as it is now, tuning included, and what its steps take and hold."""
+"""The plan as it runs now, tuning included, and what its steps take and hold."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KINDS = ("parameters", "gradients", "optimizer_state")
 
 
 class Running:
-    """A boosted model's plan beside its optimizer."""
+    """A boosted model's plan and its optimizer."""
 
     def __init__(self, planned: Plan, optimizer: BoostedOptimizer, model: nn.Module) -> None:
         self.planned, self.optimizer, self.model = planned, optimizer, model
 
     @property
     def plan(self) -> Plan:
-        """The plan of what runs now: chunks that were cut anew since are in it."""
+        """The plan as it runs now, with chunks that were tuned since."""
         plan, zero, optimizer = self.planned, self.planned.zero, self.optimizer
         # Ranks of a pipeline have chunks of their own, which nothing cuts anew.
         if zero is None or not isinstance(optimizer, ZeroOptimizer) or optimizer.pipeline:

@@ -1,4 +1,4 @@
-"""Files of models that no rank has all of: gathered and cut again one tensor at a time.
+"""Files of models that no rank has whole: gathered and cut one tensor at a time.
 
 What `_states.py` does for models that every rank has whole, in the same files: each loads what the
 other wrote. Every rank calls every function here.
@@ -91,7 +91,7 @@ def begin_folder(
 
 
 def _of_all(mine: dict[Any, Any]) -> dict[Any, Any]:
-    """What any rank has, by name; every rank calls it."""
+    """Joins the entries of all ranks by name; every rank calls it."""
     return {name: value for found in gather_objects(mine) for name, value in found.items()}
 
 

@@ -23,7 +23,7 @@ from gulliver.parallel import BoostedOptimizer
 
 
 def on_main(write: Callable[[], None]) -> None:
-    """Lets rank 0 write, and every rank know whether it could; every rank calls it."""
+    """Writes on rank 0 and raises on every rank if that fails; every rank calls it."""
     world = init_world()
     failure: Exception | None = None
     if world.is_main:
@@ -46,7 +46,7 @@ CUT = "gulliver_cut"
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuses a share of a model that nobody knows the rest of."""
+    """Refuses one rank's share of a model that this booster has not boosted."""
     if CUT in vars(model):
         raise GulliverError(
             "each rank has a share of this model, and it is not the one that this booster has "

@@ -1,4 +1,4 @@
-"""What an accelerator is asked for: the plugin, and what does not go with it.
+"""Arguments of an accelerator: the plugin, and what does not go with it.
 
 It knows names and values of accelerate's arguments, and nothing of models.
 """
@@ -61,7 +61,7 @@ def _read(options: Options) -> Plugin | Mapping[str, Any] | None:
 
 
 def check_precision(name: str | None) -> None:
-    """Refuses the precisions whose scaler or kernels read gradients that are sharded by then."""
+    """Refuses precisions whose scaler or kernels need whole gradients."""
     if name in ("fp16", "fp8"):
         raise GulliverError(
             f"mixed_precision={name!r} is not supported: use 'bf16'"
@@ -97,7 +97,7 @@ def join_world(arguments: Mapping[str, Any]) -> None:
 
 
 def join_group(device: torch.device) -> None:
-    """Joins the world of a process group that a framework has made already."""
+    """Joins the world of a process group that a framework has made."""
     on_gpu = device.type == "cuda" and dist.is_initialized() and dist.get_world_size() > 1
     if on_gpu and "cpu:" not in str(dist.get_backend_config()):
         raise GulliverError(

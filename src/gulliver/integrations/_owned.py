@@ -1,4 +1,4 @@
-"""Marks models with the accelerator that runs them; the next optimizer takes a model over.
+"""Marks models with the accelerator that runs them, and hands them to the next optimizer.
 
 A model that was boosted is marked with its accelerator. A second Trainer may evaluate with it as it
 is; the optimizer of a second phase, which another Trainer brings or which follows `free_memory`,
@@ -20,7 +20,7 @@ _KEY = "_gulliver_owned"
 
 
 class Owner(Protocol):
-    """What is asked of the accelerator that has boosted a model."""
+    """The accelerator that has boosted a model."""
 
     booster: Booster
 
@@ -45,7 +45,7 @@ class _Owned:
 
 
 def mark_owned(model: nn.Module, owner: Owner | None) -> None:
-    """Remembers who runs a model."""
+    """Sets the accelerator that runs a model."""
     # Not by setattr, nor in a table: it lives as long as the model, and is no part of it.
     vars(model)[_KEY] = _Owned(owner)
 
@@ -77,7 +77,7 @@ def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Mod
 
 
 def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Owner) -> None:
-    """Ends the earlier phase of a model, if any: its parameters are plain for the new optimizer."""
+    """Ends an earlier phase of a model, so that the new optimizer gets plain parameters."""
     found = owner_of(model)
     if found is None:
         return

@@ -75,7 +75,7 @@ class Accelerator(accelerate.Accelerator):
 
     @classmethod
     def taking_over(cls, made: accelerate.Accelerator, gulliver: Options) -> Self:
-        """Turns an accelerator that a framework has made into one that boosts."""
+        """Converts an accelerator that a framework has made into one that boosts."""
         plugin = plugin_of(gulliver)
         check_precision(made.mixed_precision)
         join_group(made.device)
@@ -108,7 +108,7 @@ class Accelerator(accelerate.Accelerator):
         self._saving_state = False
 
     def _check_ddp(self, plugin: Any) -> None:
-        """Refuses what was asked of DDP and would change values."""
+        """Refuses options of DDP that would change values."""
         handler = self.ddp_handler
         if handler is None:
             return
@@ -231,11 +231,11 @@ class Accelerator(accelerate.Accelerator):
         if not live:
             super().backward(loss, **kwargs)
             return
-        if len(live) > 1 and kwargs:
+        if kwargs:
             raise GulliverError(f"backward takes a loss, not {', '.join(kwargs)}")
         loss = loss / self.gradient_accumulation_steps
         if len(live) == 1:
-            self.booster.backward(loss, live[0], **kwargs)
+            self.booster.backward(loss, live[0])
         else:
             # Which of them a loss reaches is not known: gradients travel with their steps.
             loss.backward()
@@ -293,13 +293,13 @@ class Accelerator(accelerate.Accelerator):
         return found[0]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Does nothing: a scaled loss is the plugin's own matter."""
+        """Does nothing: plugins scale losses themselves."""
 
     @contextmanager
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Refused where ranks would get different numbers of batches; else it changes nothing."""
+        """Refuses different numbers of batches on the ranks; else it changes nothing."""
         even = self.even_batches if even_batches is None else even_batches
         if not even and self.num_processes > 1:
             raise GulliverError(

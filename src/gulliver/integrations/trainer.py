@@ -32,7 +32,7 @@ OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 def _check(args: Any, model: Any) -> None:
-    """Refuses what another library would do with the model, or would do to it."""
+    """Refuses arguments and models that let another library cut or run the model."""
     refuse_arguments("TrainingArguments", vars(args))
     if args.n_gpu > 1:
         raise GulliverError(f"one process has {args.n_gpu} GPUs: start one for each with torchrun")
@@ -43,7 +43,7 @@ def _check(args: Any, model: Any) -> None:
 
 
 class _Forget(TrainerCallback):
-    """Tells the optimizer that gradients are used up: the loop tells the model only."""
+    """Clears the optimizer's gradients: the loop clears the model's only."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         others["optimizer"].zero_grad()
@@ -56,7 +56,7 @@ else:
 
 
 class _Boosted(_Base):
-    """What is changed of a `Trainer`.
+    """A mixin with what is changed of a `Trainer`.
 
     Args:
         args: those of the trainer.

@@ -1,4 +1,4 @@
-"""Ranks that share one model must read one batch: whether they do is looked at, not hoped for.
+"""Compares the batches of ranks that share one model.
 
 So are tokens and labels that no rank has: when all ranks have compared their batches they all find
 the same, and none waits for one that stopped.
@@ -24,7 +24,7 @@ TOKENS = ("input_ids", "decoder_input_ids")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the tokens and labels of a model may be."""
+    """The ranges of a model's tokens and labels."""
 
     # Rows of its embedding; 0: not known.
     tokens: int = 0
@@ -49,7 +49,7 @@ class Vocabulary:
         return cls(tokens, labels, own is not None and own.shifted)
 
     def check(self, batch: Any) -> None:
-        """Refuses what is out of the vocabulary, which one process finds as well."""
+        """Refuses tokens and labels out of the vocabulary, as one process does."""
         if not isinstance(batch, Mapping):
             return
         for name in TOKENS:

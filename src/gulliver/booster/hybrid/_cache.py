@@ -1,4 +1,4 @@
-"""Keys and values of a generation, of which each rank keeps some.
+"""Keys and values of a generation, shared out over ranks.
 
 A prompt's tokens stay where the layout puts them. New tokens are dealt in turn: the one at position
 p is kept by the rank of number p modulo their count, so that no rank grows faster than another.

@@ -1,4 +1,4 @@
-"""What the attention of a model that shares sequences must know in a forward, and that attention.
+"""Attention of Hugging Face models over shared sequences, and what it must know of a forward.
 
 A `Call` is made anew for each forward and handed down with the keyword arguments that transformers
 models pass on to their attention. So it belongs to that forward and to no other: micro-batches may

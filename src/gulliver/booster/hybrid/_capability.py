@@ -1,4 +1,4 @@
-"""What may be combined: the one table that is asked when a plan is made.
+"""The table of supported combinations, which plans are checked against.
 
     check(Wanted(family="bloom", mode="ring_attn", ...))    # refused, naming what works instead
 
@@ -60,7 +60,7 @@ def families() -> dict[str, Sequences]:
 
 
 def table() -> list[tuple[str, ...]]:
-    """What may be combined, a row for each family under `HEADER`."""
+    """Supported combinations, a row for each family under `HEADER`."""
     # All of them can be cut over the tensor axis and into stages, with any stage of ZeRO, in all
     # `DTYPES`.
     return [
@@ -78,7 +78,7 @@ def family_of(model: nn.Module) -> str | None:
 
 
 def check(wanted: Wanted) -> None:
-    """Refuses what the table does not list."""
+    """Refuses combinations that the table does not list."""
     _check_mode(wanted)
     for dtype in wanted.dtypes:
         if dtype not in DTYPES:

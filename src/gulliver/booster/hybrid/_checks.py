@@ -1,4 +1,4 @@
-"""What of a model cannot be cut as a plan says: refused while the model is whole, by name."""
+"""Refuses models that cannot be cut as a plan says, while they are whole."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NO_BLOCKS = (
 
 
 def check_new(plan: Plan, model: nn.Module) -> None:
-    """Refuses what was boosted before, and adapters that no plan can be resolved for."""
+    """Refuses models that were boosted before, and adapters that no plan supports."""
     if plan.mesh.cuts_model:
         check_virtual_tokens(model)
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
@@ -58,7 +58,7 @@ def check_cut(
     tensor: TensorPlan | None,
     stages: Stages | None,
 ) -> None:
-    """Refuses what cannot be done, before anything is; it looks only."""
+    """Refuses what a plan cannot do to a model, before anything is changed."""
     family, mode = family_of(model), plan.sequence.mode
     dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
     tensor_size, pipeline_size, sequence_size = (

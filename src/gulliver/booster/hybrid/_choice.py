@@ -1,4 +1,4 @@
-"""What is chosen by what links cost: Ulysses or ring, and the way of tensor ranks' all-reduces."""
+"""Choices by the cost of links: Ulysses or ring, and the all-reduce of tensor ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def attention_shape(
 
 
 def use_measured_links(world: World, tp_size: int) -> None:
-    """Lets all-reduces of tensor ranks go the way that was measured to be faster."""
+    """Uses the all-reduce of tensor ranks that was measured to be faster."""
     # Every rank calls it. Two ranks have one way; without a measurement that can be read, sizes
     # decide.
     if tp_size < 3 or world.device.type != "cpu":

@@ -63,7 +63,7 @@ INSTEAD = "set it to 0 in the model's configuration, or take dropout='alike'"
 
 
 def drops_by_position(plan: Plan, model: nn.Module) -> bool:
-    """Whether there is dropout that is to be drawn as one process would draw it."""
+    """Whether dropout is to be drawn as one process would draw it."""
     # Of a model that is cut into stages: on any of them, so ask while it is whole.
     by_position = plan.dropout == "exact" or (plan.dropout == "auto" and plan.mesh.cuts_model)
     return by_position and bool(dropouts_of(model))
@@ -72,7 +72,7 @@ def drops_by_position(plan: Plan, model: nn.Module) -> bool:
 def check_positions(
     model: nn.Module, plan: TensorPlan | None, recomputed: Collection[str] = ()
 ) -> None:
-    """Refuses what drops in a way that is not drawn by position; looks only."""
+    """Refuses dropout that cannot be drawn by position."""
     for path, module in model.named_modules():
         for name in _drops(path, module):
             why = _unknown(model, path, module, name, plan)
@@ -132,7 +132,7 @@ class _Frame:
 
 
 class PositionDropout:
-    """Draws the masks of a model; all ranks of it make one alike."""
+    """Draws the masks of a model; all its ranks make one."""
 
     # [Note: the forward that is recomputed]
     #

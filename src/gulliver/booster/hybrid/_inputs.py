@@ -33,7 +33,7 @@ WHOLE = ("pixel_values", "bool_masked_pos")
 
 @dataclass
 class Targets:
-    """What the loss needs."""
+    """Labels of a forward and how their mean is made."""
 
     # Labels of this rank's tokens, aligned with its logits.
     labels: Tensor
@@ -43,7 +43,7 @@ class Targets:
 
 @dataclass
 class Opened:
-    """A forward of a model that is under way."""
+    """A forward in flight."""
 
     # What its attention is given.
     call: Call
@@ -128,7 +128,7 @@ def take_targets(batch: Batch, groups: SequenceGroups, own: OwnLoss) -> Targets 
 
 
 def cut_tokens(batch: Batch, groups: SequenceGroups, known: Sequences) -> Call:
-    """Leaves this rank's tokens in the batch, and says in a call what attention must know."""
+    """Leaves this rank's tokens in the batch, and returns what attention must know."""
     count, length, device = batch.shape()
     check_length(groups, length)
     call = Call(groups, length)
@@ -203,7 +203,7 @@ def _documents(batch: Batch, padded: bool, length: int, known: Sequences) -> Ten
 
 
 def check_length(groups: SequenceGroups, length: int) -> None:
-    """Refuses sequences of which some rank would have nothing."""
+    """Refuses sequences that are too short to give each rank a token."""
     if min(groups.plan.lay(length).sizes()) == 0:
         least = next(
             n for n in range(length, 4 * groups.plan.degree + 1) if min(groups.plan.lay(n).sizes())

@@ -1,4 +1,4 @@
-"""What a model holds that would compute something else, unseen, once the model is cut.
+"""Refuses what would silently compute something else in a cut model.
 
 Hooks that its user has registered, norms with statistics of the batch, options of embeddings,
 virtual tokens of PEFT. Each is refused here by name, while the model is whole, or is carried over.
@@ -82,7 +82,7 @@ def _module_of(hook: Any) -> str:
 
 
 class HooksLast:
-    """Lets the hooks that a model has see outputs as they leave it, after those registered later.
+    """Runs a user's hooks on outputs after ours, which are registered later.
 
     Logits are brought together, and losses computed, by hooks of ours.
     """
@@ -96,13 +96,13 @@ class HooksLast:
         ]
 
     def restore(self) -> None:
-        """Puts them behind the others."""
+        """Moves them behind the others."""
         for module, hooks in self.known:
             order_outputs_hooks(module, hooks)
 
 
 def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
-    """Refuses statistics that would be those of a part of the batch."""
+    """Refuses norms whose statistics would be of a part of the batch."""
     for path, module in model.named_modules() if pp_size > 1 or mode is not None else ():
         counts = isinstance(getattr(module, "running_mean", None), Tensor)
         if module.training and (counts or is_batch_norm(module)):

@@ -1,4 +1,4 @@
-"""Models that are never whole anywhere: built without memory, filled with each rank's part.
+"""Models that are never whole: built without memory, filled with each rank's part.
 
 Build the model under `lazy_parameters`, make its optimizer, and boost both with
 ``HybridParallelPlugin(weights=folder)``.

@@ -24,7 +24,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Counting:
-    """What a loss of tokens is a mean over."""
+    """The denominator of a loss of tokens."""
 
     # Label of tokens that do not count.
     ignore_index: int = -100

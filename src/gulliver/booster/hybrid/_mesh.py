@@ -19,7 +19,7 @@ AXES = ("pp", "dp", "sp", "tp")
 
 @dataclass(frozen=True, eq=False)
 class HybridMesh:
-    """This rank's partners along each axis."""
+    """Rank groups along each axis."""
 
     # Number of ranks along each axis, outer to inner.
     sizes: Mapping[str, int]

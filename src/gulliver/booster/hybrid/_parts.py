@@ -51,7 +51,7 @@ class Forward:
 
 
 class Parts:
-    """What is apart while a model runs."""
+    """Tracks which part of an activation this rank has while a model runs."""
 
     def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
         self.mesh, self.apart = mesh, None
@@ -88,7 +88,7 @@ class Parts:
         self.apart = None
 
     def of(self, path: str, x: Tensor, forward: Forward) -> list[Along]:
-        """How an activation lies in the whole."""
+        """Where an activation lies in the whole one."""
         dims = [Along.whole(size) for size in x.shape]
         if forward.samples and x.dim() and not (x.shape[0] == 1 < forward.samples):
             if x.shape[0] % forward.samples:

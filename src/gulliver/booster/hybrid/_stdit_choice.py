@@ -59,7 +59,7 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Width:
-    """What of a model decides what a clip costs, on one rank of its tensor axis."""
+    """Sizes of a model that decide what a clip costs, on one tensor rank."""
 
     channels: int
     # Number of heads of this rank.
@@ -185,7 +185,7 @@ def _predict(
 
 
 class _Costs:
-    """Seconds of one pair of blocks, on the rank with most to do, forward and backward."""
+    """Seconds of one pair of blocks on the slowest rank, forward and backward."""
 
     def __init__(self, clip: Clip, width: Width, plan: SequencePlan, cluster: Cluster) -> None:
         self.clip, self.width, self.plan, self.cluster = clip, width, plan, cluster

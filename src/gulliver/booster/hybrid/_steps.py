@@ -57,7 +57,7 @@ def grid(plan: Plan) -> HybridMesh:
 
 
 def cut_stages(model: nn.Module, stages: Stages | None, mesh: HybridMesh | None) -> Stage | None:
-    """Takes the blocks of other stages out."""
+    """Removes the blocks of other stages."""
     if stages is None or mesh is None:
         return None
     stack, found, numbers = stages
@@ -78,7 +78,7 @@ def cut_tensors(
 def wire_sequences(
     plan: Plan, model: nn.Module, mesh: HybridMesh | None, verbose: bool = True
 ) -> None:
-    """Lets attention, inputs and losses know that sequences and vocabularies are shared."""
+    """Wires attention, inputs and losses for shared sequences and vocabularies."""
     if mesh is None or mesh.sequence.plan.degree * mesh.tensor.size == 1:
         return
     if family_of(model) == "STDiT3":
@@ -91,7 +91,7 @@ def wire_sequences(
 
 
 def recompute(plan: Plan, model: nn.Module, stage: Stage | None, offering: Sequence[str]) -> None:
-    """Lets backward compute blocks again instead of keeping what they computed."""
+    """Recomputes blocks in backward instead of keeping their activations."""
     if not plan.recompute:
         return
     if stage is not None:
@@ -101,7 +101,7 @@ def recompute(plan: Plan, model: nn.Module, stage: Stage | None, offering: Seque
 
 
 def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
-    """A plan of the whole model, for what a stage has of it."""
+    """Restricts a plan of the whole model to what a stage has."""
     paths = dict(model.named_modules(remove_duplicate=False))
 
     def held(path: str) -> bool:
@@ -119,7 +119,7 @@ def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
 
 
 class WholeModel:
-    """What is remembered of a model from before it is cut."""
+    """What a cut needs to know of the whole model."""
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.vocabulary = Vocabulary.of(model)
@@ -153,7 +153,7 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 def rewrite_groups(
     optimizer: torch.optim.Optimizer, model: nn.Module, whole: WholeModel
 ) -> dict[nn.Parameter, str]:
-    """Puts what this rank has into the groups, in place of what the whole model had."""
+    """Replaces the parameters in the groups by those that this rank has."""
     present: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         present.setdefault(whole.aliases[name], parameter)
@@ -173,7 +173,7 @@ def finish(
     stage: Stage | None,
     whole: WholeModel,
 ) -> None:
-    """Lets a cut model draw, read and save as one; a pipeline gets its schedule."""
+    """Makes a cut model draw, read and save as one; a pipeline gets its schedule."""
     if mesh is None:
         return
     drops = None
@@ -213,7 +213,7 @@ def finish(
 
 
 def draw_alike(model: nn.Module, rank_groups: Sequence[RankGroup]) -> None:
-    """Lets ranks that compute the same draw the same: at each call they take one seed."""
+    """Gives ranks that compute the same one seed at each call."""
     device = current_world().device
     shared = [rank_group for rank_group in rank_groups if rank_group.size > 1]
 
@@ -233,7 +233,7 @@ def draw_alike(model: nn.Module, rank_groups: Sequence[RankGroup]) -> None:
 
 
 def mark_cut(model: nn.Module) -> None:
-    """Lets neither the model nor a copy of it be written as if it were whole."""
+    """Marks a model so that neither it nor a copy is written as if it were whole."""
     vars(model)[CUT] = True
     if hasattr(model, "save_pretrained"):
         vars(model)["save_pretrained"] = _refuse_saving
@@ -247,5 +247,5 @@ def _refuse_saving(*_: Any, **__: Any) -> None:
 
 
 def say() -> Callable[[str], None] | None:
-    """Tells a rank group on the first rank; None on the others."""
+    """Returns a function that prints on rank 0; None on other ranks."""
     return (lambda line: print(line, file=sys.stderr)) if current_world().is_main else None

@@ -117,7 +117,7 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
 
 
 def check_sequence(model: nn.Module) -> Sequences:
-    """What is known of a model that is to share its sequences; looks at it only."""
+    """Returns what is known of a model that is to share its sequences, without changing it."""
     _check_unwired(model)
     known = _sequences_of(model)
     _check_config(model, known)
@@ -158,7 +158,7 @@ def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
 
 
 class SequenceAdapter:
-    """What the hooks of one model share; copies of the model share it, too."""
+    """State that the hooks of one model and of its copies share."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class SequenceAdapter:
 
     @property
     def groups(self) -> SequenceGroups:
-        """Ranks that the next forward shares its sequences over; one under way has its own."""
+        """Ranks that share the sequences of the next forward; one in flight has its own."""
         return self.degree.now
 
     @property
@@ -188,7 +188,7 @@ class SequenceAdapter:
         return self.degree.planned.plan.degree > 1
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The arguments that the model is called with on this rank."""
+        """Returns the arguments that the model is called with on this rank."""
         batch = Batch.of(module, args, dict(kwargs))
         cache = batch.take("gulliver_cache")
         if self.shared:
@@ -219,7 +219,7 @@ class SequenceAdapter:
         return (), {**batch.kwargs, "return_dict": True}
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """What the user gets; called too when a forward is left in the middle."""
+        """Returns what the user gets; also called when a forward fails."""
         opened, self.opened = self.opened, None
         if opened is None or output is None:
             return None
@@ -255,7 +255,7 @@ class SequenceAdapter:
         return output
 
     def _own_loss(self, module: nn.Module, batch: Batch) -> OwnLoss | None:
-        """The loss that is computed of pieces; None where the model computes its own of wholes."""
+        """The loss computed from pieces; None where the model has its own, of whole logits."""
         if not self.task:
             return None
         # It is asked at every call: a loss_function may be put in after boost.
@@ -325,7 +325,7 @@ class SequenceAdapter:
         batch.kwargs["logits_to_keep"] = opened.tail.local(call.groups.rank)
 
     def _switch_head(self, module: nn.Module, opened: Opened) -> None:
-        """Columns stay apart where only the loss reads them."""
+        """Leaves the head's columns on their ranks where only the loss reads them."""
         head = self._head(module)
         if head is not None:
             head.gather_output = not opened.hold
@@ -352,7 +352,7 @@ class SequenceAdapter:
 
 
 def check_dropout(model: nn.Module, known: Sequences) -> None:
-    """Refuses what is dropped at random where ranks would have to choose alike."""
+    """Refuses random drops for which ranks would have to draw alike."""
     config: Any = model.config
     for name in known.dropouts:
         if getattr(config, name, 0):
@@ -403,7 +403,7 @@ def _base_of(model: nn.Module) -> nn.Module:
 
 
 def _use_attention(model: nn.Module) -> None:
-    """Names our attention in the model's configuration, which is made its own."""
+    """Sets our attention in a copy of the model's configuration."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)

@@ -1,4 +1,4 @@
-"""What a fit does, put before a `DDPStrategy` of Lightning: read `setup`, then `backward`.
+"""A mixin for Lightning's `DDPStrategy`: read `setup`, then `backward`.
 
 Lightning's own part (launching processes, loops, hooks, logging, samplers) stays as it is. Here the
 module is boosted with each of its optimizers, steps are called through the module's own call, so
@@ -124,7 +124,7 @@ class SharedStrategy(_Base):
         return "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
 
     def setup_distributed(self) -> None:
-        """Lets the ranks meet, as Lightning does it, and names those that fail from then on."""
+        """Joins the ranks as Lightning does, and our world over them."""
         super().setup_distributed()
         world = init_world(device=self.root_device)
         if (world.size, world.device) != (self.world_size, self.root_device):
@@ -137,7 +137,7 @@ class SharedStrategy(_Base):
             )
 
     def setup(self, trainer: Any) -> None:
-        """Boosts the module with its optimizers, and takes up a checkpoint."""
+        """Boosts the module with its optimizers, and resumes from a checkpoint."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fits, self._failed = trainer.state.fn == "fit", False
@@ -170,7 +170,7 @@ class SharedStrategy(_Base):
         self._fill(False)
 
     def _boost(self, fits: bool) -> None:
-        """Lets the booster have the module, once for each optimizer."""
+        """Boosts the module with each optimizer."""
         self._booster, model = Booster(plugin=self._plugin), self._module
         given, stepped = self.optimizers if fits else [], list[Any]()
         if fits:
@@ -300,7 +300,7 @@ class SharedStrategy(_Base):
             yield
 
     def _clip_shards(self) -> None:
-        """Lets Lightning's clipping clip the mean gradient, wherever its parts lie."""
+        """Replaces Lightning's clipping by that of the sharded mean gradient."""
         clips = {
             "clip_grad_by_norm": lambda o, limit: o.clip_grad_by_norm(float(limit)),
             "clip_grad_by_value": lambda o, limit: o.clip_grad_by_value(float(limit)),
@@ -446,7 +446,7 @@ class SharedStrategy(_Base):
 
 
 class _Resumed:
-    """A checkpoint that is being taken up.
+    """A checkpoint that is being resumed from.
 
     Args:
         folder: folder to fill the boosted model from; None for a file.
@@ -482,6 +482,6 @@ def unwrapped(model: nn.Module | None) -> nn.Module | None:
 
 
 def shutdown_alone(size: int) -> None:
-    """Leaves a world of one, which another run of this process has made."""
+    """Leaves a world of one rank that another run of this process has made."""
     if size == 1:
         shutdown()

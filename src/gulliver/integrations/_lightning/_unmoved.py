@@ -1,4 +1,4 @@
-"""Refuses a module that moves or converts its parameters while they lie in chunks.
+"""Refuses modules that move or convert their parameters while these lie in chunks.
 
 Under stage 3 a parameter is a window on memory that comes and goes, within a limit perhaps: what
 ``.to`` or ``.cpu()`` would make of it is a whole copy that nobody trains. Below stage 3 the step
@@ -25,7 +25,7 @@ AFTER = (
 
 
 class _Unmoved:
-    """Stands in a module for the method that ``.to``, ``.cpu()`` and others call."""
+    """Replaces the method of a module that ``.to``, ``.cpu()`` and others call."""
 
     def __init__(self, module: nn.Module, message: str) -> None:
         self._module, self._message = module, message
@@ -39,7 +39,7 @@ class _Unmoved:
 
 
 def refuse_moves(module: nn.Module, strategy: str, why: str = DURING) -> None:
-    """Lets moves of a module, and of each part that has parameters, be refused."""
+    """Refuses moves of a module and of each part that has parameters."""
     for name, part in module.named_modules():
         if next(part.parameters(), None) is not None:
             told = type(part).__name__ + (f" ({name})" if name else "")
