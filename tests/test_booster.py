@@ -92,10 +92,6 @@ def test_no_plugin_in_one_process_is_the_plain_loop() -> None:
         (lambda: Booster().backward(torch.ones(()), torch.optim.SGD([torch.ones(1)])), "boosted"),
         (lambda: boost()[0].boost(*boost()[1:]), "boosted already"),
         (lambda: boost(model=nn.Linear(3, 2, device="meta")), "is on meta"),
-        (
-            lambda: boost()[0].backward(torch.ones(()), boost()[2], retain_graph=True),
-            "not retain_graph: where losses share a graph, add them",
-        ),
         (lambda: boost()[2].step(lambda: 0.0), "closures"),
     ],
 )

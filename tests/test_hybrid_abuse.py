@@ -387,7 +387,6 @@ def _wrong_uses(world: World, plugin: dict[str, Any]) -> dict[str, str]:
     said = {
         "boosted twice": _said(booster.boost, model, make_optimizer(model)),
         "another optimizer": _said(booster.execute_pipeline, iter([data]), model, None, others),
-        "no iterator": _said(booster.execute_pipeline, [data], model, None, optimizer),
         "state": _said(optimizer.state_dict),
         "another save": _said(model.save_pretrained, folder / "pretrained"),
         "copy": _said(booster.save_model, copy.deepcopy(model), folder / "copy.safetensors"),
@@ -411,7 +410,6 @@ def _wrong_uses(world: World, plugin: dict[str, Any]) -> dict[str, str]:
 WRONG = {
     "boosted twice": "Muon and AdamW, need LowLevelZeroPlugin below stage 3",
     "another optimizer": "of another model",
-    "no iterator": "pass iter(dataloader)",
     "state": "booster.save_optimizer",
     "another save": "save_huggingface",
     "copy": "a share of this model",

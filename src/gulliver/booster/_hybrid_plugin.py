@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gulliver.booster._blocks import NO_BLOCKS
 from gulliver.booster._options import (
     CommunicationOptions,
     Fp8Options,
@@ -23,7 +24,6 @@ from gulliver.booster._plugins import Plugin
 from gulliver.booster._resolve import recomputable
 from gulliver.booster._tiers import plan_tiers
 from gulliver.booster.hybrid import (
-    NO_BLOCKS,
     SHORT,
     Wanted,
     check,

@@ -15,8 +15,8 @@ from gulliver.booster.hybrid._capability import (
     family_of,
     table,
 )
-from gulliver.booster.hybrid._checks import NO_BLOCKS, check_cut, check_new, check_recompute
-from gulliver.booster.hybrid._choice import HEADS, attention_shape, choose_plan
+from gulliver.booster.hybrid._checks import check_cut, check_new, check_recompute
+from gulliver.booster.hybrid._choice import HEADS, attention_shape, choose_plan, sequence_plan
 from gulliver.booster.hybrid._degree import Degree, degree_of, sequence_degree, sequence_rows
 from gulliver.booster.hybrid._dropout import drops_by_position
 from gulliver.booster.hybrid._inside import HooksLast
@@ -34,7 +34,6 @@ from gulliver.booster.hybrid._steps import (
     recompute,
     rewrite_groups,
     say,
-    sequence_plan,
     wire_sequences,
 )
 from gulliver.booster.hybrid._transformers import keep_logits
@@ -44,7 +43,6 @@ __all__ = [
     "HEADER",
     "HEADS",
     "MODES",
-    "NO_BLOCKS",
     "SHORT",
     "Degree",
     "HooksLast",

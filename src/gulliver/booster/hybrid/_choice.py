@@ -10,11 +10,20 @@ from torch import nn
 from gulliver.comm import World, use_links
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, current_cluster
-from gulliver.parallel.sequence import Chosen, Shape, choose
+from gulliver.parallel.sequence import Chosen, SequencePlan, Shape, choose
+from gulliver.plan import Plan
+from gulliver.precision.wire import wire_format
 
 LENGTHS = ("max_position_embeddings", "n_positions")
 HEADS = ("num_attention_heads", "n_head", "num_heads")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
+
+
+def sequence_plan(plan: Plan) -> SequencePlan:
+    """How a sequence lies over its ranks."""
+    s = plan.sequence
+    layout: Any = s.layout
+    return SequencePlan(s.ulysses, s.outer, s.inner, layout, wire_format(plan.wire.sequence))
 
 
 def choose_plan(

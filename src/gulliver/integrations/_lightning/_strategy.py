@@ -1,4 +1,4 @@
-"""A mixin for Lightning's `DDPStrategy`: read `setup`, then `backward`.
+"""The strategy for Lightning: read `setup`, then `backward`.
 
 Lightning's own part (launching processes, loops, hooks, logging, samplers) stays as it is. Here the
 module is boosted with each of its optimizers, steps are called through the module's own call, so
@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,11 +29,6 @@ from gulliver.integrations._lightning._checkpoints import Folders, rest_of
 from gulliver.integrations._lightning._optimizer import SteppedOptimizer
 from gulliver.integrations._lightning._options import choose_plugin
 from gulliver.integrations._lightning._unmoved import AFTER, refuse_moves
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "gulliver": {},
@@ -47,7 +43,7 @@ PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
 HALVES = (torch.bfloat16, torch.float16)
 
 
-class SharedStrategy(_Base):
+class GulliverStrategy(DDPStrategy):
     """Runs a LightningModule as a plugin plans it.
 
     Args:
@@ -110,13 +106,6 @@ class SharedStrategy(_Base):
         self._boosted: nn.Module | None = None
         self._resumed: _Resumed | None = None
         self._failed = False
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers the names of `STRATEGIES`."""
-        for name, options in STRATEGIES.items():
-            if name not in strategy_registry:
-                strategy_registry.register(name, cls, description=f"Gulliver: {name}", **options)
 
     # Beginning and end.
 
@@ -485,3 +474,10 @@ def shutdown_alone(size: int) -> None:
     """Leaves a world of one rank that another run of this process has made."""
     if size == 1:
         shutdown()
+
+
+for _name, _options in STRATEGIES.items():
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(
+            _name, GulliverStrategy, description=f"Gulliver: {_name}", **_options
+        )
