@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
-from gulliver.booster import _spread
 from gulliver.booster._checkpoint import (
     RANDOM,
     LoadPlan,
@@ -25,6 +24,14 @@ from gulliver.booster._checkpoint import (
 from gulliver.booster._model import unwrapped
 from gulliver.booster._optimizer_files import read_optimizer, write_optimizer
 from gulliver.booster._running import Running
+from gulliver.booster._spread import (
+    begin_folder,
+    begin_gathered,
+    read_sharded,
+    write_adapter_folder,
+    write_folder,
+    write_gathered,
+)
 from gulliver.booster._states import (
     check_whole,
     on_main,
@@ -259,9 +266,9 @@ class CheckpointIO:
         self._await_model()
         holder = self._optimizers.get(model)
         if holder is not None and use_async:
-            self._saving = _spread.begin_model(holder, plain, place)
+            self._saving = begin_gathered(holder, plain, place)
         elif holder is not None and _is_spread(holder):
-            _spread.write_model(holder, plain, place)
+            write_gathered(holder, plain, place)
         else:
             check_whole(plain)
             state = whole_model(plain)
@@ -295,7 +302,7 @@ class CheckpointIO:
         """
         holder = self._optimizers.get(model)
         if holder is not None and _is_spread(holder):
-            return _spread.read_model(holder, unwrapped(model), Path(path), strict)
+            return read_sharded(holder, unwrapped(model), Path(path), strict)
         return read_model(unwrapped(model), Path(path), strict)
 
     def save_huggingface(
@@ -323,7 +330,7 @@ class CheckpointIO:
         self._await_model()
         if has_adapters(unwrapped(model)):
             given = options.get("dtype")
-            self._saving = _spread.write_adapter_folder(
+            self._saving = write_adapter_folder(
                 holder, unwrapped(model), Path(folder), use_async, given
             )
             return
@@ -332,9 +339,9 @@ class CheckpointIO:
             options.setdefault("config", config.to_dict())  # type: ignore[union-attr]
         if use_async:
             plain = unwrapped(model)
-            self._saving = _spread.begin_folder(holder, plain, Path(folder), **options)
+            self._saving = begin_folder(holder, plain, Path(folder), **options)
             return
-        _spread.write_folder(holder, unwrapped(model), Path(folder), **options)
+        write_folder(holder, unwrapped(model), Path(folder), **options)
 
     def save_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
         """Writes the optimizer state by parameter name, and the plan, to a folder.

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gulliver.booster._spread import read_model
+from gulliver.booster._spread import read_sharded
 from gulliver.checkpoint import match_huggingface
 from gulliver.comm import broadcast_object
 from gulliver.errors import GulliverError
@@ -72,7 +72,7 @@ def fill_boosted(
 ) -> None:
     """Fills a boosted model chunk by chunk; every rank calls it."""
     if weights is not None:
-        read_model(optimizer, model, Path(weights), strict=True, checked=True)
+        read_sharded(optimizer, model, Path(weights), strict=True, checked=True)
     elif empty:
         _initialise(empty)
         optimizer.shards.take_writes()

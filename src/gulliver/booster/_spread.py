@@ -33,7 +33,7 @@ from gulliver.comm import gather_objects, raise_on_any_rank
 from gulliver.parallel import BoostedOptimizer
 
 
-def write_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
+def write_gathered(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
     """Writes a model as one file, under its own names and in its own dtypes."""
 
     def write(weights: GatheredWeights) -> None:
@@ -42,8 +42,8 @@ def write_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
     on_gathered(holder.model_leaves(model), write, dtypes_of(model))
 
 
-def begin_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
-    """Begins to write what `write_model` writes, while training goes on."""
+def begin_gathered(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
+    """Begins to write what `write_gathered` writes, while training goes on."""
     leaves, dtypes = holder.model_leaves(model), _of_all(dtypes_of(model))
     return begin_single(leaves, path, dtypes, holder.copy_limit)
 
@@ -95,7 +95,7 @@ def _of_all(mine: dict[Any, Any]) -> dict[Any, Any]:
     return {name: value for found in gather_objects(mine) for name, value in found.items()}
 
 
-def read_model(
+def read_sharded(
     holder: BoostedOptimizer, model: nn.Module, path: Path, strict: bool, checked: bool = False
 ) -> list[str]:
     """Fills a model from a file or a Hugging Face folder, each rank with what it holds."""

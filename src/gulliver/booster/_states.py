@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import collections
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,8 @@ def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
     own = lr_scheduler.state_dict()
     for key, value in state.items():
         # JSON knows plain dicts only; a step schedule counts its milestones.
-        own[key] = Counter(value) if isinstance(own.get(key), Counter) else value
+        counts = isinstance(own.get(key), collections.Counter)
+        own[key] = collections.Counter(value) if counts else value
     lr_scheduler.load_state_dict(own)
 
 

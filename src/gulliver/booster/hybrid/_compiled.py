@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from gulliver._compat import compiled_call, is_compiled
-from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR
 from gulliver.booster.hybrid._inside import STAYS
 from gulliver.errors import GulliverError
+from gulliver.families import SHARED_BY_TENSOR
 from gulliver.parallel.pipeline import style_of
 from gulliver.parallel.tensor import TensorPlan
 
