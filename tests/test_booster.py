@@ -361,18 +361,6 @@ def test_ranks_share_a_data_set_and_their_workers_differ(pool: Pool) -> None:
     assert epochs[0] != epochs[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_worker": 2}, "did you mean 'num_workers'"),
-        ({"sampler": None}, "sets sampler itself: make a gulliver.data.DataLoader"),
-    ],
-)
-def test_unknown_loader_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(GulliverError, match=message):
-        TorchDDPPlugin().prepare_dataloader(TensorDataset(torch.ones(4)), 2, **arguments)
-
-
 def test_an_empty_data_set_is_refused() -> None:
     with pytest.raises(GulliverError, match="0 samples"):
         TorchDDPPlugin().prepare_dataloader(TensorDataset(torch.ones(0)), 2)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.booster.hybrid._capability import MODES, Wanted, check, families
+from gulliver.booster.hybrid._capability import MODES, check_family, families
 from gulliver.booster.hybrid._mesh import make_mesh, size_axes
 from gulliver.comm import RankGroup, World
 from gulliver.errors import GulliverError
@@ -150,7 +150,7 @@ def test_a_mode_that_a_family_cannot_do_is_refused_naming_one_that_it_can(
     family: str, mode: str
 ) -> None:
     with pytest.raises(GulliverError, match=f"{family} does not run under.*'split_gather'"):
-        check(Wanted(family, sp_size=2, mode=mode))
+        check_family(family, mode, size=2)
 
 
 def test_every_family_runs_under_modes_that_exist() -> None:

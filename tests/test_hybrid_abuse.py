@@ -499,32 +499,6 @@ def _block_compiled(world: World, plugin: dict[str, Any]) -> str:
     return _said(_boost, plugin, model=model)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"tp_size": 0},
-        {"tp_size": "2"},
-        {"pp_size": 1.5},
-        {"sp_size": 0, "sequence_parallelism_mode": "ring_attn"},
-        {"pp_size": 2, "num_microbatches": 0},
-        {"pp_size": 2, "num_microbatches": "2"},
-        {"pp_size": 2, "cut": "ab"},
-        {"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "inner_ring_size": 0},
-        {"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "ulysses_size": -2},
-        {"max_norm": "1"},
-        {"max_norm": float("nan")},
-        {"pp_style": 3},
-        {"sequence_parallelism_mode": 3},
-        {"gather_ahead": None},
-    ],
-    ids=str,
-)
-def test_what_is_no_number_or_name_is_refused_at_once(arguments: dict[str, Any]) -> None:
-    wrong = "sp_size" if arguments.get("sp_size") == 0 else list(arguments)[-1]
-    with pytest.raises(GulliverError, match=wrong):
-        HybridParallelPlugin(**arguments)
-
-
 def _shares(world: World, plugin: dict[str, Any]) -> list[list[int]]:
     plug = HybridParallelPlugin(**plugin, verbose=False)
     loader = plug.prepare_dataloader(list(range(10)), 2, shuffle=True)  # type: ignore[arg-type]

@@ -25,8 +25,8 @@ from gulliver.booster._resolve import recomputable
 from gulliver.booster._tiers import plan_tiers
 from gulliver.booster.hybrid import (
     SHORT,
-    Wanted,
-    check,
+    check_family,
+    check_sizes,
     choose_plan,
     families,
     family_of,
@@ -142,12 +142,7 @@ class HybridParallelPlugin(Plugin):
         if self.tp_size == 1:
             refuse_unused(self.grid, ("tensor_rules",), "cuts tensors: it needs a tp_size")
         self.sequence_plan(causal=False)
-        check(self._wanted(None, ()))
-
-    def _wanted(self, family: str | None, dtypes: tuple[torch.dtype, ...]) -> Wanted:
-        # Whether a family takes a mode is asked when there is a model.
-        sizes = self.tp_size, self.pp_size, self.sp_size
-        return Wanted(family, *sizes, self.mode, dtypes, anonymous=not dtypes)
+        check_sizes(self.mode, self.tp_size, self.sp_size)
 
     def sequence_plan(self, causal: bool) -> SequencePlan:
         """How a sequence lies over its ranks.
@@ -222,8 +217,7 @@ class HybridParallelPlugin(Plugin):
     ) -> Plan:
         """Mode of sequences, blocks that are recomputed, and chunks under a limit."""
         family = family_of(model)
-        dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
-        check(self._wanted(family, dtypes))
+        check_family(family, self.mode, max(self.tp_size, self.sp_size))
         known = families().get(family or "")
         chosen, reasons = self.sequence_plan(known.causal if known else False), {}
         mode = self.mode

@@ -247,13 +247,8 @@ class TrainingStep:
         """Backward of the loss of the present micro-batch: the mean over what it counts.
 
         Raises:
-            GulliverError: there is no micro-batch, or it had its backward; the loss has dims.
+            GulliverError: there is no micro-batch, or it had its backward; the loss is no scalar.
         """
-        if not isinstance(loss, Tensor):
-            raise GulliverError(
-                f"a loss that is a {type(loss).__name__}: give the mean over the micro-batch, a "
-                "scalar tensor with its graph"
-            )
         if loss.dim():
             raise GulliverError(
                 f"a loss of shape {tuple(loss.shape)}: give the mean over the micro-batch, a scalar"

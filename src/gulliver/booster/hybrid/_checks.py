@@ -11,7 +11,7 @@ from torch import nn
 from gulliver.booster._blocks import NO_BLOCKS, check_uncompiled
 from gulliver.booster._resolve import Stages, recomputable
 from gulliver.booster._states import CUT
-from gulliver.booster.hybrid._capability import Wanted, check, family_of
+from gulliver.booster.hybrid._capability import check_family, check_sizes, family_of
 from gulliver.booster.hybrid._compiled import check_compiled
 from gulliver.booster.hybrid._dropout import check_positions, drops_by_position
 from gulliver.booster.hybrid._inside import (
@@ -54,12 +54,9 @@ def check_cut(
 ) -> None:
     """Refuses what a plan cannot do to a model, before anything is changed."""
     family, mode = family_of(model), plan.sequence.mode
-    dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
-    tensor_size, pipeline_size, sequence_size = (
-        plan.mesh.of(name) for name in ("tensor", "pipeline", "sequence")
-    )
-    sizes = tensor_size, pipeline_size, sequence_size
-    check(Wanted(family, *sizes, mode, dtypes, anonymous=not dtypes))
+    sizes = plan.mesh.of("tensor"), plan.mesh.of("sequence")
+    check_sizes(mode, *sizes)
+    check_family(family, mode, max(sizes))
     check_batch_norms(model, plan.mesh.of("pipeline"), mode)
     check_embeddings(model, plan.sequence.degree, plan.mesh.of("pipeline"))
     if optimizer is not None and has_stepped(optimizer):
