@@ -34,7 +34,9 @@ from gulliver.parallel.zero import export_leaves
 from gulliver.plan import Plan
 
 PLAN = "plan.yaml"
-OURS = re.compile(r"manifest\.json|plan\.yaml|optimizer(-[0-9]+-of-[0-9]+)?\.safetensors")
+OURS = re.compile(
+    r"manifest\.json|state\.json|plan\.yaml|optimizer(-[0-9]+-of-[0-9]+)?\.safetensors"
+)
 """Names of the files in a folder of an optimizer."""
 
 
