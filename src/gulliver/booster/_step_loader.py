@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 
 from gulliver._compat import is_batch_norm
 from gulliver.booster._model import unwrapped
-from gulliver.booster._own_buffers import OwnBuffers
+from gulliver.booster._own_buffers import warn_of_own_buffers
 from gulliver.booster._recomputed import RecomputeSwitch, StageSwitch, offload_for
 from gulliver.booster._training_step import LoadedBatch, StepContext, TrainingStep
 from gulliver.booster.hybrid import HybridOptimizer, degree_of
@@ -106,7 +106,6 @@ class DataCentricLoader:
         self._given: tuple[TrainingStep, Any] | None = None
         self._first: tuple[int, Any] | None = None
         self.passed_over = 0
-        self._buffers = OwnBuffers(self.model, optimizer)
         if isinstance(weight, Sequence) and not any(weight):
             raise GulliverError("weight= is 0 for every sample: there is nothing to learn from")
 
@@ -141,7 +140,7 @@ class DataCentricLoader:
                 raise GulliverError(LEFT)
             if self.refines:
                 self._observe(step.measured)
-            self._buffers.look()
+            warn_of_own_buffers(self.model, self.optimizer)
 
     def weigh(self, index: int) -> float:
         """Weight of a sample in the mean over its step."""

@@ -1,11 +1,11 @@
 """Attention of Hugging Face models over shared sequences, and what it must know of a forward.
 
-A `Call` is made anew for each forward and handed down with the keyword arguments that transformers
-models pass on to their attention. So it belongs to that forward and to no other: micro-batches may
-be in flight together, and a block that runs again for its backward finds the call that it ran with.
+A `SequenceCall` is made for each forward and passed with the keyword arguments that transformers
+models pass on to their attention. So it belongs to that forward alone: micro-batches may be in
+flight together, and a block that is recomputed in backward finds the call that it ran with.
 
-transformers makes no dense mask for an attention of this name; what the model asked for is said in
-the arguments of `attend`, and what the user asked for in the call.
+transformers makes no dense mask for an attention of this name; what the model asked for is in the
+arguments of `attend`, and what the user asked for in the call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BIASES = ("position_bias", "softcap", "s_aux", "sinks", "block_mask", "head_mask
 
 
 @dataclass
-class Call:
+class SequenceCall:
     """One forward."""
 
     # Ranks that share the sequence.
@@ -72,7 +72,7 @@ def attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it, over a sequence that lies on several ranks."""
-    call: Call | None = others.get(KEY)
+    call: SequenceCall | None = others.get(KEY)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     _check(module, call, attention_mask, causal, sliding_window, others)
     assert call is not None
@@ -96,7 +96,7 @@ def attend(
 
 
 def _decode(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, mask: Mask, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, call: SequenceCall, mask: Mask, scaling: float | None
 ) -> Tensor:
     """New tokens, which all ranks have, look at the keys of all ranks."""
     assert call.cache is not None
@@ -117,7 +117,7 @@ def _decode(
 
 def _check(
     module: nn.Module,
-    call: Call | None,
+    call: SequenceCall | None,
     attention_mask: Tensor | None,
     causal: bool,
     window: int | None,

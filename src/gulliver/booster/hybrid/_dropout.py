@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from gulliver._compat import compiled_call, is_compiled
 from gulliver.booster.hybrid._mesh import HybridMesh
-from gulliver.booster.hybrid._parts import Forward, Parts
+from gulliver.booster.hybrid._parts import ActivationParts, Forward
 from gulliver.comm import broadcast
 from gulliver.errors import GulliverError
 from gulliver.parallel import attention_with_dropout, drop, mix, word_of
@@ -146,7 +146,7 @@ class PositionDropout:
 
     def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
         self.mesh, self.model = mesh, model
-        self.parts = Parts(model, mesh, plan)
+        self.parts = ActivationParts(model, mesh, plan)
         self.frames: list[_Frame] = []
         self._outer: Counter[str] = Counter()
         self._forwards: dict[int, Forward] = {}

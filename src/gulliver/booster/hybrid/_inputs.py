@@ -2,8 +2,8 @@
 
 All ranks of a sequence are called with the whole batch, as one process would be. Arguments fall
 into those that go along the tokens, which are cut; those that describe masks, which become part of
-the `Call`; those that make the loss, which are kept until the logits are there; and plain values,
-which pass. A tensor that is none of these is refused by name: nothing is passed on unseen.
+the `SequenceCall`; those that make the loss, which are kept until the logits are there; and plain
+values, which pass. A tensor that is none of these is refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster.hybrid._cache import ShardedCache
-from gulliver.booster.hybrid._call import Call
+from gulliver.booster.hybrid._call import SequenceCall
 from gulliver.booster.hybrid._loss import Counting
 from gulliver.errors import GulliverError
 from gulliver.families import OwnLoss, Sequences
@@ -42,11 +42,11 @@ class Targets:
 
 
 @dataclass
-class Opened:
+class OpenedForward:
     """A forward in flight."""
 
     # What its attention is given.
-    call: Call
+    call: SequenceCall
     # What the loss needs; None where the model computes its loss itself, or none is asked for.
     targets: Targets | None = None
     # Last tokens whose logits are asked for, where not all are.
@@ -62,7 +62,7 @@ class Opened:
 
 
 @dataclass
-class Batch:
+class CallArguments:
     """Arguments by name, from which the reader takes what it understands."""
 
     # What is left.
@@ -71,7 +71,7 @@ class Batch:
     model: str
 
     @classmethod
-    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """The arguments of a forward, those without a name under the name that they have."""
         names = [p.name for p in _parameters(module.forward) if p.kind != p.VAR_KEYWORD]
         if len(args) > len(names):
@@ -84,7 +84,7 @@ class Batch:
         return self.kwargs.pop(name, default)
 
     def shape(self) -> tuple[int, int, torch.device]:
-        """Batch, length and device of the tokens."""
+        """Batch size, length and device of the tokens."""
         for name in ("input_ids", "inputs_embeds"):
             tensor = self.kwargs.get(name)
             if isinstance(tensor, Tensor):
@@ -112,7 +112,7 @@ class Batch:
             )
 
 
-def take_targets(batch: Batch, groups: SequenceGroups, own: OwnLoss) -> Targets | None:
+def take_targets(batch: CallArguments, groups: SequenceGroups, own: OwnLoss) -> Targets | None:
     """The labels of this rank's tokens, shifted before they are cut."""
     labels, aligned = batch.take("labels"), batch.take("shift_labels")
     ignore = batch.take("ignore_index", -100)
@@ -127,11 +127,11 @@ def take_targets(batch: Batch, groups: SequenceGroups, own: OwnLoss) -> Targets 
     return Targets(labels, Counting(ignore, items if own.items else None))
 
 
-def cut_tokens(batch: Batch, groups: SequenceGroups, known: Sequences) -> Call:
+def cut_tokens(batch: CallArguments, groups: SequenceGroups, known: Sequences) -> SequenceCall:
     """Leaves this rank's tokens in the batch, and returns what attention must know."""
     count, length, device = batch.shape()
     check_length(groups, length)
-    call = Call(groups, length)
+    call = SequenceCall(groups, length)
     mask = _padding(batch, count, length)
     call.keys = None if mask is None or bool(mask.all()) else mask
     call.documents = _documents(batch, mask is not None, length, known)
@@ -153,16 +153,16 @@ def cut_tokens(batch: Batch, groups: SequenceGroups, known: Sequences) -> Call:
     return call
 
 
-def next_tokens(batch: Batch, groups: SequenceGroups, cache: ShardedCache) -> Call:
+def next_tokens(batch: CallArguments, groups: SequenceGroups, cache: ShardedCache) -> SequenceCall:
     """A call of new tokens, which all ranks have, after those in the cache."""
     count, length, _ = batch.shape()
     cache.begin(length)
     mask = _padding(batch, count, cache.length)
     keys = None if mask is None or bool(mask.all()) else mask
-    return Call(groups, cache.length, keys, None, cache, decoding=True)
+    return SequenceCall(groups, cache.length, keys, None, cache, decoding=True)
 
 
-def _padding(batch: Batch, count: int, length: int) -> Tensor | None:
+def _padding(batch: CallArguments, count: int, length: int) -> Tensor | None:
     mask = batch.take("attention_mask")
     if mask is None:
         return None
@@ -175,7 +175,7 @@ def _padding(batch: Batch, count: int, length: int) -> Tensor | None:
     return mask.detach().cpu() != 0
 
 
-def _documents(batch: Batch, padded: bool, length: int, known: Sequences) -> Tensor | None:
+def _documents(batch: CallArguments, padded: bool, length: int, known: Sequences) -> Tensor | None:
     """The document that each token belongs to; None for one."""
     ids = batch.kwargs.get("document_ids")
     ends, key_ends = batch.take("cu_seq_lens_q"), batch.take("cu_seq_lens_k")

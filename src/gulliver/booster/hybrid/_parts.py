@@ -50,7 +50,7 @@ class Forward:
     length: int = 0
 
 
-class Parts:
+class ActivationParts:
     """Tracks which part of an activation this rank has while a model runs."""
 
     def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
@@ -77,7 +77,7 @@ class Parts:
             elif isinstance(module, ROWS):
                 module.register_forward_hook(self._join)
 
-    def __deepcopy__(self, memo: Any) -> Parts:
+    def __deepcopy__(self, memo: Any) -> ActivationParts:
         return self
 
     def _part(self, module: Any, *_: Any) -> None:

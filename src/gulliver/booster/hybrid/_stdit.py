@@ -80,7 +80,7 @@ def wire_stdit(
     if cluster is None:
         cluster = current_cluster(dist.get_world_size() if dist.is_initialized() else 1)
     degree = Degree(groups)
-    adapter = SequenceAdapter(degree, tensor, (width, mode, cluster, scheme), show)
+    adapter = ClipAdapter(degree, tensor, (width, mode, cluster, scheme), show)
     # Asked for one shape now, so that what is not possible is refused before anything runs.
     _ = adapter.chosen(Clip(1, groups.plan.degree, groups.plan.degree))
     put_degree(model, degree)
@@ -102,7 +102,7 @@ def wire_stdit(
         layer.adapter = adapter
 
 
-class SequenceAdapter:
+class ClipAdapter:
     """What the blocks of a model that shares clips have in common; its copies share it, too."""
 
     def __init__(
@@ -198,7 +198,7 @@ class SequenceAdapter:
 class ShardedBlock(Block):
     """A block on a part of a clip's tokens; the first block is given all and cuts them."""
 
-    adapter: SequenceAdapter
+    adapter: ClipAdapter
     cuts: bool
 
     def forward(
@@ -247,7 +247,7 @@ class ShardedBlock(Block):
 class ShardedFinalLayer(FinalLayer):
     """The final layer on a part of the tokens; all ranks get the patches of all."""
 
-    adapter: SequenceAdapter
+    adapter: ClipAdapter
 
     def forward(
         self, x: Tensor, t: Tensor, t0: Tensor | None, x_mask: Tensor | None, grid: Grid

@@ -97,7 +97,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedScheme:
     """A scheme and what it should cost in one forward and backward of all blocks."""
 
     scheme: Scheme
@@ -117,7 +117,7 @@ class ChosenScheme:
     clip: Clip
     degree: int
     # All that were considered, the best first.
-    predicted: tuple[Predicted, ...]
+    predicted: tuple[PredictedScheme, ...]
 
     def __str__(self) -> str:
         c = self.clip
@@ -167,7 +167,7 @@ def _ways(width: Width, plan: SequencePlan, mode: str) -> list[By]:
 
 def _predict(
     scheme: Scheme, clip: Clip, width: Width, plan: SequencePlan, cluster: Cluster
-) -> Predicted:
+) -> PredictedScheme:
     costs = _Costs(clip, width, plan, cluster)
     cut, other = scheme.cut, FRAMES + PLACES - scheme.cut
     # The attention that stays on the rank, then the one along the cut.
@@ -181,7 +181,7 @@ def _predict(
         seconds += costs.own(cut) + predict(cluster, timed, plan).seconds
         of_one = volume(plan, shape)
         sent = of_one.forward + of_one.backward
-    return Predicted(scheme, width.depth * seconds, width.depth * sent)
+    return PredictedScheme(scheme, width.depth * seconds, width.depth * sent)
 
 
 class _Costs:

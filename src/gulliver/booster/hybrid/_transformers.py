@@ -35,14 +35,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gulliver.booster.hybrid._call import KEY, NAME, Call, attend
+from gulliver.booster.hybrid._call import KEY, NAME, SequenceCall, attend
 from gulliver.booster.hybrid._degree import Degree, put_degree
 from gulliver.booster.hybrid._generate import generate
 from gulliver.booster.hybrid._inputs import (
     ALONG_TOKENS,
     WHOLE,
-    Batch,
-    Opened,
+    CallArguments,
+    OpenedForward,
     check_length,
     cut_tokens,
     next_tokens,
@@ -172,7 +172,7 @@ class SequenceAdapter:
         self.experts = experts
         self.keeps_logits = False
         # Of the forward that runs now. Blocks, which may run again later, have theirs as argument.
-        self.opened: Opened | None = None
+        self.opened: OpenedForward | None = None
 
     def __deepcopy__(self, memo: Any) -> SequenceAdapter:
         return self
@@ -189,12 +189,12 @@ class SequenceAdapter:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Returns the arguments that the model is called with on this rank."""
-        batch = Batch.of(module, args, dict(kwargs))
+        batch = CallArguments.of(module, args, dict(kwargs))
         cache = batch.take("gulliver_cache")
         if self.shared:
             self._check_call(module, batch)
         decoding = cache is not None and cache.length > 0
-        opened = Opened(Call(self.groups), shared=self.shared and not decoding)
+        opened = OpenedForward(SequenceCall(self.groups), shared=self.shared and not decoding)
         opened.as_tuple = not batch.take("return_dict", _returns_dict(module))
         own = self._own_loss(module, batch)
         if own is not None:
@@ -254,7 +254,7 @@ class SequenceAdapter:
         output.last_hidden_state = leave(output.last_hidden_state, call.groups, call.length)
         return output
 
-    def _own_loss(self, module: nn.Module, batch: Batch) -> OwnLoss | None:
+    def _own_loss(self, module: nn.Module, batch: CallArguments) -> OwnLoss | None:
         """The loss computed from pieces; None where the model has its own, of whole logits."""
         if not self.task:
             return None
@@ -270,7 +270,7 @@ class SequenceAdapter:
             )
         return known
 
-    def _loss(self, module: nn.Module, logits: Tensor, opened: Opened) -> Tensor:
+    def _loss(self, module: nn.Module, logits: Tensor, opened: OpenedForward) -> Tensor:
         targets = opened.targets
         assert targets is not None
         head = self._head(module)
@@ -279,7 +279,7 @@ class SequenceAdapter:
         losses = token_losses(logits, targets.labels, self.tensor, columns, ignored)
         return mean_over_ranks(losses, targets.labels, opened.call.groups, targets.counting)
 
-    def _balance(self, module: nn.Module, fields: dict[str, Any], opened: Opened) -> None:
+    def _balance(self, module: nn.Module, fields: dict[str, Any], opened: OpenedForward) -> None:
         """Adds the loss of the routers of all tokens, as one process has it."""
         assert self.experts is not None, "the routers of others are refused"
         count, call = len(fields["logits"]), opened.call
@@ -290,7 +290,7 @@ class SequenceAdapter:
         if opened.targets is not None:
             fields["loss"] = fields["loss"] + getattr(module, self.experts.coefficient) * added
 
-    def _gather(self, fields: dict[str, Any], opened: Opened) -> None:
+    def _gather(self, fields: dict[str, Any], opened: OpenedForward) -> None:
         groups, length = opened.call.groups, opened.call.length
         last = fields.get("last_hidden_state")
         if self.known.exit is None and isinstance(last, Tensor):
@@ -308,7 +308,7 @@ class SequenceAdapter:
         else:
             fields["logits"] = leave_tail(fields["logits"], groups, opened.tail)
 
-    def _keep_tail(self, batch: Batch, opened: Opened) -> None:
+    def _keep_tail(self, batch: CallArguments, opened: OpenedForward) -> None:
         """Logits of the last tokens only: this rank computes those that it has."""
         keep = batch.kwargs.get("logits_to_keep", 0)
         if not isinstance(keep, int):
@@ -324,7 +324,7 @@ class SequenceAdapter:
         opened.tail = Tail(call.groups.plan.lay(call.length), min(keep, call.length))
         batch.kwargs["logits_to_keep"] = opened.tail.local(call.groups.rank)
 
-    def _switch_head(self, module: nn.Module, opened: Opened) -> None:
+    def _switch_head(self, module: nn.Module, opened: OpenedForward) -> None:
         """Leaves the head's columns on their ranks where only the loss reads them."""
         head = self._head(module)
         if head is not None:
@@ -337,7 +337,7 @@ class SequenceAdapter:
         head = module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
         return head if hasattr(head, "gather_output") and hasattr(head, "columns") else None
 
-    def _check_call(self, module: nn.Module, batch: Batch) -> None:
+    def _check_call(self, module: nn.Module, batch: CallArguments) -> None:
         if module.training:
             check_dropout(module, self.known)
         if batch.take("use_cache"):

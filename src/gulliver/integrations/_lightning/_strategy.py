@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gulliver.booster import Booster, Plugin, TorchDDPPlugin
+from gulliver.booster._model import unwrapped
 from gulliver.comm import guard, init_world, shutdown
 from gulliver.errors import GulliverError
 from gulliver.integrations._lightning._checkpoints import Folders, rest_of
@@ -37,6 +36,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 """Names for ``Trainer(strategy=)``, with the arguments that they stand for."""
 
+LIGHTNING = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
+    *("precision_plugin", "timeout", "start_method"),
+)
+"""Arguments of Lightning's strategies that are passed on."""
 FORMS = ("file", "folder")
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
 """Precisions of the Trainer that ZeRO runs: those without a scaler of gradients on parameters."""
@@ -55,15 +59,9 @@ class GulliverStrategy(DDPStrategy):
             rank writes its part; None takes files below stage 3, folders with it and for 16-bit
             parameters.
         use_async: whether folders are written while training goes on.
-        accelerator: the same as in Lightning's strategies, as are the following.
-        parallel_devices: devices of this machine's ranks.
-        cluster_environment: way in which ranks find each other.
-        checkpoint_io: plugin that reads and writes files.
-        precision_plugin: plugin of Lightning's precision.
-        timeout: longest wait for the other ranks.
-        start_method: way to start ranks: ``popen``, ``spawn``, ``fork`` or ``forkserver``.
         options: further arguments of the plugin, such as ``disk``, ``precision``, ``chunk_mb`` and
-            ``activations``, and those that Colossal-AI's strategy had.
+            ``activations``, those that Colossal-AI's strategy had, and those of `DDPStrategy` that
+            `LIGHTNING` names.
 
     Raises:
         GulliverError: an argument that has no counterpart, or contradicts another.
@@ -77,29 +75,15 @@ class GulliverStrategy(DDPStrategy):
         memory_limit: int | float | str | None = None,
         checkpoint: str | None = None,
         use_async: bool = False,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        timeout: timedelta = timedelta(minutes=30),
-        start_method: Any = "popen",
         **options: Any,
     ) -> None:
         if checkpoint not in (None, *FORMS):
             raise GulliverError(f"checkpoint={checkpoint!r} is not known: 'file' or 'folder'")
         if use_async and checkpoint == "file":
             raise GulliverError("use_async=True writes folders: leave out checkpoint='file'")
+        own = {name: options.pop(name) for name in LIGHTNING if name in options}
         self._plugin, self._scaler = choose_plugin(plugin, stage, memory_limit, options)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        super().__init__(**own)
         self._form = "folder" if use_async else checkpoint
         self._use_async = use_async
         self._booster: Booster | None = None
@@ -149,12 +133,14 @@ class GulliverStrategy(DDPStrategy):
 
     def _set_up_again(self, fits: bool) -> None:
         """Goes on with a module that a fit of stage 3 has left sharded."""
-        if fits or unwrapped(self._boosted) is not self._module:
+        boosted = self._boosted
+        assert boosted is not None, "it was boosted before"
+        if fits or unwrapped(boosted) is not self._module:
             raise GulliverError(
                 "stage 3 leaves a module sharded after its first run: fit another one, from a "
                 "checkpoint of this (ckpt_path=), with a new Trainer"
             )
-        self.model = self._boosted
+        self.model = boosted
         self._clip_shards()
         self._fill(False)
 
@@ -463,11 +449,6 @@ class _Resumed:
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(state)
         self.filled = True
-
-
-def unwrapped(model: nn.Module | None) -> nn.Module | None:
-    """The user's module."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def shutdown_alone(size: int) -> None:
