@@ -1,7 +1,4 @@
-"""Checks that all ranks have built the same model, before it is changed.
-
-Ranks first compare a digest, and only what differs is exchanged as a whole.
-"""
+"""Checks that all ranks have built the same model, before it is changed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`apply_plan`: a plan becomes a running model. Read it top to bottom.
 
-Every plugin and every loaded plan runs through it. The steps that cut one model over several ranks
-stand in `hybrid/_steps.py`, and do nothing where their axis has one rank; how replicas share the
-rest stands in `_replicas.py`. What cannot be run is refused first, with nothing done.
+Every plugin and every loaded plan runs through it. Steps that cut one model over several ranks are
+in `booster.hybrid.steps`, and do nothing where their axis has one rank; how replicas share the rest
+is in `booster.replicas`. What cannot be run is refused first, with nothing changed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Blocks of a model: what is recomputed, or whose activations are offloaded.
 
-A model of transformers says which they are, and has a switch for each. In any other model they are
-found by form: what lies in its innermost lists of several modules.
+A transformers model names its blocks and has a switch for each. In other models they are the
+modules in its innermost lists.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`Booster`: an ordinary model and loop become the planned run.
 
-Read `Booster.boost`; how a plan is run is told by `_apply.py`, what it does with files by
-`_files.py`.
+Read `Booster.boost`. `apply_plan` runs the plan; `CheckpointIO` saves and loads.
 """
 
 from __future__ import annotations

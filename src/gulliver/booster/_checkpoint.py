@@ -1,7 +1,7 @@
 """Saves and loads the state of a boosted model, its optimizer and what belongs to them.
 
-What is saved knows neither the number of ranks nor how the model was sharded; see
-`BoostedOptimizer.model_leaves` for what a rank gives of it.
+What is saved depends neither on the number of ranks nor on how the model was sharded; see
+`BoostedOptimizer.model_leaves` for what a rank contributes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The plugin of data-centric training: groups of ranks change from step to step.
-
-Plans of steps are made by `gulliver.data.DataCentricPlanner`; `_step_loader.py` runs them.
-"""
+"""The plugin of data-centric training: groups of ranks change from step to step."""
 
 from __future__ import annotations
 

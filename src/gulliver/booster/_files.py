@@ -1,8 +1,4 @@
-"""Files of a `Booster`: steps, models, optimizers and schedulers.
-
-Read `CheckpointIO.save`; what stands in a step is told by `_checkpoint.py`, how files of one thing
-are written and read by `_states.py` and `_optimizer_files.py`.
-"""
+"""Files of a `Booster`: steps, models, optimizers and schedulers. Read `CheckpointIO.save`."""
 
 from __future__ import annotations
 

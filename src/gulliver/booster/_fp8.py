@@ -1,7 +1,7 @@
-"""FP8 layers of a plan: which of a model's, and how its ranks agree on their scales.
+"""FP8 layers of a plan: which layers of a model, and how ranks agree on their scales.
 
-Which layers are taken follows from the whole model, the ranks' parts of it, and the rates of the
-device; running them is `use_fp8`, once the model is cut.
+The choice follows from the whole model, the ranks' parts of it and the rates of the device;
+`use_fp8` converts the layers once the model is cut.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Memory limits: the manager of a plan's state, and the budget that a process keeps to.
 
-The plan has said how much state may take (`_residency.py`). Here the manager of that state is made,
-with what lies behind it, and its budget follows what the steps really need besides.
+The plan says how much state may take; the budget then follows what steps really need in addition.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Models that are larger than memory: built on meta and filled chunk by chunk.
 
 A parameter on meta becomes a stretched nan, which takes no memory, until its chunk is made; then it
-is filled from a folder, or by the modules' own ``reset_parameters``, in the order in which torch
-would call them. At no time
+is filled from a folder, or by the modules' own ``reset_parameters``, in torch's order. At no time
 is more of the model in memory than the limit allows, and a chunk.
 """
 

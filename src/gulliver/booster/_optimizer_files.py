@@ -1,8 +1,7 @@
 """Optimizers without their models: a step with one entry, in a folder of its own.
 
-It is the format of whole steps (`_checkpoint.py`), so that every rank writes what it has. Beside
-the state there are the float32 copies of 16-bit parameters, which a whole step has as the model,
-and shapes and dtypes of the parameters, which a whole step need not tell.
+Every rank writes what it has, in the format of whole steps. The entry also has the float32 copies
+of 16-bit parameters, which a whole step keeps as the model, and shapes and dtypes of parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plugins: short, hand-written ways to make a plan.
 
-Each says its choices (`Plugin.choices`); what follows from them for a model is `make_plan`, and
-running it is `apply_plan`, for all of them alike.
+Each states its choices (`Plugin.choices`); `make_plan` resolves them for a model, and `apply_plan`
+runs the result, for all plugins alike.
 """
 
 from __future__ import annotations

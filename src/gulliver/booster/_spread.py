@@ -1,7 +1,6 @@
 """Files of models that no rank has whole: gathered and cut one tensor at a time.
 
-What `_states.py` does for models that every rank has whole, in the same files: each loads what the
-other wrote. Every rank calls every function here.
+The files are those of models that every rank has whole. Every rank calls every function here.
 """
 
 from __future__ import annotations

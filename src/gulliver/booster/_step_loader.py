@@ -7,9 +7,7 @@
         optimizer.step()
         optimizer.zero_grad()
 
-`step.run(criterion)` does what the inner loop does, and runs where blocks lie on several stages.
-
-What a step does is told in `_training_step.py`.
+`step.run(criterion)` does what the inner loop does, also where blocks lie on several stages.
 """
 
 from __future__ import annotations

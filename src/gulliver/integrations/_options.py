@@ -1,7 +1,4 @@
-"""Arguments of an accelerator: the plugin, and what does not go with it.
-
-It knows names and values of accelerate's arguments, and nothing of models.
-"""
+"""Arguments of an accelerator: the plugin, and what does not go with it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Marks models with the accelerator that runs them, and hands them to the next optimizer.
 
-A model that was boosted is marked with its accelerator. A second Trainer may evaluate with it as it
-is; the optimizer of a second phase, which another Trainer brings or which follows `free_memory`,
-has its parameters given back first.
+A second Trainer may evaluate with a boosted model as it is. The optimizer of a second phase, which
+another Trainer brings or which follows `free_memory`, has the parameters given back first.
 """
 
 from __future__ import annotations

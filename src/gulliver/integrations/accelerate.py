@@ -2,11 +2,9 @@
 
     from gulliver.integrations.accelerate import Accelerator    # was: from accelerate
 
-A subclass, so whatever is not named here is accelerate's own: loaders, `gather_for_metrics`,
-trackers, `accumulate`. Read `prepare_optimizer`: the model that an optimizer trains is boosted
-there. What follows from that is the backward pass, clipping, and files of what is sharded.
-
-It does not know how a model is sharded (`gulliver.booster`), nor the loop around it.
+Loaders, `gather_for_metrics`, trackers and `accumulate` are accelerate's own. Read
+`prepare_optimizer`, which boosts the model that an optimizer trains; the backward pass, clipping
+and files of what is sharded follow from that.
 """
 
 from __future__ import annotations

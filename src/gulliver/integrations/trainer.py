@@ -2,10 +2,9 @@
 
     from gulliver.integrations.trainer import Trainer    # was: from transformers import Trainer
 
-A subclass: the loop, losses, metrics and logs are transformers' own. Its accelerator is
-`gulliver.integrations.accelerate.Accelerator`, which boosts the model; beside that there are only
-files: weights are gathered into the standard Hugging Face format, and what is sharded over the
-ranks is saved as it lies, in the folder ``gulliver`` of a checkpoint. Read `_Boosted`.
+The loop, losses, metrics and logs are transformers' own; its accelerator is that of
+`gulliver.integrations.accelerate`, which boosts the model. Weights are gathered into the standard
+Hugging Face format; what is sharded is saved in the folder ``gulliver`` of a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hybrid parallelism: tensor, sequence and pipeline axes over one model.
 
-Read `_steps.py`, which cuts a model in place, step by step; `_checks.py` refuses what cannot be
-cut, `_mesh.py` says who works with whom, and `_capability.py` what may be combined.
+Read `steps`, which cuts a model in place; `checks` refuses what cannot be cut, and `mesh` has the
+rank groups.
 """
 
 from gulliver.booster.hybrid._batches import Vocabulary

@@ -1,7 +1,6 @@
-"""Compares the batches of ranks that share one model.
+"""Compares the batches of ranks that share one model, and refuses unknown tokens and labels.
 
-So are tokens and labels that no rank has: when all ranks have compared their batches they all find
-the same, and none waits for one that stopped.
+All ranks compare first, so they find the same and none waits for one that stopped.
 """
 
 from __future__ import annotations

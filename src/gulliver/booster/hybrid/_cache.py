@@ -1,7 +1,7 @@
 """Keys and values of a generation, shared out over ranks.
 
-A prompt's tokens stay where the layout puts them. New tokens are dealt in turn: the one at position
-p is kept by the rank of number p modulo their count, so that no rank grows faster than another.
+A prompt's tokens stay where the layout puts them. Of new tokens, the one at position p is kept by
+rank p modulo their count, so that no rank grows faster than another.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Compiled blocks of a model that is cut.
-
-Example::
-
-    for block in model.model.layers:
-        block.compile()                     # before or after boost
-"""
+"""Compiled blocks of a model that is cut."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
         with sequence_degree(model, 4 if clip.long else 1) as (place, places):
             loss = model(**batch_of(clip, place, places)).loss
 
-A forward takes the rank groups that are asked for when it begins and hands them down to whatever
-runs in it, so forwards of several degrees may be in flight, and their backwards come in any order.
+A forward takes the present rank groups when it begins and passes them to whatever runs in it, so
+forwards of several degrees may be in flight, and their backwards come in any order.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """Dropout of a model that several ranks share, the same as one process draws.
 
-    check_positions(model, plan)                 # before the cut: refuses what drops otherwise
-    drops = PositionDropout(model, mesh, plan)   # after it
-    Pipeline(..., look=drops.begin, before=drops.before)     # where there is one
-
 Which elements stay depends on the seed of the step, the site and the element's position in the
-whole activation (`gulliver.parallel.drop`). Three things have to be known where a model drops:
+whole activation (`gulliver.parallel.drop`):
 
 1. *The site.* A module that drops (`_Site`) intercepts the calls of torch's dropout while it runs.
    Its path and how often it ran in this forward name the site, as in one process.
 2. *The forward.* All ranks of a model take one seed for each batch. Blocks may be recomputed in
-   backward, when other forwards are under way: see the note at `PositionDropout`.
-3. *The part* of the activation that this rank has: `_parts.py`.
+   backward, when other forwards are in flight: see the note at `PositionDropout`.
+3. *The part* of the activation that this rank has: `ActivationParts`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Generation by a model whose sequences are shared: the prompt by the ring, then token by token.
 
 Keys and values stay on the ranks that computed them. Each new token goes through the model on all
-ranks; in each layer they exchange one output and one log-sum-exp. Which token comes next is chosen
-on one rank and told to the others, so that ranks can never part ways.
+ranks; in each layer they exchange one output and one log-sum-exp. One rank chooses the next token
+and broadcasts it, so that ranks cannot diverge.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Takes what a model is called with apart: this rank's tokens for the model, the rest for the call.
+"""Splits the arguments of a forward: this rank's tokens for the model, the rest for the call.
 
-All ranks of a sequence are called with the whole batch, as one process would be. Arguments fall
-into those that go along the tokens, which are cut; those that describe masks, which become part of
-the `SequenceCall`; those that make the loss, which are kept until the logits are there; and plain
-values, which pass. A tensor that is none of these is refused by name.
+All ranks of a sequence are called with the whole batch, as one process would be. Arguments along
+the tokens are cut; those that describe masks become part of the `SequenceCall`; those of the loss
+are kept until the logits are there; plain values pass. Any other tensor is refused by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Refuses what would silently compute something else in a cut model.
 
-Hooks that its user has registered, norms with statistics of the batch, options of embeddings,
-virtual tokens of PEFT. Each is refused here by name, while the model is whole, or is carried over.
+Hooks of the user, norms with statistics of the batch, options of embeddings, virtual tokens of
+PEFT: each is refused by name while the model is whole, or carried over.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Losses of logits that are cut over the vocabulary, over the sequence, or over both; ways out.
+"""Losses of logits that are cut over the vocabulary, the sequence or both, and gathered outputs.
 
-What leaves the sharded part of a model, the loss or a gathered tensor, leaves with
-``gradient="alike"``: every rank of a sequence shows it, counts it, and goes on with it. Why that is
-right together with the optimizer's mean over these ranks stands in `parallel/sequence/_shard.py`,
-[Note: gradients].
+The loss and gathered tensors leave the sharded part of a model with ``gradient="alike"``: every
+rank of a sequence shows them and counts them. Why that is right together with the optimizer's mean
+over these ranks is explained at [Note: gradients] of sequence parallelism.
 """
 
 from __future__ import annotations

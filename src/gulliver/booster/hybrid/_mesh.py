@@ -1,7 +1,7 @@
 """The ranks of a hybrid run as a grid: pipeline x data x sequence x tensor.
 
 The tensor axis is innermost, because it sends most and often: number the ranks so that neighbours
-have the fastest links. Everything else asks this grid who its partners are.
+have the fastest links.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The optimizer of a hybrid run: ZeRO over the replicas of this rank's share of the model.
 
-What differs from ZeRO over the whole world: parameters are shares of a model that further ranks
-hold the rest of, so a norm is that of all shares together, those that several ranks hold counted
-once; and a weight that several stages hold has a gradient on each, which are added up before they
+Parameters are shares of a model, so a norm is that of all shares, with those that several ranks
+hold counted once; and the gradients of a weight that several stages hold are added up before they
 are reduced.
 """
 

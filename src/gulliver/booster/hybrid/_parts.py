@@ -1,6 +1,6 @@
 """The part of an activation that a rank has, where a model drops.
 
-Nothing travels with a tensor that would say so; it follows from what ran before and from shapes:
+It follows from what ran before and from shapes:
 
 - dim 0 is the batch's: a micro-batch has some of its samples;
 - where sequences have ranks of their own, dim 1 is cut as the plan's layout says;
@@ -9,7 +9,7 @@ Nothing travels with a tensor that would say so; it follows from what ran before
 - elsewhere in blocks whose sequence is cut over the tensor ranks, dim 1 is cut as `SharedSequence`
   says; all else is whole.
 
-A shape that does not fit is refused: a mask for the wrong part would be no error anybody sees.
+A shape that does not fit is refused: nobody would notice a mask for the wrong part.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 Everything between the patches' embedding and their projection runs on a part of the tokens. The
 first block cuts them, the final layer brings its patches together, and attention along the cut
-reaches over it as `_stdit_choice.py` chooses for each shape of clip. Each token looks at the
-caption, which all ranks have, by itself. Read `wire_stdit`, `ShardedBlock`, `ShardedFinalLayer`.
+reaches over it as `choose_scheme` finds for each shape of clip. Each token looks at the caption,
+which all ranks have, by itself. Read `wire_stdit`, `ShardedBlock`, `ShardedFinalLayer`.
 """
 
 from __future__ import annotations

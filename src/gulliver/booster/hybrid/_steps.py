@@ -2,7 +2,7 @@
 
 `apply_plan` calls them in order. Parameters stay plain parameters with the model's own names; each
 knows the region of the whole that it holds (`gulliver.memory.region_of`), which is all that norms
-and checkpoints need. What cannot be cut is refused before, in `_checks.py`.
+and checkpoints need.
 """
 
 from __future__ import annotations

@@ -3,26 +3,21 @@
     wire_sequence(model, make_groups(SequencePlan(inner=2, layout="zigzag")))
     loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss      # as ever
 
-Nothing in the user's loop changes: every rank calls the model with the whole batch and gets the
-loss of all tokens, or whole logits. Three hooks do it, around the model's own forward:
+Every rank calls the model with the whole batch and gets the loss of all tokens, or whole logits.
+Three hooks do it, around the model's own forward:
 
-1. on the way in (`SequenceAdapter.enter`), this rank's tokens are taken, with the positions that
-   they have (`_inputs.py`);
-2. attention is `attend` (`_call.py`), which transformers finds under a name in the configuration;
-3. on the way out (`SequenceAdapter.leave`), the loss is computed of what each rank has, or logits
-   and hidden states are brought together (`_loss.py`).
+1. `SequenceAdapter.enter` takes this rank's tokens, with the positions that they have;
+2. attention is `attend`, which transformers finds under a name in the configuration;
+3. `SequenceAdapter.leave` computes the loss of what each rank has, or brings logits and hidden
+   states together.
 
-Which part of a model runs on cut sequences is its *region*. Where a head works token by token
-(`TASKS`) it is the whole model with its loss, if that is one that can be computed of pieces
-(`own_loss`); else it is the base model, from whose end on all ranks go on with whole hidden states,
-and the model computes whatever loss it has. What differs from model to model stands in their
-families' records (`gulliver.families.Sequences`).
+The *region* of a model runs on cut sequences. Where a head works token by token (`TASKS`) it is the
+whole model with its loss, if that can be computed of pieces (`own_loss`); else it is the base
+model, and all ranks go on with whole hidden states. What differs from model to model is in the
+records of their families (`gulliver.families.Sequences`).
 
-Without ranks that share sequences but with some that share tensors, only the loss is wired: the
-head's columns stay apart and the cross-entropy reaches over them.
-
-Generation is in `_generate.py`. What this file does not know: optimizers, and pipelines: blocks and
-modules of other stages may be missing, and a forward may be left in the middle.
+Where ranks share tensors but no sequences, only the loss is wired: the head's columns stay apart
+and the cross-entropy reaches over them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Checkpoints of Lightning as folders: each rank writes what it has, in Gulliver's format.
 
 With one optimizer such a folder is a run with one step (`Booster.save`), written while training
-goes on where that is asked for. With several it holds a model and a folder for each optimizer. What
-Lightning keeps besides (loops, callbacks, schedules, hyper-parameters) lies beside them in
-``lightning.ckpt``, a file of Lightning's own. `to_lightning` makes one such file of all of it.
+goes on where that is asked for. With several it holds a model and a folder for each optimizer.
+Lightning's own part (loops, callbacks, schedules, hyper-parameters) is in ``lightning.ckpt``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Arguments of `GulliverStrategy` become a plugin; those that Colossal-AI's strategy had, too.
-
-An argument is honoured or refused by its name.
-"""
+"""Turns arguments of `GulliverStrategy` into a plugin, also those of Colossal-AI's strategy."""
 
 from __future__ import annotations
 

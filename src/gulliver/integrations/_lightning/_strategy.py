@@ -1,12 +1,8 @@
-"""The strategy for Lightning: read `setup`, then `backward`.
+"""Strategies for ``lightning.pytorch``: ``Trainer(strategy="gulliver")``.
 
-Lightning's own part (launching processes, loops, hooks, logging, samplers) stays as it is. Here the
-module is boosted with each of its optimizers, steps are called through the module's own call, so
-that its hooks run, and checkpoints are whole files or folders.
-
-[Note: after a fit] Lightning gives the module back as it was, and so do we below stage 3: whole
-parameters, which any other Trainer can train. With stage 3 no rank need have room for that, so the
-module stays sharded: this Trainer validates, tests, predicts and saves with it.
+Lightning launches processes and runs loops, hooks, logging and samplers. Here the module is boosted
+with each of its optimizers, steps are called through the module's own call, so that its hooks run,
+and checkpoints are whole files or folders. Read `setup`, then `backward`.
 """
 
 from __future__ import annotations
@@ -186,6 +182,9 @@ class GulliverStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Gives the module back, where ranks have room for it."""
+        # Below stage 3 with whole parameters, which any other Trainer can train. With stage 3 no
+        # rank need have room for that: the module stays sharded, and this Trainer validates, tests,
+        # predicts and saves with it.
         booster, optimizers, module = self._booster, self._optimizers, self._lightning_module
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)

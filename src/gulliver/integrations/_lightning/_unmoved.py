@@ -1,8 +1,7 @@
 """Refuses modules that move or convert their parameters while these lie in chunks.
 
-Under stage 3 a parameter is a window on memory that comes and goes, within a limit perhaps: what
-``.to`` or ``.cpu()`` would make of it is a whole copy that nobody trains. Below stage 3 the step
-itself refuses parameters that were replaced.
+Under stage 3 a parameter is a view of memory that comes and goes: ``.to`` or ``.cpu()`` would make
+a whole copy that nobody trains. Below stage 3 the step refuses parameters that were replaced.
 """
 
 from __future__ import annotations
