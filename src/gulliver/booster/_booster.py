@@ -142,16 +142,16 @@ class Booster(CheckpointIO):
         Args:
             model: model to run; it may be boosted again, with an optimizer of other parameters.
             optimizer: optimizer of its parameters; None runs the model without training it.
-            criterion: given back.
-            dataloader: given back.
-            lr_scheduler: given back.
+            criterion: returned as it is, like the next two.
+            dataloader: loader of the run.
+            lr_scheduler: scheduler of the optimizer.
 
         Returns:
             model, optimizer, criterion, dataloader, lr_scheduler.
 
         Raises:
-            GulliverError: there is nothing to train; the optimizer cannot be run so; the model
-                is on another device than this rank; ranks have built different models.
+            GulliverError: the optimizer cannot be run so; the model is on another device than this
+                rank; ranks have built different models.
         """
         world, precision = init_world(), self.mixed_precision or "none"
         raise_on_any_rank(lambda: self._check(model, optimizer, world))

@@ -201,11 +201,7 @@ class CheckpointIO:
             checkpointer.wait_copied()
 
     def wait(self) -> None:
-        """Waits until every step that is being saved is complete; every rank calls it.
-
-        Raises:
-            GulliverError: one could not be saved.
-        """
+        """Waits until every step that is being saved is complete; every rank calls it."""
         for checkpointer in self._checkpointers.values():
             checkpointer.wait()
         self._await_model()
@@ -254,9 +250,6 @@ class CheckpointIO:
             use_async: write a boosted model while training goes on; `wait`, or the next save of a
                 model, raises if that failed. Each rank writes its parts, from which rank 0 makes
                 the file: for that time the disk holds the model twice.
-
-        Raises:
-            GulliverError: it cannot be written; nothing is left behind then.
         """
         plain, place = unwrapped(model), Path(path)
         self._await_model()
@@ -291,10 +284,6 @@ class CheckpointIO:
 
         Returns:
             The names that were missing or left over.
-
-        Raises:
-            GulliverError: the file is missing or broken; names or shapes differ; a value does not
-                fit.
         """
         holder = self._optimizers.get(model)
         if holder is not None and _is_spread(holder):
@@ -316,9 +305,6 @@ class CheckpointIO:
             options: ``max_shard_bytes``, ``config`` and ``dtype``, as of
                 `gulliver.checkpoint.save_huggingface`; a transformers model's own configuration is
                 written where none is given.
-
-        Raises:
-            GulliverError: it cannot be written; nothing is left behind then.
         """
         holder = self._optimizers.get(model)
         if holder is None:
@@ -344,20 +330,13 @@ class CheckpointIO:
 
         Every rank calls it. It loads at any world size, stage and chunk size, and with any plugin.
         The folder is a step of the checkpoint format with the entry ``optimizer``; it appears, or
-        is replaced, whole or not at all.
-
-        Raises:
-            GulliverError: the folder holds other files, or cannot be written.
+        is replaced, whole or not at all. A folder with other files is refused.
         """
         plan = None if self._last is None else self._last.plan
         write_optimizer(boosted_only(optimizer), Path(path), plan)
 
     def load_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
-        """Reads what `save_optimizer` wrote; every rank calls it.
-
-        Raises:
-            GulliverError: missing, broken, of another optimizer or other parameters.
-        """
+        """Reads what `save_optimizer` wrote; every rank calls it."""
         optimizer = boosted_only(optimizer)
         with self._open_step(Path(path), None) as reader:
             read_optimizer(optimizer, reader)
@@ -370,11 +349,7 @@ class CheckpointIO:
         write_scheduler(lr_scheduler, Path(path), init_world().is_main)
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
-        """Reads what `save_lr_scheduler` wrote.
-
-        Raises:
-            GulliverError: missing, broken, or of another scheduler.
-        """
+        """Reads what `save_lr_scheduler` wrote."""
         read_scheduler(lr_scheduler, Path(path))
 
 

@@ -44,17 +44,23 @@ SLACK = 4
 class LimitedManager(Manager):
     """Keeps the shares of a plan on the device; its budget follows measurements."""
 
-    # Bytes that a step is predicted to need besides; 0 where it is not known.
-    other = 0
-    # Bytes behind that state leaves for activations.
-    spare = 0
-    # Objects that never leave; None where the manager finds them.
-    shares: Shares | None = None
-    # Sets the budget of the next step.
-    controller: BudgetController | None = None
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        shares: Shares | None = None,
+        other: int = 0,
+        spare: int = 0,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
+        # Objects that never leave; None where the manager chooses them.
+        self.shares = shares
+        # Bytes that a step is predicted to need in addition to state; 0 where that is not known.
+        self.other = other
+        # Bytes of the store that state leaves for activations.
+        self.spare = spare
+        # Sets the budget of the next step.
+        self.controller: BudgetController | None = None
         self._kept = set[Placed]()
         # What parameters leave must go back at once: it and the chunks would be more than either.
         self._freed, self._added = FreedMemory(), 0
@@ -152,10 +158,16 @@ def manager_of(
         return None
     found = find_residency(state, tiers, work)
     store = _store(plan, state, device)
-    manager = LimitedManager(found.budget, device, store, ahead=tiers.ahead or None)
-    manager.shares, manager.other = Shares.of(tiers), other_bytes(tiers, work)
-    manager.spare = 0 if store is None else store.capacity - replace(state, activations=()).reserved
-    return manager
+    spare = 0 if store is None else store.capacity - replace(state, activations=()).reserved
+    return LimitedManager(
+        found.budget,
+        device,
+        store,
+        ahead=tiers.ahead or None,
+        shares=Shares.of(tiers),
+        other=other_bytes(tiers, work),
+        spare=spare,
+    )
 
 
 def _store(plan: Plan, state: StateBytes, device: torch.device) -> Store | None:
