@@ -47,8 +47,8 @@ from gulliver.checkpoint import (
 )
 from gulliver.comm import broadcast_object, init_world, raise_on_any_rank
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel import BoostedOptimizer
-from gulliver.parallel.zero import ZeroOptimizer, exact_parameters
+from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
+from gulliver.parallel.zero import exact_parameters
 
 
 class CheckpointIO:

@@ -92,7 +92,7 @@ class ActivationParts:
         dims = [Along.whole(size) for size in x.shape]
         if forward.samples and x.dim() and not (x.shape[0] == 1 < forward.samples):
             if x.shape[0] % forward.samples:
-                raise _unknown(path, x, f"{forward.samples} samples along dim 0")
+                raise _unknown_part(path, x, f"{forward.samples} samples along dim 0")
             rows = x.shape[0] // forward.samples
             dims[0] = Along.whole(x.shape[0], forward.start * rows)
         if self.adapter is not None and self.adapter.shared:
@@ -122,7 +122,7 @@ class ActivationParts:
             start = sum(lengths[:place])
             own = torch.arange(start, start + lengths[place])
             if x.dim() < 3:
-                raise _unknown(path, x, "[batch, length, width]")
+                raise _unknown_part(path, x, "[batch, length, width]")
             dims[1] = _cut(path, x, own, sum(lengths))
 
     def _features(self, path: str, x: Tensor, dims: list[Along]) -> None:
@@ -132,7 +132,7 @@ class ActivationParts:
             # Where key-value heads are copied, each rank has as many query heads as the others.
             dealt = deal(max(groups, rank_group.size), rank_group.size)
             if x.dim() != 4 or x.shape[1] % dealt[rank_group.rank]:
-                raise _unknown(path, x, "[batch, heads, queries, keys]")
+                raise _unknown_part(path, x, "[batch, heads, queries, keys]")
             heads = x.shape[1] // dealt[rank_group.rank]
             start = sum(dealt[: rank_group.rank]) * heads
             whole = max(groups, rank_group.size) * heads
@@ -146,7 +146,9 @@ class ActivationParts:
             # A gate and what it gates, computed by one layer, are one product now.
             dims[-1] = Along(torch.arange(*runs[0]), self.apart.total // len(runs))  # type: ignore[union-attr]
         else:
-            raise _unknown(path, x, f"the {sum(sizes)} features that this rank has of the layer")
+            raise _unknown_part(
+                path, x, f"the {sum(sizes)} features that this rank has of the layer"
+            )
 
 
 def _cut(path: str, x: Tensor, own: Tensor, length: int) -> Along:
@@ -155,10 +157,10 @@ def _cut(path: str, x: Tensor, own: Tensor, length: int) -> Along:
         return Along(own, length)
     if x.shape[1] == length:
         return Along.whole(length)
-    raise _unknown(path, x, f"{len(own)} or all {length} tokens along dim 1")
+    raise _unknown_part(path, x, f"{len(own)} or all {length} tokens along dim 1")
 
 
-def _unknown(path: str, x: Tensor, wanted: str) -> GulliverError:
+def _unknown_part(path: str, x: Tensor, wanted: str) -> GulliverError:
     return GulliverError(
         f"{path} drops elements of {tuple(x.shape)}, of which it is not known where they stand in "
         f"the whole (expected {wanted}): set it to 0, or take dropout='alike'"
