@@ -11,8 +11,8 @@ from torch import nn
 from gulliver.comm import gather_objects
 from gulliver.errors import GulliverError, first_difference
 
+# What each tensor of a model is, by its name.
 Signature = dict[str, str]
-"""What each tensor of a model is, by its name."""
 
 
 def check_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

@@ -155,10 +155,12 @@ class Booster(CheckpointIO):
         """
         world, precision = init_world(), self.mixed_precision or "none"
         raise_on_any_rank(lambda: self._check(model, optimizer, world))
+        # Before any broadcast: collectives over different tensors would hang or mix them up.
         check_alike(unwrapped(model), optimizer)
         again = next((known for known in self._optimizers if unwrapped(known) is model), model)
         boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, precision)
         self._last = Running(broadcast_object(plan), wrapped, unwrapped(model))
+        # All ranks are here, so the groups of models that are gone can be given back together.
         release_groups()
         wrapped.watch(unwrapped(model))
         if boosted in self._optimizers:

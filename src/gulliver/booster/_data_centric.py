@@ -18,11 +18,11 @@ from gulliver.parallel.tensor import dropouts_of
 from gulliver.plan import Plan
 
 MODES = ("all_to_all", "ring_attn")
+# Further options of `HybridParallelPlugin`; the others are decided by the plan of each step.
 OPTIONS = (
     *("chunk_mb", "assume_elementwise", "assume_per_parameter", "host_limit", "disk"),
     *("tensor_rules", "replicate_rest", "cut", "blocks", "everywhere", "after", "extra"),
 )
-"""Further options of `HybridParallelPlugin`; the others are decided by the plan of each step."""
 
 
 class DataCentricPlugin(HybridParallelPlugin):

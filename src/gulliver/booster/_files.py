@@ -114,6 +114,7 @@ class CheckpointIO:
             check_whole(model)
         content = boosted_state(model, optimizer, holder, lr_scheduler, state, frozen)
         limit = None if holder is None else holder.copy_limit
+        # Under a memory limit the copy that is written in the background is limited as well.
         checkpointer = self._checkpointer(Path(folder), options, limit)
         if self._last is not None:
             checkpointer.about["plan"] = self._running().plan.to_values()
@@ -262,6 +263,7 @@ class CheckpointIO:
             check_whole(plain)
             state = whole_model(plain)
             if isinstance(holder, ZeroOptimizer):
+                # Where updates travel packed, parameters differ from the shards that are trained.
                 state |= exact_parameters(holder, plain)
             on_main(lambda: write_tensors(place, state))
 

@@ -35,8 +35,8 @@ from gulliver.precision.fp8 import (
     state_of,
 )
 
+# Rows of a layer, where a plan does not know how many a batch has.
 TOKENS = 8192
-"""Rows of a layer, where a plan does not know how many a batch has."""
 
 
 # [Note: as one process] Parity is that of one process with the same recipe on the same

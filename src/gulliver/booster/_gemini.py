@@ -86,6 +86,7 @@ class GeminiPlugin(Plugin):
         groups = take_options(type(self), (*kinds, *formats), given | options)
         self.zero, limits, steps, placement = groups[:4]
         self.fp8, self.wires = groups[4].plan(), groups[5].wires()
+        # Sizes of chunks are planned: a step of the tuner would not keep to the limit.
         self.zero.refuse_tuning()
         self.memory = TierOptions(
             **asdict(limits),

@@ -34,11 +34,11 @@ from gulliver.parallel import ZeroOptimizer
 from gulliver.plan import Plan, Work
 from gulliver.solve import Action, NoRoom
 
+# Part of the budget that is added between two times that freed memory is given back.
 TRIMMED = 16
-"""Part of the budget that is added between two times that freed memory is given back."""
 
+# Part of the state that host memory has more room for: its slabs are powers of two.
 SLACK = 4
-"""Part of the state that host memory has more room for: its slabs are powers of two."""
 
 
 class LimitedManager(Manager):

@@ -15,11 +15,11 @@ from gulliver.errors import GulliverError
 from gulliver.parallel import has_stepped
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Normalizations that may keep running statistics.
 RUNNING = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-"""Normalizations that may keep running statistics."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

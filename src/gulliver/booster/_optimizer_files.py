@@ -33,10 +33,10 @@ from gulliver.parallel.zero import export_leaves
 from gulliver.plan import Plan
 
 PLAN = "plan.yaml"
+# Names of the files in a folder of an optimizer.
 OURS = re.compile(
     r"manifest\.json|state\.json|plan\.yaml|optimizer(-[0-9]+-of-[0-9]+)?\.safetensors"
 )
-"""Names of the files in a folder of an optimizer."""
 
 
 def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None) -> None:
@@ -50,6 +50,7 @@ def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None
         optimizer.shards.take_writes()
     content = optimizer_entry(optimizer, _state_of(optimizer))
     content["parameters"] = stepped(optimizer)
+    # The name has the writer's process, so that leftovers of killed ones can be told from it.
     number = broadcast_object(os.getpid())
     run = folder.with_name(f".{folder.name}.{number}{PARTIAL}")
     with ExitStack() as stack:
@@ -110,6 +111,7 @@ def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
     raise_on_any_rank(match)
     entry.unfreeze()
     if isinstance(optimizer, ZeroOptimizer):
+        # Else values that the user wrote to parameters would replace the masters that are loaded.
         optimizer.shards.take_writes()
     raise_on_any_rank(entry.fill)
     if isinstance(optimizer, ZeroOptimizer):

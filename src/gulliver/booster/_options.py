@@ -31,8 +31,8 @@ from gulliver.options import (
 from gulliver.plan import Fp8Plan, ZeroPlan
 
 MIB = 2**20
+# Size of chunks before tuning, and without other ranks.
 DEFAULT_CHUNK_MB = 4.0
-"""Size of chunks before tuning, and without other ranks."""
 Stage = Literal[0, 1, 2, 3]
 Count = Annotated[int, AT_LEAST_1]
 

@@ -13,8 +13,8 @@ from gulliver.comm import current_world, gather_objects
 from gulliver.parallel import ZeroOptimizer, persistent_buffers
 
 NAMED = 3
+# Optimizers of models whose buffers were compared.
 _COMPARED = WeakSet[ZeroOptimizer]()
-"""Optimizers of models whose buffers were compared."""
 
 
 def warn_of_own_buffers(model: nn.Module, optimizer: ZeroOptimizer) -> None:

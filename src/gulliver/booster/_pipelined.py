@@ -46,6 +46,7 @@ def run_whole(
         outputs = call(model, batch)
         wanted = optimizer is not None or criterion is not None
         loss = (criterion or own_loss)(outputs, batch) if wanted else None
+        # As a pipeline returns it: the model's own loss, also where nobody asked for one.
         if loss is None and isinstance(getattr(outputs, "loss", None), Tensor):
             loss = outputs.loss
     if optimizer is not None and loss is not None:

@@ -27,6 +27,7 @@ class PlanPlugin(Plugin):
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
         """The plan."""
+        # It may have been edited, or made for other machines.
         check_plan(self.plan, ranks)
         device = current_world().device.type
         if self.plan.mesh.device != device:

@@ -143,9 +143,11 @@ class Plugin(ABC):
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
         """Plans and runs: the model and optimizer as they will run, and the plan that says how."""
         plain = unwrapped(model)
+        # A plan differs where the formats do, and ranks with different plans wait for each other.
         self.wires.agree()
         choices = self.wires.asked(self.choices(world.size, precision))
         choices = self.for_model(choices, plain, optimizer, None)
+        # It reads measurements of this machine, which one rank alone may lack.
         plan = raise_on_any_rank(lambda: resolve(choices, plain, optimizer))
         plan = decide(plan, plain, optimizer, self.wires)
         if choices.work.samples or choices.limited:

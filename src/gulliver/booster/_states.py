@@ -33,6 +33,7 @@ def on_main(write: Callable[[], None]) -> None:
             failure = GulliverError(f"{error.filename} cannot be written: {error.strerror}")
         except Exception as error:
             failure = error
+    # The others wait for this answer, and so for the file: they may read it afterwards.
     failed = any_rank(failure is not None, world.device)
     if failure is not None:
         raise failure
@@ -41,8 +42,8 @@ def on_main(write: Callable[[], None]) -> None:
     barrier()
 
 
+# Attribute of models of which each rank has a share only; copies of them have it, too.
 CUT = "gulliver_cut"
-"""Attribute of models of which each rank has a share only; copies of them have it, too."""
 
 
 def check_whole(model: nn.Module) -> None:

@@ -40,8 +40,8 @@ from gulliver.memory import Copier
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.parallel.zero import LEFT, check_uneven
 
+# What the mean over a step is over: a number for each sample of the data set.
 Weight = Callable[[int], float] | Sequence[float]
-"""What the mean over a step is over: a number for each sample of the data set."""
 
 
 class DataCentricLoader:

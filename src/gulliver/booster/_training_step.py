@@ -21,8 +21,8 @@ from gulliver.errors import GulliverError
 from gulliver.parallel import ZeroOptimizer
 from gulliver.parallel.zero import UnevenStep, uneven_step
 
+# Ranks of all groups, and the group of this rank, in each phase of a step.
 Phases = Sequence[tuple[Sequence[Sequence[int]], RankGroup]]
-"""Ranks of all groups, and the group of this rank, in each phase of a step."""
 
 
 # [Note: exact weights] A loss is the mean over its micro-batch, and all d ranks of a group show it.

@@ -16,8 +16,8 @@ from gulliver.comm import init_world
 from gulliver.errors import GulliverError
 from gulliver.integrations._refusals import refuse_arguments
 
+# What ``accelerate launch`` asks for by the variables ``ACCELERATE_USE_...``.
 LAUNCHED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
-"""What ``accelerate launch`` asks for by the variables ``ACCELERATE_USE_...``."""
 
 Options = Plugin | Mapping[str, Any] | str | None
 
@@ -80,6 +80,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 def join_world(arguments: Mapping[str, Any]) -> None:
     """Joins the world before accelerate does, which would start a group that knows no host."""
+    # accelerate takes a process group that is there; ours reaches host memory, too (gloo).
     handlers = arguments.get("kwargs_handlers") or ()
     given = [h.to_kwargs() for h in handlers if isinstance(h, InitProcessGroupKwargs)]
     options = dict(given[0]) if given else {}

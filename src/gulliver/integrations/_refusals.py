@@ -12,6 +12,7 @@ _PLANNED = "chunk sizes are planned, not searched; leave it out, or give chunk_m
 _HALF = "use bf16=True, or gulliver={'precision': 'fp16'} for a model in float16"
 _WHOLE = "it converts the model itself; use bf16=True"
 
+# Arguments by the class that takes them. None, 0 and False ask for nothing, and pass.
 REFUSED: dict[str, dict[str, str]] = {
     "Accelerator": {
         "deepspeed_plugin": f"it lets DeepSpeed run the model; {_OTHER}",
@@ -40,7 +41,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "hysteresis": "the loss scale falls with the first overflow; leave it out",
     },
 }
-"""Arguments by the class that takes them. None, 0 and False ask for nothing, and pass."""
 
 
 def refuse_arguments(owner: str, given: Mapping[str, Any]) -> None:

@@ -41,8 +41,8 @@ from gulliver.integrations._prepared import (
 )
 from gulliver.parallel import BoostedOptimizer
 
+# Folder in a checkpoint that holds what is sharded over the ranks.
 FOLDER = "gulliver"
-"""Folder in a checkpoint that holds what is sharded over the ranks."""
 
 
 class Accelerator(accelerate.Accelerator):

@@ -26,8 +26,8 @@ from gulliver.integrations._owned import owner_of
 from gulliver.integrations._refusals import refuse_arguments
 from gulliver.integrations.accelerate import FOLDER, Accelerator
 
+# Files of transformers' checkpoints.
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
-"""Files of transformers' checkpoints."""
 
 
 def _check(args: Any, model: Any) -> None:

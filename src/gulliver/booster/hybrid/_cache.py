@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gulliver.parallel.sequence import SequenceGroups
 
+# Tokens that a layer's memory grows by at least.
 SPARE = 64
-"""Tokens that a layer's memory grows by at least."""
 
 
 class ShardedCache:

@@ -19,14 +19,14 @@ from gulliver.booster.hybrid._cache import ShardedCache
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence import Mask, SequenceGroups, attention, decode
 
+# The name of this attention, in transformers.
 NAME = "gulliver_sequence"
-"""The name of this attention, in transformers."""
 
+# The keyword argument that carries the call.
 KEY = "gulliver_call"
-"""The keyword argument that carries the call."""
 
+# Arguments that change scores in ways that a `Mask` cannot say.
 BIASES = ("position_bias", "softcap", "s_aux", "sinks", "block_mask", "head_mask")
-"""Arguments that change scores in ways that a `Mask` cannot say."""
 
 
 @dataclass

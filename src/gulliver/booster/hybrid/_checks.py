@@ -30,8 +30,8 @@ from gulliver.parallel.pipeline import check_counts, check_stages
 from gulliver.parallel.tensor import TensorPlan, check_mode
 from gulliver.plan import Plan
 
+# Least share of the parameters of the blocks that is cut without a warning.
 LEAST_SHARE = 0.5
-"""Least share of the parameters of the blocks that is cut without a warning."""
 
 
 def check_new(plan: Plan, model: nn.Module) -> None:
@@ -59,6 +59,7 @@ def check_cut(
     check_family(family, mode, max(sizes))
     check_batch_norms(model, plan.mesh.of("pipeline"), mode)
     check_embeddings(model, plan.sequence.degree, plan.mesh.of("pipeline"))
+    # State of whole parameters would have to be cut, too, which no optimizer says how to do.
     if optimizer is not None and has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost: boost cuts the model, so boost first"

@@ -22,10 +22,10 @@ from gulliver.errors import GulliverError
 from gulliver.families import hugging_face_of
 from gulliver.parallel.sequence import SequenceGroups, SequencePlan, make_groups, make_mixed_groups
 
+# Attribute of a wired model; not of a module's own kind, so nothing of it is saved.
 ATTRIBUTE = "gulliver_degree"
-"""Attribute of a wired model; not of a module's own kind, so nothing of it is saved."""
+# Ways to group the ranks whose groups are looked up and not made.
 REMEMBERED = 256
-"""Ways to group the ranks whose groups are looked up and not made."""
 
 
 # [Note: why gradients stay right] At degree d the R ranks that hold the same parameters work on R /

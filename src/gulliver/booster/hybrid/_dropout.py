@@ -32,6 +32,7 @@ from gulliver.parallel.tensor import DRAWN_ALIKE, DROPOUTS, TensorPlan, dropouts
 from gulliver.plan import Plan
 
 DROPS = (F.dropout, torch.dropout, torch.dropout_)
+# Calls that draw masks, and not by position.
 OTHERS = (
     F.alpha_dropout,
     F.feature_alpha_dropout,
@@ -44,16 +45,15 @@ OTHERS = (
     torch.bernoulli,
     Tensor.bernoulli_,
 )
-"""Calls that draw masks, and not by position."""
 
+# Parts of names of attributes: such skip whole blocks or samples, or add noise of their own.
 SKIPS = ("layerdrop", "drop_path", "drop_prob", "path_drop", "jitter")
-"""Parts of names of attributes: such skip whole blocks or samples, or add noise of their own."""
 
+# Implementations of transformers whose dropout can be seen.
 ATTENTIONS = (None, "eager", "sdpa", "gulliver_sequence")
-"""Implementations of transformers whose dropout can be seen."""
 
+# Forwards that may be recomputed: far more than micro-batches are in flight.
 REMEMBERED = 4096
-"""Forwards that may be recomputed: far more than micro-batches are in flight."""
 
 INSTEAD = "set it to 0 in the model's configuration, or take dropout='alike'"
 

@@ -28,9 +28,10 @@ OPTIONS = (
     "top_k",
     "top_p",
 )
+# Settings of a model's generation_config that change nothing here.
 UNTOLD = ("bos_token_id", "decoder_start_token_id", "use_cache", "transformers_version")
-"""Settings of a model's generation_config that change nothing here."""
 
+# Values with which other settings do nothing, besides None, 0 and False.
 NEUTRAL = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -41,7 +42,6 @@ NEUTRAL = {
     "typical_p": 1.0,
     "return_dict_in_generate": False,
 }
-"""Values with which other settings do nothing, besides None, 0 and False."""
 
 
 @torch.no_grad()

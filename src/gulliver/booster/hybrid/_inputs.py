@@ -26,8 +26,8 @@ ALONG_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 MASKS = ("attention_mask", "document_ids", "cu_seq_lens_q", "cu_seq_lens_k")
 MASK_SIZES = ("max_length_q", "max_length_k")
 TARGETS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+# Arguments that modules outside the sharded part read.
 WHOLE = ("pixel_values", "bool_masked_pos")
-"""Arguments that modules outside the sharded part read."""
 
 
 @dataclass

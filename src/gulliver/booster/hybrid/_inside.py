@@ -16,11 +16,11 @@ from gulliver.errors import GulliverError
 from gulliver.families import SHARED_BY_TENSOR, hugging_face_of
 from gulliver.parallel.tensor import TensorPlan
 
+# Libraries whose own hooks are not looked at: they work on a piece as on the whole.
 LIBRARIES = ("torch", "transformers", "peft", "gulliver")
-"""Libraries whose own hooks are not looked at: they work on a piece as on the whole."""
 
+# Kinds of which the module stays itself.
 STAYS = ("summed", "experts", "parameters", "latent")
-"""Kinds of which the module stays itself."""
 
 
 def check_hooks(model: nn.Module, plan: TensorPlan | None, mode: str | None) -> None:

@@ -26,6 +26,7 @@ def lazy_parameters() -> Iterator[None]:
     Buffers are made as ever, because their values come from no file. Parameters are made one at a
     time and let go, so no more than the largest is ever there.
     """
+    # Not torch.device("meta"): buffers would be made there as well, and their values be lost.
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

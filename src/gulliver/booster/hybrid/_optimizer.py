@@ -27,8 +27,8 @@ from gulliver.parallel.zero import ShardedChunk, UnevenStep, squared_norm
 if TYPE_CHECKING:
     from gulliver.booster.hybrid._mesh import HybridMesh
 
+# Tensors by name, with the region of the whole that each is.
 Held = dict[str, tuple[Tensor, Region | None]]
-"""Tensors by name, with the region of the whole that each is."""
 
 
 class HybridOptimizer(ZeroOptimizer):

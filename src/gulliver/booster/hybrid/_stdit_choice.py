@@ -30,10 +30,10 @@ from gulliver.hardware import (
 from gulliver.parallel.sequence import SequencePlan, Shape, predict, volume
 
 By = Literal["swap", "heads", "ring"]
+# How attention may reach over the cut, by sequence_parallelism_mode.
 WAYS: dict[str, tuple[By, ...]] = {"all_to_all": ("swap", "heads"), "ring_attn": ("ring",)}
-"""How attention may reach over the cut, by sequence_parallelism_mode."""
+# Dims of the tokens [B, T, S, C].
 FRAMES, PLACES = 1, 2
-"""Dims of the tokens [B, T, S, C]."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Scheme:
         return f"{'frames' if self.cut == FRAMES else 'places'} cut, by {self.by}"
 
 
+# All of them by name.
 SCHEMES = {
     f"{n}-{by}": Scheme(d, by)
     for n, d in (("places", PLACES), ("frames", FRAMES))
     for by in ("swap", "heads", "ring")
 }
-"""All of them by name."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from gulliver.parallel.tensor import TensorPlan, apply_tensor
 from gulliver.plan import Plan
 from gulliver.precision.wire import wire_format
 
+# Names of the grid's axes in the arguments of plugins.
 SHORT = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
-"""Names of the grid's axes in the arguments of plugins."""
 
 
 def grid(plan: Plan) -> HybridMesh:

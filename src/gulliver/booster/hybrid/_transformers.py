@@ -66,11 +66,11 @@ from gulliver.families import (
 )
 from gulliver.parallel.sequence import SequenceGroups, Tail, shard
 
+# Ends of the names of classes whose head works token by token.
 TASKS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
-"""Ends of the names of classes whose head works token by token."""
 
+# Kinds of rotary embedding that look at the largest position of a call, which ranks differ in.
 LOCAL_ROPE = ("dynamic", "longrope")
-"""Kinds of rotary embedding that look at the largest position of a call, which ranks differ in."""
 
 
 def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = ALONE) -> None:

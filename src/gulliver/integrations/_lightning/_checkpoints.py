@@ -24,8 +24,8 @@ from gulliver.io import PARTIAL, finish_folder, remove_all
 
 REST = "lightning.ckpt"
 MODEL = "model.safetensors"
+# Entry of Lightning's part: names of each optimizer's parameters by group, in the user's order.
 NAMES = "gulliver_names"
-"""Entry of Lightning's part: names of each optimizer's parameters by group, in the user's order."""
 
 
 def rest_of(path: Path) -> Path | None:

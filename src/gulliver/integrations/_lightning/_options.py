@@ -16,12 +16,13 @@ from gulliver.errors import GulliverError
 from gulliver.integrations._refusals import REFUSED, refuse_arguments
 from gulliver.options import positive_number
 
+# Stage of ``strategy="gulliver"``: values and messages of DDP, the optimizer's state sharded.
 DEFAULT_STAGE = 1
-"""Stage of ``strategy="gulliver"``: values and messages of DDP, the optimizer's state sharded."""
+# Memory limit of ``strategy="gulliver_gemini"``, of what the device or this process may have.
 DEFAULT_LIMIT = "80%"
-"""Memory limit of ``strategy="gulliver_gemini"``, of what the device or this process may have."""
 GEMINI_POLICIES = ("auto", "static")
 
+# Arguments of the loss scale, with the fields of the `LossScaler` that they set.
 SCALER = {
     "initial_scale": "scale",
     "min_scale": "smallest",
@@ -30,7 +31,6 @@ SCALER = {
     "growth_interval": "interval",
     "max_scale": "largest",
 }
-"""Arguments of the loss scale, with the fields of the `LossScaler` that they set."""
 
 
 def choose_plugin(
@@ -62,6 +62,7 @@ def choose_plugin(
         options["chunk_mb"] = _chunk_mb(elements, options)
     if scaler and options.get("precision") != "fp16":
         raise _no_scale(next(name for name in SCALER if given.get(name) is not None))
+    # Lightning prints a summary of its own.
     options.setdefault("verbose", False)
     if memory_limit is None and policy not in GEMINI_POLICIES:
         return _without_limit(stage, policy, options), scaler

@@ -25,21 +25,21 @@ from gulliver.integrations._lightning._optimizer import SteppedOptimizer
 from gulliver.integrations._lightning._options import choose_plugin
 from gulliver.integrations._lightning._unmoved import AFTER, refuse_moves
 
+# Names for ``Trainer(strategy=)``, with the arguments that they stand for.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "gulliver": {},
     "gulliver_zero3": {"stage": 3},
     "gulliver_gemini": {"placement_policy": "auto"},
 }
-"""Names for ``Trainer(strategy=)``, with the arguments that they stand for."""
 
+# Arguments of Lightning's strategies that are passed on.
 LIGHTNING = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
     *("precision_plugin", "timeout", "start_method"),
 )
-"""Arguments of Lightning's strategies that are passed on."""
 FORMS = ("file", "folder")
+# Precisions of the Trainer that ZeRO runs: those without a scaler of gradients on parameters.
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
-"""Precisions of the Trainer that ZeRO runs: those without a scaler of gradients on parameters."""
 HALVES = (torch.bfloat16, torch.float16)
 
 

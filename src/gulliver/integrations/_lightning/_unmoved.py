@@ -44,4 +44,5 @@ def refuse_moves(module: nn.Module, strategy: str, why: str = DURING) -> None:
             told = type(part).__name__ + (f" ({name})" if name else "")
             moves = "is moved or converted (.to, .cpu(), .half() ...)"
             message = f"{told} {moves}, {why.format(strategy=strategy)}"
+            # In the instance, so that its class and other modules of it are left alone.
             vars(part)["_apply"] = _Unmoved(part, message)
