@@ -192,16 +192,14 @@ class LoadPlan:
 
     def _fill_model(self, model: nn.Module, holder: BoostedOptimizer) -> None:
         odd = self.loaded.mismatches.get(MODEL, Mismatch())
-
-        def read() -> None:
-            # Leaves are made anew, for unfreezing adds float32 copies. They must not outlive this
-            # call: under a memory limit nothing can leave that views still refer to.
-            leaves = self._leaves(model, holder)
-            wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
-            self.reader.read_into(MODEL, wanted, self.prefix)
-
+        # Again, because unfreezing has added float32 copies.
+        leaves = self._leaves(model, holder)
+        wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
         holder.before_model_load()
-        raise_on_any_rank(read)
+        raise_on_any_rank(lambda: self.reader.read_into(MODEL, wanted, self.prefix))
+        # Under a memory limit nothing can leave the device that views still refer to.
+        leaves.clear()
+        wanted.clear()
         holder.after_model_load()
         # Scales of other weights say nothing about these.
         saved = self.reader.value(FP8) if FP8 in self.reader.entries else {}
