@@ -271,7 +271,7 @@ def errors(world: World, case: Case) -> dict[str, float]:
     if case.offload:
         found["moved"] = loader._context.switch._offload.moved  # type: ignore[union-attr]
         assert loader._context.switch._stack.held == 0  # type: ignore[union-attr]
-        loader.settle()
+        loader._context.switch.settle()  # type: ignore[union-attr]
         assert loader._context.switch._stack.store.used == 0  # type: ignore[union-attr]
     whole = dict(model.named_parameters()) if inside == 1 else saved_weights(booster, model)
     found["weights"] = max(relative(whole[n].detach(), w) for n, w in wanted[2].items())
