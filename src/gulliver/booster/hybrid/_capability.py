@@ -103,8 +103,8 @@ def check_family(family: str | None, mode: str | None, size: int) -> None:
             "work with any"
         )
     if known is not None and mode is not None and mode not in known.modes:
-        axis = "tp" if known.modes[0] in SHARED_BY_TENSOR else "sp"
+        axis = "tp_size" if known.modes[0] in SHARED_BY_TENSOR else "sp_size"
         raise GulliverError(
             f"{family} does not run under sequence_parallelism_mode={mode!r}: {known.why}; take "
-            f"{known.modes[0]!r} with {axis}_size={max(2, size)}"
+            f"{known.modes[0]!r} with {axis} {max(2, size)}"
         )
