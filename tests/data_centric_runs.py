@@ -243,7 +243,7 @@ def errors(world: World, case: Case) -> dict[str, float]:
         planner, data, model, optimizer, collate=collate, weight=counted, copier=copier
     )
     if case.offload:
-        loader._switch._offload.least = 256  # type: ignore[union-attr]
+        loader._context.switch._offload.least = 256  # type: ignore[union-attr]
     wanted = alone(case.family, case.clip, case.by_tokens, case.steps, case.seed)
     found = {"gradients": 0.0, "losses": 0.0, "idle": 0.0, "moved": 0.0}
     for step in loader:
@@ -270,10 +270,10 @@ def errors(world: World, case: Case) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
     if case.offload:
-        found["moved"] = loader._switch._offload.moved  # type: ignore[union-attr]
-        assert loader._switch._stack.held == 0  # type: ignore[union-attr]
-        loader.settle()
-        assert loader._switch._stack.store.used == 0  # type: ignore[union-attr]
+        found["moved"] = loader._context.switch._offload.moved  # type: ignore[union-attr]
+        assert loader._context.switch._stack.held == 0  # type: ignore[union-attr]
+        loader._context.switch.settle()  # type: ignore[union-attr]
+        assert loader._context.switch._stack.store.used == 0  # type: ignore[union-attr]
     whole = dict(model.named_parameters()) if inside == 1 else saved_weights(booster, model)
     found["weights"] = max(relative(whole[n].detach(), w) for n, w in wanted[2].items())
     if watched is not None:

@@ -80,11 +80,9 @@ def test_no_plugin_in_one_process_is_the_plain_loop() -> None:
     [
         (lambda: LowLevelZeroPlugin(stagee=1), "did you mean 'stage'"),
         (lambda: TorchDDPPlugin(bucket_mb=1), "did you mean 'bucket_cap_mb'"),
-        (lambda: LowLevelZeroPlugin(stage=-1), "0 shards nothing"),
-        (lambda: LowLevelZeroPlugin(stage="two"), "3 the parameters too"),
-        (lambda: LowLevelZeroPlugin(chunk_mb=0), "chunk_mb must be positive"),
-        (lambda: LowLevelZeroPlugin(max_norm=-1), "max_norm and gather_ahead not negative"),
-        (lambda: LowLevelZeroPlugin(max_norm=float("nan")), "max_norm and gather_ahead not"),
+        (lambda: LowLevelZeroPlugin(stage=-1), "choose from 0, 1, 2, 3"),
+        (lambda: LowLevelZeroPlugin(chunk_mb=0), "chunk_mb.* must be positive"),
+        (lambda: LowLevelZeroPlugin(max_norm=float("nan")), "max_norm.*must be"),
         (lambda: Booster(mixed_precision="fp16"), "did you mean 'bf16'"),
         (lambda: Booster(mixed_precision="fp8"), "'bf16'"),
         (lambda: Booster(mixed_precision=torch.bfloat16), "'bf16'"),
@@ -94,10 +92,6 @@ def test_no_plugin_in_one_process_is_the_plain_loop() -> None:
         (lambda: Booster().backward(torch.ones(()), torch.optim.SGD([torch.ones(1)])), "boosted"),
         (lambda: boost()[0].boost(*boost()[1:]), "boosted already"),
         (lambda: boost(model=nn.Linear(3, 2, device="meta")), "is on meta"),
-        (
-            lambda: boost()[0].backward(torch.ones(()), boost()[2], retain_graph=True),
-            "not retain_graph: where losses share a graph, add them",
-        ),
         (lambda: boost()[2].step(lambda: 0.0), "closures"),
     ],
 )
@@ -279,17 +273,6 @@ def test_not_strict_takes_what_fits_and_returns_the_rest(tmp_path: Path) -> None
         booster.load_model(nn.BatchNorm1d(2), tmp_path / "m", strict=False)
 
 
-def _rank_0_cannot_write(world: World, path: Path) -> None:
-    booster, model, _ = boost()
-    with pytest.raises(GulliverError):
-        booster.save_model(model, path / "file" / "model")
-
-
-def test_every_rank_learns_that_rank_0_could_not_write(pool: Pool, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    pool.run(_rank_0_cannot_write, 2, tmp_path)
-
-
 # Schedulers on disk
 
 LR = torch.optim.lr_scheduler
@@ -326,16 +309,6 @@ def test_a_scheduler_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
     assert len(set(rates[0])) > 1
 
 
-def test_a_plateau_scheduler_goes_on_where_it_was(tmp_path: Path) -> None:
-    booster, _, optimizer = boost()
-    scheduler = LR.ReduceLROnPlateau(optimizer, patience=1)
-    scheduler.step(1.0)
-    booster.save_lr_scheduler(scheduler, tmp_path / "s")
-    again = LR.ReduceLROnPlateau(optimizer, patience=1)
-    booster.load_lr_scheduler(again, tmp_path / "s")
-    assert (again.best, again.last_epoch) == (1.0, 1)
-
-
 def test_another_scheduler_is_refused(tmp_path: Path) -> None:
     booster, _, optimizer = boost()
     booster.save_lr_scheduler(SCHEDULERS["cosine"](optimizer), tmp_path / "s")
@@ -365,23 +338,6 @@ def test_ranks_share_a_data_set_and_their_workers_differ(pool: Pool) -> None:
         assert seeds[0] != seeds[1]
         epochs.append(parts)
     assert epochs[0] != epochs[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_worker": 2}, "did you mean 'num_workers'"),
-        ({"sampler": None}, "sets sampler itself: make a gulliver.data.DataLoader"),
-    ],
-)
-def test_unknown_loader_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(GulliverError, match=message):
-        TorchDDPPlugin().prepare_dataloader(TensorDataset(torch.ones(4)), 2, **arguments)
-
-
-def test_an_empty_data_set_is_refused() -> None:
-    with pytest.raises(GulliverError, match="0 samples"):
-        TorchDDPPlugin().prepare_dataloader(TensorDataset(torch.ones(0)), 2)
 
 
 # DDP

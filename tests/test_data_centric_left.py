@@ -168,8 +168,6 @@ def _inside(world: World) -> list[str]:
             with pytest.raises(GulliverError) as error:
                 action()
             told.append(str(error.value))
-        with pytest.raises(GulliverError, match="a loss that is a float"):
-            step.backward(1.0)  # type: ignore[arg-type]
         step.backward(model(batch.data).square().mean())
     optimizer.step()
     optimizer.zero_grad()

@@ -438,7 +438,7 @@ def _steps_as_planned(world: World) -> list[float]:
     booster = Booster(plugin=DataCentricPlugin(1, verbose=False))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loader: Any = DataCentricLoader(planner, data, model, optimizer, copier=LateCopier())
-    stack, worst = loader._switch._stack, list[float]()
+    stack, worst = loader._context.switch._stack, list[float]()
     for step in loader:
         loss = None
         for batch in step:

@@ -302,17 +302,17 @@ def test_an_edit_that_contradicts_another_value_is_refused_with_both_lines(
         (lambda: GeminiPlugin("lots"), "memory_limit='lots' is no size"),
         (lambda: GeminiPlugin("1GiB", disk="/tmp"), "disk='/tmp' says not how much"),
         (lambda: GeminiPlugin("1GiB", host_limit="no"), "host_limit='no' is no size"),
-        (lambda: GeminiPlugin("1GiB", placement_policy="cuda"), "placement_policy='cuda'"),
-        (lambda: GeminiPlugin("1GiB", activations="drop"), "activations='drop'"),
+        (lambda: GeminiPlugin("1GiB", placement_policy="cuda"), "placement_policy is 'cuda'"),
+        (lambda: GeminiPlugin("1GiB", activations="drop"), "activations is 'drop'"),
         (lambda: GeminiPlugin("1GiB", shard_param_frac=0.5), r"0.5 is not supported: 1.0 shards"),
         (lambda: GeminiPlugin("1GiB", offload_optim_frac=0.5), "needs placement_policy='static'"),
         (
             lambda: GeminiPlugin("1GiB", placement_policy="static", offload_param_frac=2),
-            "offload_param_frac=2 is no share",
+            "offload_param_frac is 2.0: it must be between 0 and 1",
         ),
-        (lambda: GeminiPlugin("1GiB", chunk_mb="again"), "chunk_mb='again' is not known"),
-        (lambda: GeminiPlugin("1GiB", precision="fp8"), "precision='fp8'"),
-        (lambda: GeminiPlugin("1GiB", memory="1GiB"), "no argument 'memory': did you mean"),  # type: ignore[call-arg]
+        (lambda: GeminiPlugin("1GiB", chunk_mb="again"), "chunk_mb='again'"),
+        (lambda: GeminiPlugin("1GiB", precision="fp8"), "precision is 'fp8'"),
+        (lambda: GeminiPlugin("1GiB", memory="1GiB"), "no argument 'memory': did you mean"),
         (
             lambda: GeminiPlugin("1GiB", host_limit="1GiB").choices(1),
             "host_limit='1GiB': ranks run",

@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "deepspeed": (Case({}, {"deepspeed": {"zero_optimization": {"stage": 2}}}), "deepspeed"),
     "fsdp": (Case({}, {"fsdp": "full_shard"}), "fsdp"),
     "fp16": (Case({}, {"fp16": True}), "fp16"),
-    "evaluation": (Case({}, {"bf16_full_eval": True}), "it turns the model itself"),
+    "evaluation": (Case({}, {"bf16_full_eval": True}), "bf16_full_eval"),
     "batch size": (Case({}, {"auto_find_batch_size": True}), "auto_find_batch_size"),
     "nodes": (Case({}, {"save_on_each_node": True}), "shared disk"),
     "compiled": (Case({"stage": 3}, {"torch_compile": True}), "compile its blocks"),

@@ -366,7 +366,7 @@ def test_a_file_that_cannot_be_written_fails_on_every_rank(pool: Pool, tmp_path:
     (tmp_path / "file").write_text("in the way")
     main, other = pool.run(fail_to_save_file, 2, tmp_path)
     assert all("cannot be written" in text for text in main)
-    assert other == ["rank 0 could not write: see its error"] * 2
+    assert all("rank 0" in text for text in other)
 
 
 def test_what_lies_in_chunks_goes_through_the_booster(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
-from gulliver.booster._checkpoint import boosted_state, load_boosted
+from gulliver.booster._checkpoint import LoadPlan, boosted_state
 from gulliver.checkpoint import (
     AsyncCheckpointer,
     StepReader,
@@ -222,9 +222,8 @@ class Job:
 
     def load(self, folder: Path, strict: bool = True) -> Any:
         with StepReader(step_folder(folder)) as reader:
-            return load_boosted(
-                reader, self.model, self.optimizer, self.optimizer, None, strict, ""
-            )
+            holder = self.optimizer
+            return LoadPlan(reader, self.model, self.optimizer, holder, strict=strict).load()
 
     def check(self, dtype: torch.dtype = torch.float64) -> None:
         """What this rank has is what the whole model's would be, bit for bit."""

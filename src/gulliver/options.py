@@ -367,7 +367,9 @@ def _checked_as_any(value: Any, hints: tuple[Any, ...], name: str) -> Any:
         try:
             return checked(value, hint, name)
         except GulliverError as error:
-            problem = problem or error
+            # Text that is none of the choices is more likely misspelt than of the wrong type.
+            misspelt = isinstance(value, str) and typing.get_origin(hint) is Literal
+            problem = error if misspelt else problem or error
     assert problem is not None, "a union has types besides None"
     raise problem
 

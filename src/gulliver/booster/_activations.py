@@ -15,11 +15,10 @@ from dataclasses import replace
 from torch import nn
 
 from gulliver._compat import is_compiled
-from gulliver.booster._blocks import recomputable_blocks
+from gulliver.booster._blocks import NO_BLOCKS, recomputable_blocks
 from gulliver.booster._replay import Replay
 from gulliver.booster._residency import largest_made
 from gulliver.booster._state_bytes import BACKWARD, FORWARD, StateBytes
-from gulliver.booster.hybrid import NO_BLOCKS
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import TierRates, seconds_text
 from gulliver.memory import ActivationOffload, BudgetRule, Manager, room_without_unseen, with_unseen

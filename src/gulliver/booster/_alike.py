@@ -1,7 +1,4 @@
-"""Whether all ranks have built the same model: asked before anything is done with it.
-
-Ranks first compare a digest, and only what differs is exchanged as a whole.
-"""
+"""Checks that all ranks have built the same model, before it is changed."""
 
 from __future__ import annotations
 
@@ -14,16 +11,12 @@ from torch import nn
 from gulliver.comm import gather_objects
 from gulliver.errors import GulliverError, first_difference
 
+# What each tensor of a model is, by its name.
 Signature = dict[str, str]
-"""What each tensor of a model is, by its name."""
 
 
 def check_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses models that differ between ranks; every rank calls it.
-
-    Raises:
-        GulliverError: the models differ; on all ranks, with the first tensor that does.
-    """
+    """Refuses models that differ between ranks; every rank calls it."""
     mine = _signature(model, optimizer)
     # Digests first: signatures are long, and nearly always the same on all ranks.
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()

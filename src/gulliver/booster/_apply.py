@@ -1,8 +1,8 @@
 """`apply_plan`: a plan becomes a running model. Read it top to bottom.
 
-Every plugin and every loaded plan runs through it. The steps that cut one model over several ranks
-stand in `hybrid/_steps.py`, and do nothing where their axis has one rank; how replicas share the
-rest stands in `_replicas.py`. What cannot be run is refused first, with nothing done.
+Every plugin and every loaded plan runs through it. Steps that cut one model over several ranks are
+in `booster.hybrid.steps`, and do nothing where their axis has one rank; how replicas share the rest
+is in `booster.replicas`. What cannot be run is refused first, with nothing changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster._activations import take_activations
-from gulliver.booster._checkpoint import agreed
 from gulliver.booster._fp8 import check_units, use_fp8
 from gulliver.booster._limited import LimitedManager, manager_of
 from gulliver.booster._meta import check_meta, fill_boosted, lend_shapes
@@ -29,24 +28,21 @@ from gulliver.booster._model import (
 )
 from gulliver.booster._ranks import (
     Stages,
-    order_of_use,
     rank_state,
     rank_work,
     state_bytes,
     tensor_sizes,
 )
 from gulliver.booster._replicas import share_ddp, share_zero, tune
-from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
+from gulliver.booster._resolve import plan_stages, plan_tensors
 from gulliver.booster.hybrid import (
     HooksLast,
-    Vocabulary,
     WholeModel,
     check_cut,
     check_new,
     check_recompute,
     cut_stages,
     cut_tensors,
-    drops_by_position,
     fill,
     finish,
     grid,
@@ -54,8 +50,8 @@ from gulliver.booster.hybrid import (
     rewrite_groups,
     wire_sequences,
 )
-from gulliver.booster.operators import Program, check_operators, share_operators
-from gulliver.comm import World, current_world
+from gulliver.booster.operators import check_operators, share_operators
+from gulliver.comm import World, current_world, raise_on_any_rank
 from gulliver.errors import GulliverError
 from gulliver.parallel import (
     BoostedOptimizer,
@@ -77,36 +73,21 @@ def apply_plan(
     world: World,
     verbose: bool = True,
 ) -> tuple[nn.Module, BoostedOptimizer]:
-    """Runs a plan: the model is changed in place, and its optimizer wrapped.
+    """Runs a resolved plan: changes the model in place and wraps its optimizer; all ranks call it.
 
-    Every rank calls it with the same plan and the same model.
-
-    Args:
-        plan: plan that is resolved for this model; see `gulliver.booster._resolve.resolve`.
-        model: whole model, perhaps boosted before with another optimizer.
-        optimizer: optimizer of its parameters; None runs the model without training it.
-        world: ranks that run it.
-        verbose: tell what is chosen on the way.
-
-    Returns:
-        The model and the boosted optimizer.
-
-    Raises:
-        GulliverError: something that cannot be run so, on all ranks, with nothing done.
+    What cannot be run so raises on all ranks, with nothing changed.
     """
-    agreed(lambda: check_units(plan, model))
+    raise_on_any_rank(lambda: check_units(plan, model))
     if plan.operators is not None:
-        made = list[Program]()
-        agreed(lambda: made.append(check_operators(plan, model, optimizer)))
-        return share_operators(plan, made[0], model, optimizer, world)
+        program = raise_on_any_rank(lambda: check_operators(plan, model, optimizer))
+        return share_operators(plan, program, model, optimizer, world)
     if plan.ddp is not None:
         use_fp8(plan, model)
         return share_ddp(plan, model, optimizer, world)
-    # While the model is whole, and on all ranks, so that none goes on where another cannot.
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
-    agreed(lambda: _check_whole(plan, model, optimizer, tensor, stages))
-    managers = list[LimitedManager | None]()
-    agreed(lambda: managers.append(_manager(plan, model, optimizer, tensor, stages)))
+    # While the model is whole, and on all ranks, so that none goes on where another cannot.
+    raise_on_any_rank(lambda: _check_whole(plan, model, optimizer, tensor, stages))
+    manager = raise_on_any_rank(lambda: _manager(plan, model, optimizer, tensor, stages))
     sizes = tensor_sizes(plan, model, optimizer, tensor, stages, _place(plan))
     uses = state_bytes(plan, sizes).order if plan.stage == 3 else ()
     inner = optimizer or no_optimizer()
@@ -114,33 +95,28 @@ def apply_plan(
         convert(model, HALVES[plan.precision.parameters], plan.precision.kept)
     if world.size > 1:
         broadcast_all(_unequal(plan, model, inner))
-    whole = WholeModel(
-        model,
-        inner,
-        Vocabulary.of(model),
-        recomputable(plan, model),
-        drops_by_position(plan, model),
-        order_of_use(plan, model),
-    )
+    whole, hooks = WholeModel(plan, model, inner), HooksLast(model)
     mesh = grid(plan) if plan.mesh.names_model else None
 
-    hooks = HooksLast(model)
     stage = cut_stages(model, stages, mesh)
     cut_tensors(plan, model, tensor, mesh)
     wire_sequences(plan, model, mesh, verbose)
+    # Layers are converted as they are cut: their scales are shared over the ranks of these axes.
     use_fp8(plan, model, *(() if mesh is None else (mesh.tensor, mesh.sequence.all)))
     recompute(plan, model, stage, whole.recomputable)
     if mesh is not None:
         hooks.restore()
-    streamed = _is_streamed(plan)
-    empty = lend_shapes(model, world.device) if streamed else []
-    if plan.weights is not None and not streamed:
+    empty = lend_shapes(model, world.device) if _is_streamed(plan) else []
+    if plan.weights is not None and not _is_streamed(plan):
         fill(model, Path(plan.weights), whole.aliases, world.device)
     names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
 
-    boosted = share_zero(plan, model, inner, names, whole, mesh, stage, managers[0], uses)
-    take_activations(plan, model, boosted, managers[0])
-    if streamed:
+    boosted = share_zero(plan, model, inner, names, whole, mesh, stage, manager)
+    boosted.shards.uses = uses
+    boosted.shards.unequal = plan.zero is not None and plan.zero.unequal
+    take_activations(plan, model, boosted, manager)
+    if _is_streamed(plan):
+        # Chunk by chunk, so that no more than a chunk of it is whole at any time.
         fill_boosted(boosted, model, empty, plan.weights)
     finish(plan, model, boosted, mesh, tensor, stage, whole)
     tune(plan, model, boosted, verbose)
@@ -148,11 +124,7 @@ def apply_plan(
 
 
 def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses what a plan cannot run, before it is known that all ranks have the same model.
-
-    Raises:
-        GulliverError: the plan cannot be run; it names what is wrong.
-    """
+    """Refuses what a plan cannot run, before it is known that all ranks have the same model."""
     check_modules(model, sharded=plan.zero is not None)
     if plan.operators is not None:
         check_operators(plan, model, optimizer)
@@ -190,7 +162,7 @@ def _manager(
     tensor: TensorPlan | None,
     stages: Stages | None,
 ) -> LimitedManager | None:
-    """What state is kept by under a memory limit; it is made before anything is changed."""
+    """Makes the manager of state under a memory limit, before anything is changed."""
     if plan.zero is None or plan.zero.tiers is None:
         return None
     state = rank_state(plan, model, optimizer, tensor, stages, _place(plan))
@@ -204,12 +176,12 @@ def _place(plan: Plan) -> tuple[int, int]:
 
 
 def _is_streamed(plan: Plan) -> bool:
-    """Whether a model may be on meta, and is filled when it is sharded."""
+    """Whether a model may be on meta and is filled when it is sharded."""
     return plan.stage == 3 and not plan.mesh.names_model
 
 
 def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses a second optimizer where the first one has all of the model."""
+    """Refuses a second optimizer where the first one holds the whole model."""
     half = plan.precision.parameters
     if any(is_boosted(p) for p in model.parameters()) and (plan.stage == 3 or half == "fp16"):
         what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"
@@ -239,7 +211,7 @@ def _check_whole(
 
 
 def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
-    """Names whose values in a file this rank checks for the range of fp16: its share of them."""
+    """Names whose values in a file this rank checks against the range of fp16."""
     if plan.precision.parameters != "fp16":
         return {}
     world, turned = current_world(), {t for _, t in converted(model, plan.precision.kept)}
@@ -248,7 +220,7 @@ def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _unequal(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer) -> list[Tensor]:
-    """What may differ between ranks; parameters that are trained whole travel with their chunks."""
+    """Tensors that may differ between ranks, but those that chunks broadcast."""
     stepped = {p for group in inner.param_groups for p in group["params"] if p.requires_grad}
     cut = plan.mesh.names_model
     rest = [p for p in model.parameters() if cut or not (p in stepped or is_boosted(p))]

@@ -17,11 +17,7 @@ PRECISIONS = {"bf16": torch.bfloat16}
 
 
 def check_precision(name: Any) -> None:
-    """Refuses a precision that is not supported.
-
-    Raises:
-        GulliverError: the precision is not supported; the nearest that is is named.
-    """
+    """Refuses a precision that is not supported."""
     if name is not None and name not in PRECISIONS:
         raise GulliverError(
             f"mixed_precision={name!r} is not supported: {nearest(str(name), PRECISIONS)} (or None)"
@@ -45,7 +41,7 @@ class _Autocast:
 
 
 def autocast_calls(model: nn.Module, device: str, precision: str) -> None:
-    """Lets every call of `model` run under autocast; its parameters stay as they are."""
+    """Runs every call of `model` under autocast; its parameters stay as they are."""
     hooks = _Autocast(device, PRECISIONS[precision])
     model.register_forward_pre_hook(hooks.enter, prepend=True)
     model.register_forward_hook(hooks.leave, always_call=True)

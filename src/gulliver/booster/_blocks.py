@@ -1,7 +1,7 @@
-"""Blocks of any model: the parts that are computed again, or whose activations leave.
+"""Blocks of a model: what is recomputed, or whose activations are offloaded.
 
-A model of transformers says which they are, and has a switch for each. In any other model they are
-found by form: what lies in its innermost lists of several modules.
+A transformers model names its blocks and has a switch for each. In other models they are the
+modules in its innermost lists.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from gulliver.errors import GulliverError
 from gulliver.memory import recompute_modules
 
 LISTS = (nn.ModuleList, nn.Sequential)
+NO_BLOCKS = (
+    "there are no blocks to compute again: they are those of a pipeline, or of "
+    "gradient_checkpointing_enable, or modules of several layers each, without batch norms, in a "
+    "Sequential or ModuleList; group single layers, or wrap the blocks with torch.utils.checkpoint "
+    "before boost"
+)
 
 
 def has_switch(model: nn.Module) -> bool:
-    """Whether a model computes its blocks again by itself when it is told to."""
+    """Whether a model has a switch of its own for recomputation."""
     return hasattr(model, "gradient_checkpointing_enable")
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks of a model, as registered; none where it has no several of them.
-
-    A block has several layers: single ones of torch have nothing to keep but their input. Modules
-    of a block's class that lie in no list are blocks, too.
-    """
+    """Paths of the blocks of a model, as registered; none where there are fewer than two."""
+    # A block has several layers: single ones of torch have nothing to keep but their input. Modules
+    # of a block's class that lie in no list are blocks, too.
     found = _within(model, "")
     paths = dict(model.named_modules())
     kinds = {type(paths[path]) for path in found} - set(LISTS)
@@ -60,11 +64,9 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def recomputable_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that backward can compute again.
-
-    The innermost ones that transformers offers, ``""`` for a model that offers none and has the
-    switch, else those of `blocks_of` without running statistics, which would take a batch twice.
-    """
+    """Paths of the blocks that backward can compute again."""
+    # The innermost ones that transformers offers, ``""`` for a model that offers none and has the
+    # switch, else those of `blocks_of` without running statistics, which would take a batch twice.
     if not has_switch(model):
         return tuple(p for p in blocks_of(model) if not _has_statistics(model.get_submodule(p)))
     offering = [p for p, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
@@ -74,7 +76,7 @@ def recomputable_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def offloadable_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that are chosen for one by one where activations may leave."""
+    """Paths of the blocks that are chosen one by one where activations may be offloaded."""
     known = recomputable_blocks(model) if has_switch(model) else ()
     return known if known and known != ("",) else blocks_of(model)
 
@@ -84,13 +86,7 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[str]) -> None:
-    """Lets backward compute blocks again instead of keeping what they computed.
-
-    Args:
-        model: model that has them.
-        paths: paths of the blocks.
-        offering: paths of all blocks that could be, of `recomputable_blocks`.
-    """
+    """Recomputes blocks in backward instead of keeping their activations."""
     if not has_switch(model):
         recompute_modules(model, paths)
         return
@@ -101,11 +97,7 @@ def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[
 
 
 def check_uncompiled(model: nn.Module, paths: Iterable[str]) -> None:
-    """Refuses to compute blocks again that are compiled, where a wrapper would have to do it.
-
-    Raises:
-        GulliverError: naming the block.
-    """
+    """Refuses to recompute compiled blocks where that needs a wrapper."""
     for path in () if has_switch(model) else paths:
         if any(compiled_call(m) is not None for m in model.get_submodule(path).modules()):
             raise GulliverError(

@@ -1,7 +1,6 @@
-"""The one call: an ordinary model and loop become the planned run.
+"""`Booster`: an ordinary model and loop become the planned run.
 
-Read `Booster.boost`; how a plan is run is told by `_apply.py`, what it does with files by
-`_files.py`.
+Read `Booster.boost`. `apply_plan` runs the plan; `CheckpointIO` saves and loads.
 """
 
 from __future__ import annotations
@@ -16,17 +15,21 @@ from torch import Tensor, nn
 
 from gulliver.booster._alike import check_alike
 from gulliver.booster._autocast import autocast_calls, check_precision
-from gulliver.booster._checkpoint import (
-    agreed,
-)
-from gulliver.booster._files import FileKeeper, boosted_only
+from gulliver.booster._files import CheckpointIO, boosted_only
 from gulliver.booster._model import unwrapped
 from gulliver.booster._noise import NoiseMeter, NoiseScale, check_noise
 from gulliver.booster._pipelined import run_whole
 from gulliver.booster._plan_plugin import PlanPlugin
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.booster._running import Running
-from gulliver.comm import World, broadcast_object, guard, init_world, release_groups
+from gulliver.comm import (
+    World,
+    broadcast_object,
+    guard,
+    init_world,
+    raise_on_any_rank,
+    release_groups,
+)
 from gulliver.errors import GulliverError
 from gulliver.parallel import BoostedOptimizer, refuse_extra_state
 from gulliver.plan import Comparison, Plan
@@ -34,8 +37,8 @@ from gulliver.precision.fp8 import revert_fp8
 from gulliver.precision.int8 import QuantizedLayer
 
 
-class Booster(FileKeeper):
-    """Boosts models as a plugin plans it.
+class Booster(CheckpointIO):
+    """Boosts models as a plugin plans.
 
     Args:
         plugin: way to make the plan; None for torch's DDP.
@@ -85,7 +88,7 @@ class Booster(FileKeeper):
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs now, tuning included; there once a model is boosted."""
+        """The plan that runs now, tuning included, once a model is boosted."""
         return self._running().plan
 
     @property
@@ -94,7 +97,7 @@ class Booster(FileKeeper):
         return self._running().moved
 
     def compare(self) -> Comparison:
-        """Lays what was measured beside what the plan predicts: seconds and bytes of this rank.
+        """Compares measured with predicted seconds and bytes of this rank.
 
         Seconds are those between the steps so far, bytes those at their peak; see
         `gulliver.plan.Comparison`.
@@ -139,23 +142,25 @@ class Booster(FileKeeper):
         Args:
             model: model to run; it may be boosted again, with an optimizer of other parameters.
             optimizer: optimizer of its parameters; None runs the model without training it.
-            criterion: given back.
-            dataloader: given back.
-            lr_scheduler: given back.
+            criterion: returned as it is, like the next two.
+            dataloader: loader of the run.
+            lr_scheduler: scheduler of the optimizer.
 
         Returns:
             model, optimizer, criterion, dataloader, lr_scheduler.
 
         Raises:
-            GulliverError: there is nothing to train; the optimizer cannot be run so; the model
-                is on another device than this rank; ranks have built different models.
+            GulliverError: the optimizer cannot be run so; the model is on another device than this
+                rank; ranks have built different models.
         """
         world, precision = init_world(), self.mixed_precision or "none"
-        agreed(lambda: self._check(model, optimizer, world))
+        raise_on_any_rank(lambda: self._check(model, optimizer, world))
+        # Before any broadcast: collectives over different tensors would hang or mix them up.
         check_alike(unwrapped(model), optimizer)
         again = next((known for known in self._optimizers if unwrapped(known) is model), model)
         boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, precision)
         self._last = Running(broadcast_object(plan), wrapped, unwrapped(model))
+        # All ranks are here, so the groups of models that are gone can be given back together.
         release_groups()
         wrapped.watch(unwrapped(model))
         if boosted in self._optimizers:
@@ -177,17 +182,12 @@ class Booster(FileKeeper):
 
     def _check(self, model: nn.Module, optimizer: Any, world: World) -> None:
         """Refuses what cannot be run, before anything is done."""
-        if isinstance(optimizer, type):
-            name = optimizer.__name__
-            raise GulliverError(
-                f"the optimizer is the class {name}: pass an instance, {name}(model.parameters())"
-            )
         if isinstance(optimizer, BoostedOptimizer):
             raise GulliverError("the optimizer is boosted already: boost each model once")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise GulliverError(
-                f"the optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or "
-                "none to run the model without training it"
+                f"the optimizer is {optimizer!r}: pass a torch.optim.Optimizer, or None to run the "
+                "model without training it"
             )
         if optimizer is not None:
             for path, module in model.named_modules():
@@ -206,7 +206,7 @@ class Booster(FileKeeper):
         self.plugin.check(unwrapped(model), optimizer, self.mixed_precision or "none")
 
     def noise_scale(self, batch: int) -> NoiseScale | None:
-        """Gradient noise scale as it is known by now; None before the first step.
+        """The gradient noise scale estimated so far; None before the first step.
 
         McCandlish et al. 2018, "An empirical model of large-batch training". A batch of that many
         samples teaches half of what its samples would one by one. Every rank has the same numbers.
@@ -223,27 +223,20 @@ class Booster(FileKeeper):
             raise GulliverError("the noise is not measured: say Booster(gradient_noise=True)")
         return None if self._noise is None else self._noise.scale(batch)
 
-    def backward(self, loss: Tensor, optimizer: BoostedOptimizer, **others: Any) -> None:
+    def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Backward of this rank's loss; gradients are averaged over the ranks.
+
+        Losses that share a graph are added, and their sum is passed once.
 
         Args:
             loss: loss of this rank.
             optimizer: optimizer that `boost` returned.
-            others: refused; those of `torch.Tensor.backward`, such as ``retain_graph``.
-
-        Raises:
-            GulliverError: a further argument.
         """
-        if others:
-            raise GulliverError(
-                f"booster.backward takes a loss and an optimizer, not {', '.join(others)}: where "
-                "losses share a graph, add them and call it once with the sum"
-            )
         with guard():
             boosted_only(optimizer).backward(loss)
 
     def release(self, model: nn.Module, *optimizers: BoostedOptimizer) -> nn.Module:
-        """Ends what `boost` began: the model has whole parameters of its own again.
+        """Undoes `boost`: the model has whole parameters of its own again.
 
         Every rank calls it. The parameters are new tensors; the optimizers can still be saved, and
         no longer step. 16 bits stay 16 bits.
@@ -299,10 +292,6 @@ class Booster(FileKeeper):
             GulliverError: the batch cannot be cut; ranks of one model have different batches.
             StopIteration: there is no further batch.
         """
-        if not hasattr(data_iter, "__next__"):
-            raise GulliverError(
-                f"data_iter is a {type(data_iter).__name__}: pass iter(dataloader), made once"
-            )
         if model not in self._optimizers:
             raise GulliverError("execute_pipeline needs a model that this booster has boosted")
         if optimizer is not None:

@@ -1,15 +1,15 @@
-"""One state out of a boosted model, its optimizer and what belongs to them, and back.
+"""Saves and loads the state of a boosted model, its optimizer and what belongs to them.
 
-What is saved knows neither the number of ranks nor how the model was sharded; see
-`OptimizerCheckpoint.model_leaves` for what a rank gives of it.
+What is saved depends neither on the number of ranks nor on how the model was sharded; see
+`BoostedOptimizer.model_leaves` for what a rank contributes.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster._model import narrow_dtypes, unwrapped
-from gulliver.booster._old_files import Source
 from gulliver.booster._states import (
     check_groups,
     fill_scheduler,
@@ -41,7 +40,7 @@ from gulliver.checkpoint import (
     replace_refs,
     with_refs,
 )
-from gulliver.comm import gather_objects, group_rank, init_world
+from gulliver.comm import gather_objects, group_rank, init_world, raise_on_any_rank
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, whole_shape
 from gulliver.parallel import BoostedOptimizer, Counter, ZeroOptimizer
@@ -60,19 +59,7 @@ def boosted_state(
     state: Mapping[str, Any] | None,
     frozen: bool = True,
 ) -> dict[str, Any]:
-    """All that is saved of a training run, by entry.
-
-    Args:
-        model: boosted or not.
-        optimizer: optimizer to save, or None.
-        holder: the optimizer that the model was boosted with, whether it is saved or not.
-        lr_scheduler: scheduler to save, or None.
-        state: what else is saved, by entry.
-        frozen: whether parameters that are not trained are saved, too.
-
-    Raises:
-        GulliverError: an entry of `state` has a name that is taken, or something cannot be saved.
-    """
+    """Everything that is saved of a training run, by entry."""
     found: dict[str, Any] = {}
     plain = unwrapped(model)
     if holder is not None:
@@ -99,7 +86,7 @@ def boosted_state(
 def _trained(
     model: nn.Module, leaves: dict[str, Tensor | Part], frozen: bool
 ) -> dict[str, Tensor | Part]:
-    """Leaves of a model by name, without its frozen parameters where these are not wanted."""
+    """Leaves of a model by name, without frozen parameters unless they are wanted."""
     if frozen:
         return leaves
     every = model.named_parameters(remove_duplicate=False)
@@ -110,12 +97,7 @@ def _trained(
 def optimizer_entry(
     optimizer: BoostedOptimizer, leaves: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What is saved of an optimizer.
-
-    Args:
-        optimizer: boosted.
-        leaves: state by parameter, as far as this rank has it.
-    """
+    """What is saved of an optimizer."""
     found: dict[str, Any] = {
         "optimizer": type(optimizer.inner).__name__,
         "groups": saved_groups(optimizer),
@@ -135,88 +117,103 @@ def _plain(value: Any) -> Any:
     return {"value": value.value, "dtype": value.dtype}
 
 
-def load_boosted(
-    reader: StepReader,
-    model: nn.Module | None,
-    optimizer: BoostedOptimizer | None,
-    holder: BoostedOptimizer | None,
-    lr_scheduler: Any,
-    strict: bool,
-    prefix: str,
-    state: Mapping[str, Any] | None = None,
-    frozen: bool = True,
-) -> Loaded:
-    """Loads a step in place, at any number of ranks; every rank calls it.
+@dataclass
+class LoadPlan:
+    """Loads a step in place, at any number of ranks: matches all, agrees once, then fills."""
 
-    Args:
-        reader: reader of the step.
-        model: model to fill, or None.
-        optimizer: optimizer to fill, or None.
-        holder: the optimizer that the model was boosted with, whether it is filled or not.
-        lr_scheduler: scheduler to fill, or None.
-        strict: refuse what does not match, before anything is changed.
-        prefix: what the checkpoint's names have before the model's.
-        state: what else to load, by entry.
-        frozen: whether parameters that are not trained are loaded, too.
+    reader: StepReader
+    model: nn.Module | None
+    optimizer: BoostedOptimizer | None
+    # The optimizer that the model was boosted with, whether it is loaded or not.
+    holder: BoostedOptimizer | None
+    lr_scheduler: Any = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = True
+    # Prefix of the model's names in the checkpoint.
+    prefix: str = ""
+    # Whether parameters that are not trained are loaded, too.
+    frozen: bool = True
 
-    Raises:
-        GulliverError: something does not match, or a file is broken, on any rank.
-    """
-    loaded = Loaded.of(reader)
-    entries: dict[str, Any] = {}
-    # Groups may be asked of all ranks: not where one of them might have failed before.
-    groups = None if optimizer is None else Groups.of(optimizer)
-    elsewhere = names_of_all(model, holder)
-    wanted: dict[str, Tensor | Part] = {}
-    rest: dict[str, Filling] = {}
+    def load(self) -> Loaded:
+        """Matches and fills; every rank calls it."""
+        reader, optimizer, model = self.reader, self.optimizer, self.model
+        self.loaded = Loaded.of(reader)
+        # These ask other ranks, so they come before anything that may fail on one rank alone.
+        entry = None if optimizer is None else OptimizerEntry.of(reader, optimizer)
+        elsewhere = names_of_all(model, self.holder)
+        rest = raise_on_any_rank(lambda: self._match(entry, elsewhere))
+        if entry is not None:
+            # Before the model is filled: of 16 bits there is a float32 copy to fill then.
+            entry.unfreeze()
+        if model is not None and self.holder is not None:
+            self._fill_model(unwrapped(model), self.holder)
+        raise_on_any_rank(lambda: self._fill_rest(entry, rest))
+        if optimizer is not None:
+            restore_wire(reader, optimizer)
+        return self.loaded
 
-    def check_entries() -> None:
-        for entry, given in ((MODEL, model), (OPTIMIZER, optimizer), (SCHEDULER, lr_scheduler)):
-            if given is not None:
-                reader.skeleton(entry)
-        if optimizer is not None and groups is not None:
-            entries.update(check_optimizer_entry(reader, optimizer, groups))
-        if lr_scheduler is not None:
-            _check_scheduler(reader, lr_scheduler)
-
-    def check() -> None:
+    def _match(self, entry: OptimizerEntry | None, elsewhere: set[str]) -> dict[str, Filling]:
+        """Refuses what does not match, while nothing is changed."""
+        reader, model, holder = self.reader, self.model, self.holder
+        given = {MODEL: model, OPTIMIZER: self.optimizer, SCHEDULER: self.lr_scheduler}
+        for name, value in given.items():
+            if value is not None:
+                reader.skeleton(name)
+        if entry is not None:
+            entry.match()
+        if self.lr_scheduler is not None:
+            _check_scheduler(reader, self.lr_scheduler)
+        plain, rest = {}, dict[str, Filling]()
         if model is not None and holder is None:
-            rest.update(plan_all(reader, {MODEL: unwrapped(model)}, strict, prefix, loaded))
+            plain = {MODEL: unwrapped(model)}
         elif model is not None and holder is not None:
-            leaves = _tied(reader, unwrapped(model), holder, prefix)
-            leaves = _trained(unwrapped(model), leaves, frozen)
-            _check_model(reader, leaves, elsewhere, strict, prefix, loaded)
-            odd = loaded.mismatches.get(MODEL, Mismatch())
-            wanted.update((n, leaf) for n, leaf in leaves.items() if n not in odd.missing)
+            leaves = self._leaves(unwrapped(model), holder)
+            odd = match(reader.tensors(MODEL), leaves, self.prefix, elsewhere)
+            odd.refuse(f"{reader.folder}, entry {MODEL!r},", len(leaves), self.strict)
+            if odd:
+                self.loaded.mismatches[MODEL] = odd
+            wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
             # What is trained in 16 bits is filled by its float32 copies, and rounded from them.
-            reader.check_fits(MODEL, wanted, prefix, narrow_dtypes(unwrapped(model)))
-            reader.check_tied(MODEL, holder.checkpoint.canonical_names(unwrapped(model)), prefix)
-        rest.update(plan_all(reader, state or {}, strict, "", loaded))
+            reader.check_fits(MODEL, wanted, self.prefix, narrow_dtypes(unwrapped(model)))
+            reader.check_tied(MODEL, holder.canonical_names(unwrapped(model)), self.prefix)
+        rest |= plan_all(reader, plain, self.strict, self.prefix, self.loaded)
+        rest |= plan_all(reader, self.state, self.strict, "", self.loaded)
+        return rest
 
-    agreed(check_entries)
-    if optimizer is not None and groups is not None:
-        # Before the model is filled: of 16 bits there is a float32 copy to fill then.
-        take_up(reader, optimizer, entries, groups)
-    agreed(check)
-    if model is not None and holder is not None:
-        holder.checkpoint.before_model_load()
-        agreed(lambda: reader.read_into(MODEL, wanted, prefix))
-        wanted.clear()  # under a memory limit nothing can leave that is still looked at
-        holder.checkpoint.after_model_load()
-        # Those of other weights say nothing of these.
-        restore_histories(unwrapped(model), reader.value(FP8) if FP8 in reader.entries else {})
-    if optimizer is not None:
-        boosted = optimizer
-        agreed(lambda: fill_optimizer(reader, boosted, entries))
-        restore_wire(reader, optimizer)
-    if lr_scheduler is not None:
-        fill_scheduler(lr_scheduler, reader.value(SCHEDULER)["state"])
-    agreed(lambda: fill_all(rest, loaded))
-    return loaded
+    def _leaves(self, model: nn.Module, holder: BoostedOptimizer) -> dict[str, Tensor | Part]:
+        """Returns what is to be filled, by the checkpoint's names: it may have one of tied ones."""
+        leaves, saved = holder.load_leaves(model), self.reader.tensors(MODEL)
+        for name, known in holder.canonical_names(model).items():
+            if name in leaves and self.prefix + name not in saved and self.prefix + known in saved:
+                leaf = leaves.pop(name)
+                leaves.setdefault(known, leaf)
+        return _trained(model, leaves, self.frozen)
+
+    def _fill_model(self, model: nn.Module, holder: BoostedOptimizer) -> None:
+        odd = self.loaded.mismatches.get(MODEL, Mismatch())
+        # Again, because unfreezing has added float32 copies.
+        leaves = self._leaves(model, holder)
+        wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
+        holder.before_model_load()
+        raise_on_any_rank(lambda: self.reader.read_into(MODEL, wanted, self.prefix))
+        # Under a memory limit nothing can leave the device that views still refer to.
+        leaves.clear()
+        wanted.clear()
+        holder.after_model_load()
+        # Scales of other weights say nothing about these.
+        saved = self.reader.value(FP8) if FP8 in self.reader.entries else {}
+        restore_histories(model, saved)
+
+    def _fill_rest(self, entry: OptimizerEntry | None, rest: Mapping[str, Filling]) -> None:
+        if entry is not None:
+            entry.fill()
+        if self.lr_scheduler is not None:
+            fill_scheduler(self.lr_scheduler, self.reader.value(SCHEDULER)["state"])
+        fill_all(rest, self.loaded)
 
 
 def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> set[str]:
-    """Names that a checkpoint may have of this model: what this rank has no part of, others fill.
+    """Names that a checkpoint may have of this model, on any rank.
 
     Every rank calls it.
     """
@@ -229,104 +226,75 @@ def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> se
     return {name for found in gather_objects(names) for name in found}
 
 
-def _tied(
-    reader: StepReader, model: nn.Module, holder: BoostedOptimizer, prefix: str
-) -> dict[str, Tensor | Part]:
-    """What is to be filled, by names in the checkpoint, which may have one only of tied ones."""
-    leaves, saved = holder.checkpoint.load_leaves(model), reader.tensors(MODEL)
-    for name, known in holder.checkpoint.canonical_names(model).items():
-        if name in leaves and prefix + name not in saved and prefix + known in saved:
-            leaf = leaves.pop(name)
-            leaves.setdefault(known, leaf)
-    return leaves
+@dataclass
+class OptimizerEntry:
+    """The entry of an optimizer in a step, and how the optimizer takes it."""
 
-
-def _check_model(
-    reader: StepReader,
-    leaves: Mapping[str, Tensor | Part],
-    elsewhere: set[str],
-    strict: bool,
-    prefix: str,
-    loaded: Loaded,
-) -> None:
-    odd = match(reader.tensors(MODEL), leaves, prefix, elsewhere)
-    odd.refuse(f"{reader.folder}, entry {MODEL!r},", len(leaves), strict)
-    if odd:
-        loaded.mismatches[MODEL] = odd
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Groups of an optimizer.
-
-    Attributes:
-        trained: names of the trained parameters of each group, of all ranks.
-        frozen: names of those that each was given, too.
-    """
-
+    reader: StepReader
+    optimizer: BoostedOptimizer
+    # Names of the parameters of each group, of all ranks: trained ones, and frozen ones besides.
     trained: list[list[str]]
     frozen: list[list[str]]
+    # Nested values with stand-ins for tensors, once they are matched.
+    content: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, optimizer: BoostedOptimizer) -> Self:
-        """Asks an optimizer; every rank calls it."""
-        return cls(optimizer.checkpoint.all_group_names(), optimizer.checkpoint.frozen_groups())
+    def of(cls, reader: StepReader, optimizer: BoostedOptimizer) -> Self:
+        """Asks an optimizer for its groups; every rank calls it."""
+        return cls(reader, optimizer, optimizer.all_group_names(), optimizer.frozen_groups())
+
+    def match(self) -> None:
+        """Refuses the entry of another optimizer, or of other parameters."""
+        reader, ours = self.reader, type(self.optimizer.inner).__name__
+        content = with_refs(reader.skeleton(OPTIMIZER), reader.tensors(OPTIMIZER))
+        if not isinstance(content, dict) or not {"optimizer", "groups", "state"} <= content.keys():
+            raise GulliverError(f"{reader.folder} holds no state of a boosted optimizer")
+        if content["optimizer"] != ours:
+            raise GulliverError(
+                f"{reader.folder} is of {content['optimizer']}, the optimizer is {ours}"
+            )
+        check_groups(self.trained, self.frozen, content["groups"], reader.folder)
+        _check_shapes(reader, self.optimizer, content)
+        self.content = content
+
+    def unfreeze(self) -> None:
+        """Makes room for the saved state of parameters that are frozen here."""
+        frozen = {name for names in self.frozen for name in names}
+        state = self.content["state"]
+        lost = self.optimizer.take_up([n for n, e in state.items() if e and n in frozen])
+        if lost and init_world().is_main:
+            logging.getLogger("gulliver").warning(
+                "%s: the optimizer state of %s is left out: only stage 3 unfreezes after boost",
+                self.reader.folder,
+                listed("frozen parameters", sorted(lost)),
+            )
+
+    def fill(self) -> None:
+        """Fills state and options."""
+        reader, optimizer, content = self.reader, self.optimizer, self.content
+        if optimizer.spreads_state:
+            _fill_shards(reader, optimizer, content["state"])
+        else:
+            _give_state(reader, optimizer, content)
+        for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
+            group.update(_read(reader, saved["options"]))
 
 
-def take_up(
-    reader: Source, optimizer: BoostedOptimizer, content: Mapping[str, Any], groups: Groups
-) -> None:
-    """Makes room for the saved state of what is frozen here, or says that it is left out.
-
-    Args:
-        reader: reader of the step.
-        optimizer: optimizer to fill.
-        content: entry of it, which was checked.
-        groups: groups of the optimizer.
-    """
-    frozen = {name for names in groups.frozen for name in names}
-    saved = [name for name, entries in content["state"].items() if entries and name in frozen]
-    lost = optimizer.checkpoint.take_up(saved)
-    if lost and init_world().is_main:
-        logging.getLogger("gulliver").warning(
-            "%s: the optimizer state of %s is left out: only stage 3 unfreezes after boost",
-            reader.folder,
-            listed("frozen parameters", sorted(lost)),
-        )
-
-
-def check_optimizer_entry(
-    reader: Source, optimizer: BoostedOptimizer, groups: Groups
-) -> dict[str, Any]:
-    """The optimizer's entry, with stand-ins for tensors."""
-    content = with_refs(reader.skeleton(OPTIMIZER), reader.tensors(OPTIMIZER))
-    if not isinstance(content, dict) or not {"optimizer", "groups", "state"} <= content.keys():
-        raise GulliverError(f"{reader.folder} holds no state of a boosted optimizer")
-    ours = type(optimizer.inner).__name__
-    if content["optimizer"] != ours:
-        raise GulliverError(
-            f"{reader.folder} is of {content['optimizer']}, the optimizer is {ours}"
-        )
-    check_groups(groups.trained, groups.frozen, content["groups"], reader.folder)
-    _check_shapes(reader, optimizer, content)
-    return content
-
-
-def _stepped(reader: Source, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Shapes and dtypes of the parameters of a saved state, where the step tells them."""
+def _stepped(reader: StepReader, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Shapes and dtypes of the parameters of a saved state, where the step has them."""
     if "parameters" in content:
         return {n: (tuple(shape), dtype) for n, (shape, dtype) in content["parameters"].items()}
     return {name: (t.shape, t.dtype) for name, t in reader.tensors(MODEL).items()}
 
 
-def _check_shapes(reader: Source, optimizer: BoostedOptimizer, content: Mapping[str, Any]) -> None:
-    """Whether the state is of parameters of the same shapes.
-
-    Where every rank has all of it, it may have any shape itself: then the step tells the
-    parameters'.
-    """
-    shapes = {name: whole_shape(p) for p, name in optimizer.checkpoint.trainable.items()}
-    known = _stepped(reader, content) if optimizer.checkpoint.has_whole_state else {}
+def _check_shapes(
+    reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
+) -> None:
+    """Whether the state is of parameters of the same shapes."""
+    # Where every rank has all of it, it may have any shape itself: then the step tells the
+    # parameters'.
+    shapes = {name: whole_shape(p) for p, name in optimizer.trainable.items()}
+    known = _stepped(reader, content) if optimizer.has_whole_state else {}
     for name, entries in content["state"].items():
         ours = shapes.get(name)
         if ours is not None and name in known and known[name][0] != ours:
@@ -345,18 +313,8 @@ def _check_shapes(reader: Source, optimizer: BoostedOptimizer, content: Mapping[
                 )
 
 
-def fill_optimizer(reader: Source, optimizer: BoostedOptimizer, content: Mapping[str, Any]) -> None:
-    """Fills state and options from an entry that was checked."""
-    if optimizer.spreads_state:
-        _fill_shards(reader, optimizer, content["state"])
-    else:
-        _give_state(reader, optimizer, content)
-    for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
-        group.update(_read(reader, saved["options"]))
-
-
 def _fill_shards(
-    reader: Source,
+    reader: StepReader,
     optimizer: BoostedOptimizer,
     state: Mapping[str, Mapping[str, Any]],
 ) -> None:
@@ -374,8 +332,10 @@ def _fill_shards(
     reader.read_into(OPTIMIZER, wanted)
 
 
-def _give_state(reader: Source, optimizer: BoostedOptimizer, content: Mapping[str, Any]) -> None:
-    """Gives an optimizer its whole state, whatever that consists of."""
+def _give_state(
+    reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
+) -> None:
+    """Gives an optimizer its whole state."""
     found = _read(reader, {"state": content["state"], "others": content.get("others", {})})
     state = {
         name: {
@@ -390,8 +350,8 @@ def _give_state(reader: Source, optimizer: BoostedOptimizer, content: Mapping[st
     optimizer.checkpoint.take_state(state, found["others"], exact)
 
 
-def _read(reader: Source, value: Any) -> Any:
-    """Nested values, with tensors in place of what stands for them."""
+def _read(reader: StepReader, value: Any) -> Any:
+    """Reads nested values, with tensors in place of their stand-ins."""
     made = reader.whole(OPTIMIZER, [ref.name for ref in refs_in(value)])
     return replace_refs(value, made)
 
@@ -400,26 +360,6 @@ def _check_scheduler(reader: StepReader, lr_scheduler: Any) -> None:
     kind, ours = reader.value(SCHEDULER)["kind"], type(lr_scheduler).__name__
     if kind != ours:
         raise GulliverError(f"{reader.folder} is of {kind}, the scheduler is {ours}")
-
-
-def agreed(action: Callable[[], None]) -> None:
-    """Runs something on every rank; none goes on where one could not.
-
-    Raises:
-        Exception: what went wrong here.
-        GulliverError: what went wrong on another rank.
-    """
-    failure: Exception | None = None
-    try:
-        action()
-    except Exception as error:
-        failure = error
-    reasons = gather_objects(None if failure is None else str(failure) or type(failure).__name__)
-    if failure is not None:
-        raise failure
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            raise GulliverError(f"rank {rank} failed: {reason}")
 
 
 def random_state() -> dict[str, Any]:
@@ -447,7 +387,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(reader: StepReader) -> bool:
-    """Takes up the generators of this rank; False where it has none in the checkpoint."""
+    """Restores the generators of this rank; False where the checkpoint has none."""
     rank = group_rank()
     if not reader.is_per_rank(RANDOM) or rank >= reader.manifest.world_size:
         return False

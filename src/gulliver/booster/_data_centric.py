@@ -1,13 +1,9 @@
-"""The plugin of data-centric training: any ranks may share a sequence, others in every step.
-
-Plans of steps are made by `gulliver.data.DataCentricPlanner`; `_step_loader.py` runs them.
-"""
+"""The plugin of data-centric training: groups of ranks change from step to step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,10 +18,15 @@ from gulliver.parallel.tensor import dropouts_of
 from gulliver.plan import Plan
 
 MODES = ("all_to_all", "ring_attn")
+# Further options of `HybridParallelPlugin`; the others are decided by the plan of each step.
+OPTIONS = (
+    *("chunk_mb", "assume_elementwise", "assume_per_parameter", "host_limit", "disk"),
+    *("tensor_rules", "replicate_rest", "cut", "blocks", "everywhere", "after", "extra"),
+)
 
 
 class DataCentricPlugin(HybridParallelPlugin):
-    """ZeRO over all ranks, of which any neighbours may share sequences, others in every step.
+    """ZeRO over all ranks; which neighbours share a sequence changes from step to step.
 
     A model of a known family is wired for sequences of the whole world; a `DataCentricLoader` then
     lets groups of fewer ranks run side by side. Of any other model every group has one rank. With
@@ -34,35 +35,24 @@ class DataCentricPlugin(HybridParallelPlugin):
     micro-batches than stages all forwards come first).
 
     Args:
-        zero_stage: what is sharded over the ranks between steps: 0 nothing, 1 the optimizer, 2 the
-            gradients too, 3 the parameters too. Inside a step gradients lie whole on each rank, and
-            parameters too. None is 1, or 3 with a `memory_limit`, which needs it.
+        zero_stage: what is sharded over the ranks between steps: 0 nothing, 1 the optimizer, 2
+            gradients too, 3 parameters too. Inside a step gradients and parameters lie whole on
+            each rank. None is 1, or 3 with a `memory_limit`, which needs it.
         sequence_parallelism_mode: ``all_to_all`` (Ulysses) or ``ring_attn``.
-        precision: ``bf16`` or ``fp16``, as of `LowLevelZeroPlugin`.
+        precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
         max_norm: clip gradients to this norm in every step; 0 does not.
-        chunk_mb: size of ZeRO's chunks in MiB.
-        assume_elementwise: the same as in `HybridParallelPlugin`, as are the next two.
-        assume_per_parameter: the user's word that an optimizer looks at one parameter at a time.
-        check_batches: compare what the ranks of a group read.
-        verbose: print the plan when the model is boosted.
         tp_size: ranks that share each layer's tensors; a planner plans for the ranks of the world
-            over this number, and over `pp_size`.
-        tensor_rules: the same as in `HybridParallelPlugin`, as is the next one.
-        replicate_rest: keep modules that no rule knows whole on every rank.
+            over this number and over `pp_size`.
         pp_size: stages that the blocks are cut into; steps are run with `TrainingStep.run`.
-        cut: the same as in `HybridParallelPlugin`, as are the next four.
-        blocks: path of the list of blocks that is cut.
-        everywhere: paths of modules that every stage keeps.
-        after: paths of modules that run after the blocks.
-        extra: entries that a block returns after the hidden state.
-        memory_limit: memory for state and activations on each rank, as `GeminiPlugin` takes it;
-            None for no limit. Inside a step what is whole of parameters and gradients lies behind
-            it, too, and comes chunk by chunk, as each rank by itself needs it.
-        host_limit: page-locked host memory of a GPU for what does not fit, as of `GeminiPlugin`.
-        disk: folder and bytes for what does not fit, as of `GeminiPlugin`.
+        memory_limit: memory for state and activations on each rank; see `LimitOptions`. Inside a
+            step whole parameters and gradients are under it, too, and come chunk by chunk, as each
+            rank by itself needs them.
+        check_batches: compare the batches of the ranks of a group.
+        verbose: print the plan when the model is boosted.
+        options: options of `HybridParallelPlugin` that `OPTIONS` names.
 
     Raises:
-        GulliverError: an argument that is not supported.
+        GulliverError: an option that it does not have, or a value out of range.
     """
 
     def __init__(
@@ -71,62 +61,46 @@ class DataCentricPlugin(HybridParallelPlugin):
         sequence_parallelism_mode: str = "all_to_all",
         precision: str | None = None,
         max_norm: float = 0.0,
-        chunk_mb: float | str = "auto",
-        assume_elementwise: bool = False,
-        assume_per_parameter: bool = False,
+        *,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        memory_limit: int | float | str | None = None,
         check_batches: bool = True,
         verbose: bool = True,
-        tp_size: int = 1,
-        tensor_rules: Mapping[str, str] | None = None,
-        replicate_rest: bool = False,
-        pp_size: int = 1,
-        cut: Sequence[int] | None = None,
-        blocks: str | None = None,
-        everywhere: Sequence[str] = (),
-        after: Sequence[str] = (),
-        extra: int | None = -1,
-        memory_limit: int | float | str | None = None,
-        host_limit: int | float | str | None = None,
-        disk: Path | str | None = None,
+        **options: Any,
     ) -> None:
         if sequence_parallelism_mode not in MODES:
             raise GulliverError(
                 f"sequence_parallelism_mode={sequence_parallelism_mode!r}: groups that change need "
                 f"ranks of their own: {nearest(str(sequence_parallelism_mode), MODES)}"
             )
+        for name in options:
+            if name not in OPTIONS:
+                raise GulliverError(
+                    f"{type(self).__name__} has no argument {name!r}: {nearest(name, OPTIONS)}"
+                )
         self.ways, self._heads = sequence_parallelism_mode, 0
         super().__init__(
             tp_size=tp_size,
-            tensor_rules=tensor_rules,
-            replicate_rest=replicate_rest,
             pp_size=pp_size,
-            cut=cut,
-            blocks=blocks,
-            everywhere=everywhere,
-            after=after,
-            extra=extra,
             zero_stage=(1 if memory_limit is None else 3) if zero_stage is None else zero_stage,
             precision=precision,
             max_norm=max_norm,
-            chunk_mb=chunk_mb,
-            assume_elementwise=assume_elementwise,
-            assume_per_parameter=assume_per_parameter,
+            memory_limit=memory_limit,
             check_batches=check_batches,
             verbose=verbose,
-            # What is gathered ahead of a step, whose parameters come at once, would be in vain.
+            # Parameters of a step come at once, so gathering ahead of it would be in vain.
             gather_ahead=2 if memory_limit is None else 0,
-            memory_limit=memory_limit,
-            host_limit=host_limit,
-            disk=disk,
+            **options,
         )
 
     @property
     def inside(self) -> int:
-        """Ranks that each rank of a plan is: those of tensors times stages."""
+        """Ranks that each rank of a step's plan stands for: tensor ranks times stages."""
         return self.tp_size * self.pp_size
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """All ranks on the sequence axis, beside those of the tensors and stages inside."""
+        """Puts all ranks on the sequence axis, but those of tensors and stages."""
         if ranks % self.inside:
             told = f"tp_size={self.tp_size}" if self.pp_size == 1 else f"pp_size={self.pp_size}"
             if 1 not in (self.tp_size, self.pp_size):

@@ -1,8 +1,4 @@
-"""What a `Booster` does with files: steps, models, optimizers and schedulers, saved and loaded.
-
-Read `FileKeeper.save`; what stands in a step is told by `_checkpoint.py`, how files of one thing
-are written and read by `_states.py` and `_optimizer_files.py`.
-"""
+"""Files of a `Booster`: steps, models, optimizers and schedulers. Read `CheckpointIO.save`."""
 
 from __future__ import annotations
 
@@ -15,18 +11,23 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
-from gulliver.booster import _spread
 from gulliver.booster._checkpoint import (
     RANDOM,
-    agreed,
+    LoadPlan,
     boosted_state,
-    load_boosted,
     restore_random,
 )
 from gulliver.booster._model import unwrapped
-from gulliver.booster._old_files import OldFiles, is_old
 from gulliver.booster._optimizer_files import read_optimizer, write_optimizer
 from gulliver.booster._running import Running
+from gulliver.booster._spread import (
+    begin_folder,
+    begin_gathered,
+    read_sharded,
+    write_adapter_folder,
+    write_folder,
+    write_gathered,
+)
 from gulliver.booster._states import (
     check_whole,
     on_main,
@@ -37,7 +38,6 @@ from gulliver.booster._states import (
 )
 from gulliver.checkpoint import (
     AsyncCheckpointer,
-    FileSaver,
     Loaded,
     PartsSaver,
     StepReader,
@@ -45,21 +45,20 @@ from gulliver.checkpoint import (
     step_folder,
     write_tensors,
 )
-from gulliver.comm import broadcast_object, init_world
+from gulliver.comm import broadcast_object, init_world, raise_on_any_rank
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel import BoostedOptimizer
-from gulliver.parallel.zero import ZeroOptimizer
+from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
+from gulliver.parallel.zero import exact_parameters
 
 
-class FileKeeper:
+class CheckpointIO:
     """Saves and loads what a booster has boosted."""
 
     _last: Running | None
     plugin: Any
 
     def __init__(self) -> None:
-        self._file: FileSaver | None = None
-        self._parts: PartsSaver | None = None
+        self._saving: PartsSaver | None = None
         self._checkpointers: dict[str, AsyncCheckpointer] = {}
         self._options: dict[str, dict[str, Any]] = {}
         self._optimizers: WeakKeyDictionary[nn.Module, BoostedOptimizer] = WeakKeyDictionary()
@@ -114,7 +113,8 @@ class FileKeeper:
         if model not in self._optimizers:
             check_whole(model)
         content = boosted_state(model, optimizer, holder, lr_scheduler, state, frozen)
-        limit = None if holder is None else holder.checkpoint.copy_limit
+        limit = None if holder is None else holder.copy_limit
+        # Under a memory limit the copy that is written in the background is limited as well.
         checkpointer = self._checkpointer(Path(folder), options, limit)
         if self._last is not None:
             checkpointer.about["plan"] = self._running().plan.to_values()
@@ -164,22 +164,19 @@ class FileKeeper:
         self._check_single(model)
         holder = optimizer if model is None else self._optimizers.get(model, optimizer)
         with self._open_step(Path(folder), step) as reader:
-            loaded = load_boosted(
-                reader, model, optimizer, holder, lr_scheduler, strict, prefix, state, frozen
-            )
+            loaded = LoadPlan(
+                reader, model, optimizer, holder, lr_scheduler, state or {}, strict, prefix, frozen
+            ).load()
             if random and optimizer is not None and not restore_random(reader):
                 loaded.absent.append(RANDOM)
         return loaded
 
     @staticmethod
     def _open_step(folder: Path, step: int | None) -> StepReader:
-        """Opens the step that rank 0 finds: beside a writer, others may find a newer one."""
-        found: list[Path] = []
-        agreed(lambda: found.append(step_folder(folder, step)))
-        where = found[0].parent / broadcast_object(found[0].name)
-        opened: list[StepReader] = []
-        agreed(lambda: opened.append(StepReader(where)))
-        return opened[0]
+        """Opens the step that rank 0 finds: while one is written, others may find a newer one."""
+        found = raise_on_any_rank(lambda: step_folder(folder, step))
+        where = found.parent / broadcast_object(found.name)
+        return raise_on_any_rank(lambda: StepReader(where))
 
     def _check_single(self, model: nn.Module | None) -> None:
         """Refuses steps of models that several optimizers train: a step has the state of one."""
@@ -191,7 +188,7 @@ class FileKeeper:
 
     @property
     def saves(self) -> int:
-        """Checkpoints that were begun."""
+        """Number of checkpoints that were begun."""
         return sum(checkpointer.saves for checkpointer in self._checkpointers.values())
 
     @property
@@ -200,19 +197,15 @@ class FileKeeper:
         return sum(checkpointer.stall_s for checkpointer in self._checkpointers.values())
 
     def wait_copied(self) -> None:
-        """Waits until the state may be changed by anybody, in any way; see `save`."""
+        """Waits until the state may be changed in any way; see `save`."""
         for checkpointer in self._checkpointers.values():
             checkpointer.wait_copied()
 
     def wait(self) -> None:
-        """Waits until every step that is being saved is complete; every rank calls it.
-
-        Raises:
-            GulliverError: one could not be saved.
-        """
+        """Waits until every step that is being saved is complete; every rank calls it."""
         for checkpointer in self._checkpointers.values():
             checkpointer.wait()
-        self._await_file()
+        self._await_model()
 
     def close(self) -> None:
         """Waits as `wait` does, and frees the memory that saving has needed."""
@@ -220,7 +213,7 @@ class FileKeeper:
             # Whatever fails, the folders of the others are free afterwards.
             while self._checkpointers:
                 stack.callback(self._checkpointers.popitem()[1].close)
-            self._await_file()
+            self._await_model()
 
     def abandon(self) -> None:
         """Finishes what this rank writes, and frees the folders, when other ranks may be gone."""
@@ -255,48 +248,30 @@ class FileKeeper:
         Args:
             model: boosted or not.
             path: path of the file.
-            use_async: write it while training goes on; `wait`, or the next save of a model, says
-                if that failed. Of a model that is sharded or cut each rank writes its parts, from
-                which rank 0 then makes the file: for that time the disk holds the model twice.
-
-        Raises:
-            GulliverError: it cannot be written; nothing is left behind then.
+            use_async: write a boosted model while training goes on; `wait`, or the next save of a
+                model, raises if that failed. Each rank writes its parts, from which rank 0 makes
+                the file: for that time the disk holds the model twice.
         """
         plain, place = unwrapped(model), Path(path)
-        self._await_file()
+        self._await_model()
         holder = self._optimizers.get(model)
-        if holder is not None and use_async and (holder.gives_back or _is_spread(holder)):
-            self._parts = _spread.begin_model(holder, plain, place)
-            return
-        if holder is not None and _is_spread(holder):
-            _spread.write_model(holder, plain, place)
-            return
-        if holder is None:
+        if holder is not None and use_async:
+            self._saving = begin_gathered(holder, plain, place)
+        elif holder is not None and _is_spread(holder):
+            write_gathered(holder, plain, place)
+        else:
             check_whole(plain)
-        state = whole_model(plain)
-        if isinstance(holder, ZeroOptimizer):
-            state |= holder.checkpoint.exact_parameters(plain)
-        if not use_async:
+            state = whole_model(plain)
+            if isinstance(holder, ZeroOptimizer):
+                # Where updates travel packed, parameters differ from the shards that are trained.
+                state |= exact_parameters(holder, plain)
             on_main(lambda: write_tensors(place, state))
-            return
 
-        def begin() -> None:
-            self._file = FileSaver(place, state)
-
-        on_main(begin)
-
-    def _await_file(self) -> None:
-        """Lets a file of a model that is under way be finished; every rank calls it."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.close()
-
-        def finish() -> None:
-            saver, self._file = self._file, None
-            if saver is not None:
-                saver.wait()
-
-        on_main(finish)
+    def _await_model(self) -> None:
+        """Waits for a model that is being written; every rank calls it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.close()
 
     def load_model(self, model: nn.Module, path: Path | str, strict: bool = True) -> list[str]:
         """Reads a state dict into the model in place; every rank calls it.
@@ -311,14 +286,10 @@ class FileKeeper:
 
         Returns:
             The names that were missing or left over.
-
-        Raises:
-            GulliverError: the file is missing or broken; names or shapes differ; a value does not
-                fit.
         """
         holder = self._optimizers.get(model)
         if holder is not None and _is_spread(holder):
-            return _spread.read_model(holder, unwrapped(model), Path(path), strict)
+            return read_sharded(holder, unwrapped(model), Path(path), strict)
         return read_model(unwrapped(model), Path(path), strict)
 
     def save_huggingface(
@@ -336,17 +307,14 @@ class FileKeeper:
             options: ``max_shard_bytes``, ``config`` and ``dtype``, as of
                 `gulliver.checkpoint.save_huggingface`; a transformers model's own configuration is
                 written where none is given.
-
-        Raises:
-            GulliverError: it cannot be written; nothing is left behind then.
         """
         holder = self._optimizers.get(model)
         if holder is None:
             raise GulliverError("the model was not boosted by this booster: boost it first")
-        self._await_file()
+        self._await_model()
         if has_adapters(unwrapped(model)):
             given = options.get("dtype")
-            self._parts = _spread.write_adapter_folder(
+            self._saving = write_adapter_folder(
                 holder, unwrapped(model), Path(folder), use_async, given
             )
             return
@@ -355,35 +323,23 @@ class FileKeeper:
             options.setdefault("config", config.to_dict())  # type: ignore[union-attr]
         if use_async:
             plain = unwrapped(model)
-            self._parts = _spread.begin_folder(holder, plain, Path(folder), **options)
+            self._saving = begin_folder(holder, plain, Path(folder), **options)
             return
-        _spread.write_folder(holder, unwrapped(model), Path(folder), **options)
+        write_folder(holder, unwrapped(model), Path(folder), **options)
 
     def save_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
         """Writes the optimizer state by parameter name, and the plan, to a folder.
 
         Every rank calls it. It loads at any world size, stage and chunk size, and with any plugin.
         The folder is a step of the checkpoint format with the entry ``optimizer``; it appears, or
-        is replaced, whole or not at all.
-
-        Raises:
-            GulliverError: the folder holds other files, or cannot be written.
+        is replaced, whole or not at all. A folder with other files is refused.
         """
         plan = None if self._last is None else self._last.plan
         write_optimizer(boosted_only(optimizer), Path(path), plan)
 
     def load_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
-        """Reads what `save_optimizer` wrote; every rank calls it.
-
-        Raises:
-            GulliverError: missing, broken, of another optimizer or other parameters.
-        """
+        """Reads what `save_optimizer` wrote; every rank calls it."""
         optimizer = boosted_only(optimizer)
-        old: list[OldFiles] = []
-        agreed(lambda: old.extend([OldFiles(Path(path))] if is_old(Path(path)) else []))
-        if old:
-            read_optimizer(optimizer, old[0])
-            return
         with self._open_step(Path(path), None) as reader:
             read_optimizer(optimizer, reader)
 
@@ -395,17 +351,13 @@ class FileKeeper:
         write_scheduler(lr_scheduler, Path(path), init_world().is_main)
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
-        """Reads what `save_lr_scheduler` wrote.
-
-        Raises:
-            GulliverError: missing, broken, or of another scheduler.
-        """
+        """Reads what `save_lr_scheduler` wrote."""
         read_scheduler(lr_scheduler, Path(path))
 
 
 def _is_spread(holder: BoostedOptimizer) -> bool:
-    """Whether files of a model go tensor by tensor: no rank has all of it, or room for that."""
-    return not holder.checkpoint.has_whole_model or holder.checkpoint.copy_limit is not None
+    """Whether a model is written tensor by tensor: no rank has, or has room for, all of it."""
+    return not holder.has_whole_model or holder.copy_limit is not None
 
 
 def boosted_only(optimizer: Any) -> BoostedOptimizer:

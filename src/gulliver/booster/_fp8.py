@@ -1,14 +1,7 @@
-"""FP8 layers of a plan: which of a model's, and how its ranks agree on their scales.
+"""FP8 layers of a plan: which layers of a model, and how ranks agree on their scales.
 
-Which layers are taken follows from the whole model, the ranks' parts of it, and the rates of the
-device; running them is `use_fp8`, once the model is cut.
-
-[Note: as one process] Parity is that of one process with the same recipe on the same micro-batches.
-Data ranks each quantise their own samples, as a loop over micro-batches would. Ranks that share a
-layer or a sequence quantise parts of one tensor: where a scale is of a dim that they share, they
-take the largest magnitude of all of them, by a small all-reduce (`SharedDims`). A layer whose
-gradient is a partial sum on each rank cannot be so: FP8 of a sum is not the sum of FP8. Those are
-kept, and sequences are shared only in models whose linear layers all work on tokens.
+The choice follows from the whole model, the ranks' parts of it and the rates of the device;
+`use_fp8` converts the layers once the model is cut.
 """
 
 from __future__ import annotations
@@ -42,20 +35,19 @@ from gulliver.precision.fp8 import (
     state_of,
 )
 
+# Rows of a layer, where a plan does not know how many a batch has.
 TOKENS = 8192
-"""Rows of a layer, where a plan does not know how many a batch has."""
 
 
+# [Note: as one process] Parity is that of one process with the same recipe on the same
+# micro-batches. Data ranks each quantise their own samples, as a loop over micro-batches would.
+# Ranks that share a layer or a sequence quantise parts of one tensor: where a scale is of a dim
+# that they share, they take the largest magnitude of all of them, by a small all-reduce (`Shared`).
+# A layer whose gradient is a partial sum on each rank cannot be so: FP8 of a sum is not the sum of
+# FP8. Those are kept, and sequences are shared only in models whose linear layers all work on
+# tokens.
 def fp8_plan(use_fp8: bool | str | Fp8Plan, emulation: bool) -> Fp8Plan | None:
-    """Reads the FP8 choices of a plugin's arguments.
-
-    Args:
-        use_fp8: whether FP8 is used, with ``tensorwise`` scales; or its scaling; or all of it.
-        emulation: whether it is emulated.
-
-    Raises:
-        GulliverError: an unknown scaling, or an emulation of nothing.
-    """
+    """Reads the FP8 choices of a plugin's arguments."""
     if isinstance(use_fp8, Fp8Plan):
         return replace(use_fp8, emulated=use_fp8.emulated or emulation)
     if not use_fp8:
@@ -73,11 +65,7 @@ def fp8_plan(use_fp8: bool | str | Fp8Plan, emulation: bool) -> Fp8Plan | None:
 def with_fp8(
     plan: Plan, model: nn.Module, tensor: TensorPlan | None, cluster: Cluster | None
 ) -> tuple[Plan, dict[str, str]]:
-    """A plan with the layers that compute in FP8, and why these.
-
-    Raises:
-        GulliverError: no layer can, or one that the plan names; no FP8 rate to decide by.
-    """
+    """Adds the layers that compute in FP8 to a plan, and why these."""
     fp8 = plan.precision.fp8
     if fp8 is None:
         return plan, {}
@@ -98,17 +86,7 @@ def with_fp8(
 
 
 def gate_fp8(found: Selection, device: Device, tokens: int, scaling: str) -> tuple[Selection, str]:
-    """Keeps layers that are not predicted to pay, and says from which size they would.
-
-    Args:
-        found: layers that FP8 can take.
-        device: device with rates of bfloat16 and of FP8.
-        tokens: number of rows that a layer multiplies.
-        scaling: scaling of the layers.
-
-    Raises:
-        GulliverError: the device has no FP8 rate.
-    """
+    """Leaves out layers that are not predicted to gain, and says from which size they would."""
 
     def judged(layer: Layer) -> Layer:
         if layer.why_not:
@@ -123,12 +101,7 @@ def gate_fp8(found: Selection, device: Device, tokens: int, scaling: str) -> tup
 
 
 def weight_bytes(plan: Plan, sizes: Mapping[str, int]) -> int:
-    """Bytes of FP8 copies of weights that a rank keeps from forward to backward.
-
-    Args:
-        plan: plan with its layers.
-        sizes: number of elements of each parameter that the rank has.
-    """
+    """Bytes of FP8 copies of weights that a rank keeps from forward to backward."""
     fp8 = plan.precision.fp8
     if fp8 is None or not _keeps_weights(plan):
         return 0
@@ -136,11 +109,7 @@ def weight_bytes(plan: Plan, sizes: Mapping[str, int]) -> int:
 
 
 def check_units(plan: Plan, model: nn.Module) -> None:
-    """Refuses FP8 on a rank without units for it.
-
-    Raises:
-        GulliverError: there are none, and emulation was not asked for.
-    """
+    """Refuses FP8 on a rank without units for it."""
     if plan.precision.fp8 is not None:
         check_hardware(model, _recipe(plan.precision.fp8))
 
@@ -148,14 +117,7 @@ def check_units(plan: Plan, model: nn.Module) -> None:
 def use_fp8(
     plan: Plan, model: nn.Module, tensor: RankGroup = ALONE, sequence: RankGroup = ALONE
 ) -> None:
-    """Lets the plan's layers compute in FP8, as far as this rank has them.
-
-    Args:
-        plan: plan with its layers.
-        model: model as it is cut; boosted before with another optimizer it has them already.
-        tensor: ranks that share its tensors.
-        sequence: ranks that share its sequences.
-    """
+    """Converts the plan's layers that this rank has to FP8."""
     fp8 = plan.precision.fp8
     if fp8 is None:
         return

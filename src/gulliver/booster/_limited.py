@@ -1,7 +1,6 @@
-"""Runs a plan with a memory limit: makes what its state is kept by, and keeps a process to it.
+"""Memory limits: the manager of a plan's state, and the budget that a process keeps to.
 
-The plan has said how much state may take (`_residency.py`). Here the manager of that state is made,
-with what lies behind it, and its budget follows what the steps really need besides.
+The plan says how much state may take; the budget then follows what steps really need in addition.
 """
 
 from __future__ import annotations
@@ -35,47 +34,46 @@ from gulliver.parallel import ZeroOptimizer
 from gulliver.plan import Plan, Work
 from gulliver.solve import Action, NoRoom
 
+# Part of the budget that is added between two times that freed memory is given back.
 TRIMMED = 16
-"""Part of the budget that is added between two times that freed memory is given back."""
 
+# Part of the state that host memory has more room for: its slabs are powers of two.
 SLACK = 4
-"""Part of the state that host memory has more room for: its slabs are powers of two."""
 
 
 class LimitedManager(Manager):
-    """A manager that keeps the shares that a plan says, and whose budget follows measurements.
+    """Keeps the shares of a plan on the device; its budget follows measurements."""
 
-    Attributes:
-        shares: objects that never leave; None where the manager finds them.
-        controller: sets the budget of the next step.
-        step_moved: bytes that the last step has read and written.
-        disk_moved: the same between host memory and a disk behind it; None without one.
-        other: bytes that a step is predicted to need besides; 0 where it is not known.
-        spare: bytes behind that state leaves for activations.
-    """
-
-    other = 0
-    spare = 0
-    shares: Shares | None = None
-    controller: BudgetController | None = None
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        shares: Shares | None = None,
+        other: int = 0,
+        spare: int = 0,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
-        self._kept = set[ManagedTensor]()
+        # Objects that never leave; None where the manager chooses them.
+        self.shares = shares
+        # Bytes that a step is predicted to need in addition to state; 0 where that is not known.
+        self.other = other
+        # Bytes of the store that state leaves for activations.
+        self.spare = spare
+        # Sets the budget of the next step.
+        self.controller: BudgetController | None = None
+        self._kept = set[Placed]()
         # What parameters leave must go back at once: it and the chunks would be more than either.
         self._freed, self._added = FreedMemory(), 0
         weakref.finalize(self, self._freed.close)
+        # Bytes that the last step has read and written.
         self.step_moved: tuple[int, int] = (0, 0)
+        # The same between host memory and a disk behind it; None without one.
         self.disk_moved: tuple[int, int] | None = None
         self._before: dict[str, tuple[int, int]] = {}
         self._clock = (0.0, 0.0)
 
-    def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> ManagedTensor:
-        """Takes an object, and pins it where the shares say that it stays.
-
-        Raises:
-            GulliverError: it does not fit, or is an activation and all that is left is for state.
-        """
+    def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
+        """Adds an object, and pins it if its share stays on the device."""
         placed = super().add(name, kind, *arguments, **options)
         if kind == ACTIVATIONS:
             self.spare -= placed.size
@@ -101,8 +99,8 @@ class LimitedManager(Manager):
         self.spare += placed.size if placed.kind == ACTIVATIONS else 0
         super().remove(placed)
 
-    def use(self, placed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
-        """Brings an object; the budget falls before, where memory becomes scarce."""
+    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
+        """Brings an object to the device; lowers the budget first where memory is scarce."""
         if self.controller is not None:
             self.controller.check(placed.name)
         try:
@@ -114,7 +112,7 @@ class LimitedManager(Manager):
         return super().use(placed, write, fresh)
 
     def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
-        """Decides; where activations that come back are more than was planned, with more budget."""
+        """Decides; raises the budget where more activations come back than planned."""
         try:
             return super()._decided(decide)
         except NoRoom as error:
@@ -125,7 +123,7 @@ class LimitedManager(Manager):
 
     @staticmethod
     def _grow(controller: BudgetController, text: str, needed: int) -> None:
-        """Raises the budget to what would do, or an error where the limit has no room for it."""
+        """Raises the budget to what is needed, or an error if that exceeds the limit."""
         if not controller.grow(needed):
             raise NoRoom(f"{text}; {controller.least_limit(needed)}", needed) from None
 
@@ -154,26 +152,22 @@ class LimitedManager(Manager):
 def manager_of(
     plan: Plan, state: StateBytes, work: Work, device: torch.device
 ) -> LimitedManager | None:
-    """Makes the manager of a plan's tiers, with the store behind it; None without tiers.
-
-    Args:
-        plan: plan with the limit.
-        state: state of this rank.
-        work: what a batch costs it.
-        device: device that it computes on.
-
-    Raises:
-        GulliverError: the limit is too small, or there is no such disk.
-    """
+    """Makes the manager of a plan's tiers with its store; None without tiers."""
     tiers = None if plan.zero is None else plan.zero.tiers
     if tiers is None:
         return None
     found = find_residency(state, tiers, work)
     store = _store(plan, state, device)
-    manager = LimitedManager(found.budget, device, store, ahead=tiers.ahead or None)
-    manager.shares, manager.other = Shares.of(tiers), other_bytes(tiers, work)
-    manager.spare = 0 if store is None else store.capacity - replace(state, activations=()).reserved
-    return manager
+    spare = 0 if store is None else store.capacity - replace(state, activations=()).reserved
+    return LimitedManager(
+        found.budget,
+        device,
+        store,
+        ahead=tiers.ahead or None,
+        shares=Shares.of(tiers),
+        other=other_bytes(tiers, work),
+        spare=spare,
+    )
 
 
 def _store(plan: Plan, state: StateBytes, device: torch.device) -> Store | None:
@@ -191,13 +185,7 @@ def _store(plan: Plan, state: StateBytes, device: torch.device) -> Store | None:
 
 
 def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager | None) -> None:
-    """Lets a manager's budget follow what steps need besides state, as long as there are steps.
-
-    Args:
-        plan: plan with the limit.
-        optimizer: optimizer whose state the manager has: all of it.
-        manager: manager; None without a limit.
-    """
+    """Adjusts a manager's budget to what steps need in addition to state."""
     tiers = None if plan.zero is None else plan.zero.tiers
     if manager is None or tiers is None:
         return

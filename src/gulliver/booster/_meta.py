@@ -1,8 +1,7 @@
-"""Models that are larger than memory: built on meta, and filled where their state lies.
+"""Models that are larger than memory: built on meta and filled chunk by chunk.
 
 A parameter on meta becomes a stretched nan, which takes no memory, until its chunk is made; then it
-is filled from a folder, or by the modules' own ``reset_parameters``, in the order in which torch
-would call them. At no time
+is filled from a folder, or by the modules' own ``reset_parameters``, in torch's order. At no time
 is more of the model in memory than the limit allows, and a chunk.
 """
 
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gulliver.booster._spread import read_model
+from gulliver.booster._spread import read_sharded
 from gulliver.checkpoint import match_huggingface
 from gulliver.comm import broadcast_object
 from gulliver.errors import GulliverError
@@ -25,17 +24,7 @@ from gulliver.parallel import ZeroOptimizer
 def check_meta(
     model: nn.Module, weights: str | None, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Refuses a model on meta that nothing would fill.
-
-    Args:
-        model: whole model.
-        weights: checkpoint in Hugging Face's format; None if modules initialise themselves.
-        dtypes: dtypes by name that this rank checks values for, where the model is turned to them.
-
-    Raises:
-        GulliverError: something would stay empty, the checkpoint is of another model, or a value
-            does not fit; it is named, with what to do.
-    """
+    """Refuses a model on meta that nothing would fill."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise GulliverError(
@@ -64,13 +53,8 @@ def check_meta(
 
 
 def lend_shapes(model: nn.Module, device: torch.device) -> list[nn.Module]:
-    """Moves parameters on meta to a device, where they take no memory; all are nan.
-
-    They stay the same objects, so that an optimizer keeps them.
-
-    Returns:
-        Modules that have such parameters, which must be filled.
-    """
+    """Moves parameters on meta to a device as stretched nans, which take no memory."""
+    # They stay the same objects, so that an optimizer keeps them.
     # Before any is moved: each module that shares a parameter initialises it, as with torch.
     found = [m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
     for parameter in [p for p in model.parameters() if p.is_meta]:
@@ -85,23 +69,16 @@ def lend_shapes(model: nn.Module, device: torch.device) -> list[nn.Module]:
 def fill_boosted(
     optimizer: ZeroOptimizer, model: nn.Module, empty: Sequence[nn.Module], weights: str | None
 ) -> None:
-    """Fills a boosted model chunk by chunk; every rank calls it.
-
-    Args:
-        optimizer: boosted optimizer of the model.
-        model: boosted model.
-        empty: modules to initialise.
-        weights: checkpoint to read from instead.
-    """
+    """Fills a boosted model chunk by chunk; every rank calls it."""
     if weights is not None:
-        read_model(optimizer, model, Path(weights), strict=True, checked=True)
+        read_sharded(optimizer, model, Path(weights), strict=True, checked=True)
     elif empty:
         _initialise(empty)
         optimizer.shards.take_writes()
 
 
 def _initialise(modules: Sequence[nn.Module]) -> None:
-    """Lets modules initialise themselves with the numbers that rank 0 draws, on all ranks."""
+    """Initialises modules on all ranks with the random numbers of rank 0."""
     own = _random_state()
     first = broadcast_object(own)
     _set_random_state(first)

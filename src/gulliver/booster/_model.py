@@ -1,4 +1,4 @@
-"""What is done to a model of the user before it is shared: one dtype, equal values on all ranks."""
+"""Prepares a model before it is shared: one dtype, equal values on all ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gulliver.errors import GulliverError
 from gulliver.parallel import has_stepped
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Normalizations that may keep running statistics.
 RUNNING = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-"""Normalizations that may keep running statistics."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -28,16 +28,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def no_optimizer() -> torch.optim.Optimizer:
-    """An optimizer of nothing, for models that are not trained."""
+    """An optimizer without parameters, for models that are not trained."""
     return torch.optim.SGD([{"params": []}], lr=0.0)
 
 
 def check_modules(model: nn.Module, sharded: bool) -> None:
-    """Refuses modules whose parameters are not there yet, or are read where nobody sees it.
-
-    Raises:
-        GulliverError: a lazy module has not run; with `sharded`, a module is TorchScript.
-    """
+    """Refuses lazy modules and, where parameters are sharded, TorchScript."""
     for name, module in model.named_modules():
         if any(is_lazy(p) for p in module.parameters(recurse=False)):
             raise GulliverError(
@@ -52,11 +48,7 @@ def check_modules(model: nn.Module, sharded: bool) -> None:
 
 
 def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer with state, which would be of another dtype than the parameters.
-
-    Raises:
-        GulliverError: the optimizer has stepped.
-    """
+    """Refuses an optimizer with state, which would have another dtype than the parameters."""
     if has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost: precision converts the model, so boost first"
@@ -69,16 +61,14 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def narrow_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Dtypes of parameters whose range is less than that of the float32 copies that are loaded.
-
-    The range of bfloat16 is float32's but for its very end: to look at that, every resumed run
-    would read all values twice.
-    """
+    """Dtypes of parameters whose range is smaller than that of the float32 copies."""
+    # The range of bfloat16 is float32's but for its very end: to look at that, every resumed run
+    # would read all values twice.
     return {name: dtype for name, dtype in dtypes_of(model).items() if dtype is torch.float16}
 
 
 def broadcast_all(tensors: Iterable[Tensor]) -> None:
-    """Gives all ranks rank 0's values, whatever layout in memory and dtype the tensors have."""
+    """Gives all ranks rank 0's values, for any memory layout and dtype."""
     with torch.no_grad():
         for tensor in tensors:
             flat = tensor.detach().contiguous().view(-1)
@@ -88,7 +78,7 @@ def broadcast_all(tensors: Iterable[Tensor]) -> None:
 
 
 def modules_kept(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the modules that keep their dtype: averages of 16 bits stop moving."""
+    """Paths of the modules that keep their dtype: running averages in 16 bits stop moving."""
     return tuple(
         path
         for path, module in model.named_modules()
@@ -97,16 +87,10 @@ def modules_kept(model: nn.Module) -> tuple[str, ...]:
 
 
 def converted(model: nn.Module, kept: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields what `convert` turns, by name: parameters and persistent buffers.
-
-    As with Hugging Face's ``from_pretrained(dtype=)`` buffers that are no part of the state dict
-    keep their dtype: tables that modules compute from, such as rotary frequencies, which 16 bits
-    would spoil.
-
-    Args:
-        model: whole model.
-        kept: paths of modules that are left alone.
-    """
+    """Yields what `convert` converts, by name: parameters and persistent buffers."""
+    # As with Hugging Face's ``from_pretrained(dtype=)`` buffers that are no part of the state dict
+    # keep their dtype: tables that modules compute from, such as rotary frequencies, which 16 bits
+    # would spoil.
     for path, module in model.named_modules():
         if path in kept:
             continue
@@ -117,11 +101,7 @@ def converted(model: nn.Module, kept: Collection[str]) -> Iterator[tuple[str, Te
 
 
 def check_range(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
-    """Refuses values that would become infinite in a dtype; arguments as of `convert`.
-
-    Raises:
-        GulliverError: there is one; it is named.
-    """
+    """Refuses values that would become infinite in a dtype; arguments as of `convert`."""
     for name, tensor in converted(model, kept):
         wider = torch.finfo(tensor.dtype).max > torch.finfo(dtype).max
         if not wider or tensor.is_meta or not tensor.numel():
@@ -140,13 +120,7 @@ def check_range(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> 
 
 
 def convert(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
-    """Turns a model and what it is called with to `dtype`; see `converted`.
-
-    Args:
-        model: whole model.
-        dtype: dtype of 16 bits.
-        kept: paths of modules that are left alone.
-    """
+    """Converts a model and its inputs to `dtype`; see `converted`."""
     for _, tensor in converted(model, kept):
         tensor.data = tensor.data.to(dtype)
 
@@ -157,7 +131,7 @@ def convert(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Arguments with their floating-point tensors in a dtype, in dicts, lists and tuples, too."""
+    """Converts floating-point tensors, also those in dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):

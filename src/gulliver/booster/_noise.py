@@ -1,4 +1,4 @@
-"""Gradient noise scale: how large a batch is before larger ones teach little more.
+"""Gradient noise scale: the batch size beyond which larger batches gain little.
 
 McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1. With G the true
 gradient and S the trace of a sample's covariance, the gradient of b samples has the expected
@@ -29,8 +29,8 @@ from gulliver.comm import World, all_reduce
 from gulliver.errors import GulliverError
 from gulliver.parallel import BoostedOptimizer
 
+# Weight of what was known before, at each step.
 DECAY = 0.95
-"""Weight of what was known before, at each step."""
 
 
 class NoiseScale(NamedTuple):
@@ -79,6 +79,7 @@ class NoiseMeter:
         for parameter in optimizer.names:
             if parameter.requires_grad:
                 parameter.register_hook(self._listen)
+        # Before clipping, which scales the mean gradient and not its parts.
         self._norm = optimizer.clip_grad_by_norm
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             setattr(optimizer, name, self._first(getattr(optimizer, name)))

@@ -1,9 +1,7 @@
-"""An optimizer without its model: a step with one entry, in a folder of its own.
+"""Optimizers without their models: a step with one entry, in a folder of its own.
 
-It is the format of whole steps (`_checkpoint.py`), so that every rank writes what it has. Beside
-the state there are the float32 copies of 16-bit parameters, which a whole step has as the model,
-and shapes and dtypes of the parameters, which a whole step need not tell. `_old_files.py`
-reads what was written before there were steps of one entry.
+Every rank writes what it has, in the format of whole steps. The entry also has the float32 copies
+of 16-bit parameters, which a whole step keeps as the model, and shapes and dtypes of parameters.
 """
 
 from __future__ import annotations
@@ -17,20 +15,16 @@ from typing import Any
 
 from gulliver.booster._checkpoint import (
     OPTIMIZER,
-    Groups,
-    agreed,
-    check_optimizer_entry,
-    fill_optimizer,
+    OptimizerEntry,
     optimizer_entry,
-    take_up,
 )
-from gulliver.booster._old_files import Source
 from gulliver.booster._states import on_main
 from gulliver.checkpoint import (
     AsyncCheckpointer,
     CheckpointFolder,
+    StepReader,
 )
-from gulliver.comm import broadcast_object
+from gulliver.comm import broadcast_object, raise_on_any_rank
 from gulliver.errors import GulliverError
 from gulliver.io import PARTIAL, finish_folder, hold, remove_all, remove_leftovers
 from gulliver.memory import whole_shape
@@ -38,11 +32,10 @@ from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.plan import Plan
 
 PLAN = "plan.yaml"
+# Names of the files in a folder of an optimizer.
 OURS = re.compile(
-    r"manifest\.json|state\.json|plan\.yaml|state\.safetensors|"
-    r"optimizer(-[0-9]+-of-[0-9]+)?\.safetensors"
+    r"manifest\.json|state\.json|plan\.yaml|optimizer(-[0-9]+-of-[0-9]+)?\.safetensors"
 )
-"""What a folder of an optimizer has in it, of this format or the one before."""
 
 
 def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None) -> None:
@@ -51,11 +44,12 @@ def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None
     Raises:
         GulliverError: the folder holds other files, which it would replace, or cannot be written.
     """
-    agreed(lambda: _refuse_others(folder))
+    raise_on_any_rank(lambda: _refuse_others(folder))
     if isinstance(optimizer, ZeroOptimizer):
         optimizer.shards.take_writes()
     content = optimizer_entry(optimizer, _state_of(optimizer))
     content["parameters"] = stepped(optimizer)
+    # The name has the writer's process, so that leftovers of killed ones can be told from it.
     number = broadcast_object(os.getpid())
     run = folder.with_name(f".{folder.name}.{number}{PARTIAL}")
     with ExitStack() as stack:
@@ -77,7 +71,7 @@ def _refuse_others(folder: Path) -> None:
 
 
 def _begin(run: Path, stack: ExitStack) -> None:
-    """Makes a temporary folder, which goes with the stack; also those of killed processes go."""
+    """Makes a temporary folder that the stack removes; also removes those of killed processes."""
     remove_leftovers(run.parent)
     run.mkdir(parents=True)
     stack.callback(remove_all, run)
@@ -104,32 +98,27 @@ def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
     }
 
 
-def read_optimizer(optimizer: BoostedOptimizer, reader: Source) -> None:
-    """Takes over what was written, at any number of ranks; every rank calls it.
+def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
+    """Loads an optimizer at any number of ranks; every rank calls it."""
+    entry = OptimizerEntry.of(reader, optimizer)
 
-    Raises:
-        GulliverError: on any rank, it does not fit, and nothing has changed then; or bytes are
-            not those that were written, which is seen as they are read in place.
-    """
-    groups = Groups.of(optimizer)
-    content: dict[str, Any] = {}
-
-    def check() -> None:
+    def match() -> None:
         reader.check_files()
-        content.update(check_optimizer_entry(reader, optimizer, groups))
-        _check_stepped(optimizer, content, reader.folder)
+        entry.match()
+        _check_stepped(optimizer, entry.content, reader.folder)
 
-    agreed(check)
-    take_up(reader, optimizer, content, groups)
+    raise_on_any_rank(match)
+    entry.unfreeze()
     if isinstance(optimizer, ZeroOptimizer):
+        # Else values that the user wrote to parameters would replace the masters that are loaded.
         optimizer.shards.take_writes()
-    agreed(lambda: fill_optimizer(reader, optimizer, content))
+    raise_on_any_rank(entry.fill)
     if isinstance(optimizer, ZeroOptimizer):
         optimizer.shards.publish_masters()
 
 
 def _check_stepped(optimizer: BoostedOptimizer, content: Mapping[str, Any], folder: Path) -> None:
-    """Refuses state of parameters of other shapes or dtypes, whatever shapes the state has."""
+    """Refuses state of parameters of other shapes or dtypes."""
     theirs = content.get("parameters", {})
     for name, ours in stepped(optimizer).items():
         there = theirs.get(name, ours)

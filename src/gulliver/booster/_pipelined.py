@@ -1,4 +1,4 @@
-"""A step of a loop that is written for pipelines, where the model is whole on each rank."""
+"""A step of a loop written for pipelines, where each rank has the whole model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 def own_loss(outputs: Any, batch: Any) -> Tensor:
-    """The loss that a model computes itself: its ``loss``, or an output of one number.
-
-    Raises:
-        GulliverError: the model computes no loss.
-    """
+    """The loss that a model computes itself: its ``loss``, or an output of one number."""
     if isinstance(outputs, Tensor) and not outputs.ndim:
         return outputs
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
@@ -50,6 +46,7 @@ def run_whole(
         outputs = call(model, batch)
         wanted = optimizer is not None or criterion is not None
         loss = (criterion or own_loss)(outputs, batch) if wanted else None
+        # As a pipeline returns it: the model's own loss, also where nobody asked for one.
         if loss is None and isinstance(getattr(outputs, "loss", None), Tensor):
             loss = outputs.loss
     if optimizer is not None and loss is not None:

@@ -1,4 +1,4 @@
-"""The plugin that runs a plan that there is already."""
+"""The plugin that runs a given plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gulliver.plan import Plan, check_plan
 
 
 class PlanPlugin(Plugin):
-    """Runs a plan that there is already.
+    """Runs a given plan.
 
     Args:
         plan: loaded, perhaps edited, or made by a plugin.
@@ -27,6 +27,7 @@ class PlanPlugin(Plugin):
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
         """The plan."""
+        # It may have been edited, or made for other machines.
         check_plan(self.plan, ranks)
         device = current_world().device.type
         if self.plan.mesh.device != device:
@@ -45,7 +46,7 @@ class PlanPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Decides what is done with activations under a limit, where that is left open."""
+        """Decides what happens to activations under a limit, where that is left open."""
         return plan_tiers(plan, model, optimizer, cluster, chosen=False) if plan.limited else plan
 
     def data_place(self) -> tuple[int, int]:

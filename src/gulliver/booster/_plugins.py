@@ -1,15 +1,13 @@
 """Plugins: short, hand-written ways to make a plan.
 
-Each says its choices (`Plugin.choices`); what follows from them for a model is `make_plan`, and
-running it is `apply_plan`, for all of them alike.
+Each states its choices (`Plugin.choices`); `make_plan` resolves them for a model, and `apply_plan`
+runs the result, for all plugins alike.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,41 +17,31 @@ from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
 from gulliver.booster._apply import apply_plan, check_choices
-from gulliver.booster._checkpoint import agreed
-from gulliver.booster._fp8 import fp8_plan
-from gulliver.booster._model import HALVES, unwrapped
+from gulliver.booster._model import unwrapped
+from gulliver.booster._options import (
+    CommunicationOptions,
+    Fp8Options,
+    LimitOptions,
+    LinkOptions,
+    Stage,
+    StepOptions,
+    ZeroOptions,
+    take_options,
+)
 from gulliver.booster._predict import predict, with_mixed, with_work
 from gulliver.booster._resolve import differences, resolve
-from gulliver.booster._tiers import TierOptions, plan_tiers
+from gulliver.booster._tiers import plan_tiers
 from gulliver.booster._wires import WireOptions, decide
-from gulliver.comm import World, broadcast_object, choose_axes, current_world
+from gulliver.comm import World, broadcast_object, choose_axes, current_world, raise_on_any_rank
 from gulliver.data import DataLoader
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, current_cluster, zero_collectives
+from gulliver.options import checked
 from gulliver.parallel import BoostedOptimizer, named_trainables
-from gulliver.plan import DDPPlan, Fp8Plan, Mesh, Plan, Precision, Work, ZeroPlan, check_plan
-
-MIB = 2**20
-STAGES = (0, 1, 2, 3)
-TUNED = ("auto", "again")
-DEFAULT_CHUNK_MB = 4.0
-"""Before tuning, and without other ranks."""
+from gulliver.plan import DDPPlan, Mesh, Plan, Precision, Work, check_plan
 
 
-class _NamedArguments(type(ABC)):
-    """Turns an unknown constructor argument into an error that names the nearest one."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        known = [n for n in inspect.signature(cls.__init__).parameters if n != "self"]
-        for name in kwargs:
-            if name not in known:
-                raise GulliverError(
-                    f"{cls.__name__} has no argument {name!r}: {nearest(name, known)}"
-                )
-        return super().__call__(*args, **kwargs)
-
-
-class Plugin(ABC, metaclass=_NamedArguments):
+class Plugin(ABC):
     """A way to make plans."""
 
     verbose: bool = True
@@ -154,14 +142,16 @@ class Plugin(ABC, metaclass=_NamedArguments):
         precision: str,
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
         """Plans and runs: the model and optimizer as they will run, and the plan that says how."""
-        plain, plans = unwrapped(model), list[Plan]()
+        plain = unwrapped(model)
+        # A plan differs where the formats do, and ranks with different plans wait for each other.
         self.wires.agree()
         choices = self.wires.asked(self.choices(world.size, precision))
         choices = self.for_model(choices, plain, optimizer, None)
-        agreed(lambda: plans.append(resolve(choices, plain, optimizer)))
-        plans = [decide(plans[0], plain, optimizer, self.wires)]
-        known = choices.work.samples or choices.limited
-        plan = predict(plans[0], plain, optimizer) if known else plans[0]
+        # It reads measurements of this machine, which one rank alone may lack.
+        plan = raise_on_any_rank(lambda: resolve(choices, plain, optimizer))
+        plan = decide(plan, plain, optimizer, self.wires)
+        if choices.work.samples or choices.limited:
+            plan = predict(plan, plain, optimizer)
         boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
         if self.verbose and world.is_main:
             for told in (differences(choices, plan), _unknown_label(choices)):
@@ -194,15 +184,10 @@ class Plugin(ABC, metaclass=_NamedArguments):
             GulliverError: an argument that the loader does not have; fewer samples than ranks.
         """
         world, (place, size) = current_world(), self.data_place()
-        count = len(dataset) if hasattr(dataset, "__len__") else None  # type: ignore[arg-type]
-        if count is None or count < size:
-            has = "no length" if count is None else f"{count} samples"
-            raise GulliverError(f"the data set has {has}: {size} ranks need one sample each")
-        for name in ("sampler", "batch_sampler", "rank", "world_size"):
-            if name in kwargs:
-                raise GulliverError(
-                    f"prepare_dataloader sets {name} itself: make a gulliver.data.DataLoader"
-                )
+        if len(dataset) < size:  # type: ignore[arg-type]
+            raise GulliverError(
+                f"the data set has {len(dataset)} samples: {size} ranks need one each"  # type: ignore[arg-type]
+            )
         sampler: DistributedSampler = DistributedSampler(
             dataset, size, place, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
@@ -243,14 +228,10 @@ class TorchDDPPlugin(Plugin):
         bucket_cap_mb: size of a gradient bucket in MiB.
         static_graph: promise that the graph never changes.
         verbose: print the plan when the model is boosted.
-        use_fp8: linear layers compute in FP8, where that is predicted to pay: True, a scaling
-            (``tensorwise``, ``rowwise``, ``delayed``), or a `gulliver.plan.Fp8Plan`.
-        fp8_emulation: compute the numerics of FP8 without units for it: slower, for experiments.
-        communication_dtype: format of what travels between ranks, as of `LowLevelZeroPlugin`, or of
-            some kinds of it: ``reduce``.
-        force_communication_dtype: the same as in `LowLevelZeroPlugin`, as are the next two.
-        error_feedback: add what packing loses of a gradient to the next one.
-        wire_gate: compare gradients with unpacked ones now and then.
+        options: fields of `Fp8Options` and `CommunicationOptions`.
+
+    Raises:
+        GulliverError: an option that it does not have, or a value out of range.
     """
 
     def __init__(
@@ -259,22 +240,15 @@ class TorchDDPPlugin(Plugin):
         bucket_cap_mb: int = 25,
         static_graph: bool = False,
         verbose: bool = True,
-        use_fp8: bool | str | Fp8Plan = False,
-        fp8_emulation: bool = False,
-        communication_dtype: str | Mapping[str, str] | None = None,
-        force_communication_dtype: bool = False,
-        error_feedback: bool = False,
-        wire_gate: bool = True,
+        **options: Any,
     ) -> None:
-        self.fp8 = fp8_plan(use_fp8, fp8_emulation)
-        self.wires = WireOptions.of(
-            communication_dtype, force_communication_dtype, error_feedback, wire_gate
-        )
+        groups = take_options(type(self), (Fp8Options, CommunicationOptions), options)
+        self.fp8, self.wires = groups[0].plan(), groups[1].wires()
         self.find_unused_parameters = find_unused_parameters
         self.bucket_cap_mb, self.static_graph, self.verbose = bucket_cap_mb, static_graph, verbose
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """Everything whole on every rank."""
+        """Keeps everything whole on every rank."""
         return Plan(
             plugin=type(self).__name__,
             mesh=Mesh(current_world().device.type, {"data": ranks}),
@@ -284,56 +258,25 @@ class TorchDDPPlugin(Plugin):
 
 
 class LowLevelZeroPlugin(Plugin):
-    """ZeRO of our own: what is sharded over the ranks grows with the stage.
+    """ZeRO: higher stages shard more over the ranks.
 
     Args:
-        stage: 0 shards nothing, 1 the optimizer's state, 2 the gradients too, 3 the parameters too.
-        chunk_mb: size of a chunk in MiB: small ones start early, large ones travel better. ``auto``
-            tunes it in the first steps and keeps what it found for this model on this cluster,
-            ``again`` tunes although an earlier job did; a number turns tuning off.
-        precision: ``bf16`` or ``fp16`` turn the model's floating-point tensors and inputs to it,
-            and train them through float32 copies in the shards, ``fp16`` with a loss scale that
-            follows overflows; None leaves the model as it is.
+        stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.
+        chunk_mb: size of a chunk in MiB, ``auto`` or ``again``; see `ZeroOptions`.
+        precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
         max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
-        gather_ahead: chunks that stage 3 gathers ahead of the one in use.
-        overlap: False waits for every collective at once; the results are the same.
-        axes: names and sizes of the mesh that collectives go along step by step, slowest links
-            first, such as ``{"node": 2, "local": 4}``; None sends straight from rank to rank.
-            ``auto`` takes the faster of the two, and the best axes, as `cluster` predicts them.
-        rank_order: ranks as they fill the axes, the innermost first, where they are not numbered
-            so.
-        cluster: links of the ranks for ``axes="auto"``; None is what ``gulliver probe`` measured
-            here, or else a description of such machines.
-        assume_elementwise: shard an optimizer that is not known, on the user's word that its update
-            of an element looks at that element only. Stage 0 needs no word: it steps whole
-            parameters, those of an optimizer that is not known in one call.
-        assume_per_parameter: shard such an optimizer by whole parameters, on the user's word that
-            its update of a parameter looks at that parameter only: its values, gradient and state.
-        broadcast_buffers: whether every step gives all ranks rank 0's values of the buffers,
-            such as running statistics, as torch's DDP does.
-        folder: where tuning writes ``chunks.json`` and a picture, ``chunks.png``; None for neither.
-        verbose: print the plan when the model is boosted, and what tuning found.
-        memory_limit: memory for state and activations on each rank, under stage 3, as
-            `GeminiPlugin` takes it; None for no limit.
-        disk: folder and bytes for what does not fit, as of `GeminiPlugin`.
-        activations: fate of what forward keeps, under a limit: ``keep``, ``recompute``,
-            ``offload`` or ``auto``, as `GeminiPlugin` takes it.
-        step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is
-            complete: less memory for gradients, and at stages 1 and 2 gathers begin earlier. With
-            `max_norm` and with ``fp16`` all gradients are waited for. Clipping by the loop comes
-            too late for it and is refused, and `zero_grad` has to follow each step.
+        memory_limit: memory of each rank under stage 3; see `LimitOptions`.
+        disk: folder and bytes for what does not fit; see `LimitOptions`.
+        activations: what happens to activations under a limit; see `StepOptions`.
+        step_in_backward: step each chunk inside `Booster.backward`; see `StepOptions`.
         weights: checkpoint that stage 3 fills the model from, as of `GeminiPlugin`.
-        use_fp8: the same as in `TorchDDPPlugin`.
-        fp8_emulation: the same as in `TorchDDPPlugin`.
-        communication_dtype: format of what travels between ranks: ``bf16``, ``fp8``, ``int8`` and
-            others, for all of it, or by kind, such as ``{"reduce": "fp8"}``; None for none. Where
-            the plan predicts that packing costs more than it spares it stays off.
-        force_communication_dtype: pack nevertheless.
-        error_feedback: add what packing loses of a gradient to the next one; see docs/wire.md.
-        wire_gate: compare gradients with unpacked ones now and then; stop if they are far off.
+        verbose: print the plan when the model is boosted, and what tuning found.
+        options: fields of `ZeroOptions`, `LimitOptions`, `StepOptions`, `LinkOptions`,
+            `Fp8Options` and `CommunicationOptions`.
 
     Raises:
-        GulliverError: another stage or precision, or a size that is not positive.
+        GulliverError: an option that it does not have, a value out of range, or options that
+            exclude each other.
     """
 
     def __init__(
@@ -342,110 +285,73 @@ class LowLevelZeroPlugin(Plugin):
         chunk_mb: float | str = "auto",
         precision: str | None = None,
         max_norm: float = 0.0,
-        gather_ahead: int = 2,
-        overlap: bool = True,
-        axes: Mapping[str, int] | str | None = None,
-        rank_order: Sequence[int] | None = None,
-        assume_elementwise: bool = False,
-        folder: Path | str | None = None,
-        verbose: bool = True,
-        broadcast_buffers: bool = True,
-        cluster: Cluster | None = None,
+        *,
         memory_limit: int | float | str | None = None,
         disk: Path | str | None = None,
-        assume_per_parameter: bool = False,
-        step_in_backward: bool = False,
         activations: str = "keep",
+        step_in_backward: bool = False,
         weights: Path | str | None = None,
-        use_fp8: bool | str | Fp8Plan = False,
-        fp8_emulation: bool = False,
-        communication_dtype: str | Mapping[str, str] | None = None,
-        force_communication_dtype: bool = False,
-        error_feedback: bool = False,
-        wire_gate: bool = True,
+        verbose: bool = True,
+        **options: Any,
     ) -> None:
-        self.fp8 = fp8_plan(use_fp8, fp8_emulation)
-        self.wires = WireOptions.of(
-            communication_dtype, force_communication_dtype, error_feedback, wire_gate
-        )
-        if isinstance(axes, str) and axes != "auto":
-            raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
-        if isinstance(chunk_mb, str) and chunk_mb not in TUNED:
-            raise GulliverError(
-                f"chunk_mb={chunk_mb!r} is not known: {nearest(chunk_mb, TUNED)}, or a number"
-            )
-        size = DEFAULT_CHUNK_MB if isinstance(chunk_mb, str) else chunk_mb
-        if stage not in STAGES:
-            raise GulliverError(
-                f"LowLevelZeroPlugin(stage={stage!r}) is not supported: 0 shards nothing, 1 the "
-                "optimizer, 2 the gradients too, 3 the parameters too"
-            )
-        if not (size > 0 and max_norm >= 0 and gather_ahead >= 0):
-            raise GulliverError(
-                "chunk_mb must be positive, max_norm and gather_ahead not negative, not "
-                f"{chunk_mb}, {max_norm}, {gather_ahead}"
-            )
-        if precision not in (None, *HALVES):
-            raise GulliverError(
-                f"LowLevelZeroPlugin(precision={precision!r}) is not supported: "
-                f"{nearest(str(precision), HALVES)} (or None)"
-            )
-        self.stage, self.chunk_mb, self.max_norm = stage, chunk_mb, max_norm
-        self.precision, self.gather_ahead, self.overlap = precision, gather_ahead, overlap
-        self.axes, self.rank_order, self._size_mb = axes, rank_order, size
-        self.folder = None if folder is None else Path(folder)
-        self.assume_elementwise, self.verbose = assume_elementwise, verbose
-        self.assume_per_parameter = assume_per_parameter
-        self.broadcast_buffers, self.cluster = broadcast_buffers, cluster
-        self.step_in_backward = step_in_backward
+        self.stage: int = checked(stage, Stage, f"{type(self).__name__}.stage")
+        kinds = (ZeroOptions, LimitOptions, StepOptions, LinkOptions)
+        given = {
+            "chunk_mb": chunk_mb,
+            "precision": precision,
+            "max_norm": max_norm,
+            "memory_limit": memory_limit,
+            "disk": disk,
+            "activations": activations,
+            "step_in_backward": step_in_backward,
+        }
+        formats = (Fp8Options, CommunicationOptions)
+        groups = take_options(type(self), (*kinds, *formats), given | options)
+        self.zero, limits, self.steps, self.links = groups[:4]
+        self.fp8, self.wires = groups[4].plan(), groups[5].wires()
+        self.precision, self.max_norm = self.zero.precision, self.zero.max_norm
+        self.step_in_backward = self.steps.step_in_backward
+        self.broadcast_buffers = self.steps.broadcast_buffers
+        self.weights, self.verbose = weights, verbose
         if weights is not None and stage != 3:
             raise GulliverError(
                 f"weights= fills the shards of stage=3, not of stage={stage}: load the model "
                 "before it is boosted"
             )
-        self.weights = None if weights is None else str(weights)
         self.takes = ("meta",) if stage == 3 else ()
-        self.memory = TierOptions.within(
+        self.memory = limits.tiers(
             stage,
             "LowLevelZeroPlugin(stage=3)",
-            memory_limit,
-            disk,
-            step_in_backward=step_in_backward,
-            activations=activations,
+            step_in_backward=self.step_in_backward,
+            activations=self.steps.activations,
         )
-        if self.memory is None and activations != "keep":
+        if self.memory is None and self.steps.activations != "keep":
             raise GulliverError(f"activations={activations!r} needs a memory_limit to keep to")
-        if self.memory is not None and chunk_mb == "again":
-            raise GulliverError(
-                "chunk_mb='again' tunes in the first steps: with a memory_limit 'auto' plans the "
-                "size, or give a number"
-            )
+        if self.memory is not None:
+            self.zero.refuse_tuning()
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
         """Shards over all ranks."""
-        torus = {} if isinstance(self.axes, str) else dict(self.axes or {})
-        order = tuple(self.rank_order or ()) if torus else ()
+        links, memory, chunk_mb = self.links, self.memory, self.zero.chunk_mb
+        torus = {} if isinstance(links.axes, str) else dict(links.axes or {})
+        order = tuple(links.rank_order or ()) if torus else ()
         device = current_world().device.type
-        tuned = isinstance(self.chunk_mb, str) and self.memory is None
+        tuned = isinstance(chunk_mb, str) and memory is None
         return Plan(
             plugin=type(self).__name__,
             mesh=Mesh(device, {"data": ranks}, torus, order),
-            zero=ZeroPlan(
-                stage=self.stage,
-                chunk_bytes=int(self._size_mb * MIB),
-                tuning=str(self.chunk_mb) if tuned else "off",
-                gather_ahead=self.gather_ahead,
-                overlap=self.overlap,
+            zero=self.zero.plan(
+                self.stage,
+                tuning=str(chunk_mb) if tuned else "off",
+                overlap=links.overlap,
                 broadcast_buffers=self.broadcast_buffers,
-                assume_elementwise=self.assume_elementwise,
-                assume_per_parameter=self.assume_per_parameter,
-                step_in_backward=self.step_in_backward and self.memory is None,
-                report=None if self.folder is None else str(self.folder),
-                tiers=None if self.memory is None else self.memory.tiers(device),
+                step_in_backward=self.step_in_backward and memory is None,
+                report=None if links.folder is None else str(links.folder),
+                tiers=None if memory is None else memory.tiers(device),
             ),
             precision=Precision(precision, self.precision or "none", fp8=self.fp8),
-            max_norm=float(self.max_norm),
-            weights=self.weights,
+            max_norm=self.max_norm,
+            weights=None if self.weights is None else str(self.weights),
         )
 
     def for_model(
@@ -455,18 +361,19 @@ class LowLevelZeroPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """A torus, where ``axes="auto"`` predicts that it is faster; chunks under a limit."""
+        """Chooses a torus with ``axes="auto"``, and chunks under a limit."""
+        links = cluster or self.links.cluster
         if self.memory is not None:
-            links = cluster or self.cluster
-            plan = plan_tiers(plan, model, optimizer, links, isinstance(self.chunk_mb, str))
-        if not isinstance(self.axes, str):
+            chosen = isinstance(self.zero.chunk_mb, str)
+            plan = plan_tiers(plan, model, optimizer, links, chosen)
+        if self.links.axes != "auto":
             return plan
         names = {} if optimizer is None else named_trainables(model, optimizer)
-        whole, chunk = max(1, sum(p.nbytes for p in names)), int(self._size_mb * MIB)
+        whole, chunk = max(1, sum(p.nbytes for p in names)), self.zero.chunk_bytes
         chunks = [min(chunk, whole - start) for start in range(0, whole, chunk)]
         ranks = plan.mesh.size
-        links = cluster or self.cluster or current_cluster(ranks)
-        chosen = choose_axes(links, zero_collectives(self.stage, chunks), ranks)
-        order = tuple(self.rank_order or chosen.order or ()) if chosen.axes else ()
-        mesh = replace(plan.mesh, torus=dict(chosen.axes), rank_order=order)
-        return replace(plan, mesh=mesh, reasons={**plan.reasons, "mesh.torus": str(chosen)})
+        sent = zero_collectives(self.stage, chunks)
+        found = choose_axes(links or current_cluster(ranks), sent, ranks)
+        order = tuple(self.links.rank_order or found.order or ()) if found.axes else ()
+        mesh = replace(plan.mesh, torus=dict(found.axes), rank_order=order)
+        return replace(plan, mesh=mesh, reasons={**plan.reasons, "mesh.torus": str(found)})

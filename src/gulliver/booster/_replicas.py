@@ -35,7 +35,7 @@ from gulliver.plan import Plan
 def share_ddp(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: World
 ) -> tuple[nn.Module, BoostedOptimizer]:
-    """Wraps the model with DDP; in a world of one, or not to be trained, it stays as it is."""
+    """Wraps the model with DDP, unless there is one rank or nothing to train."""
     assert plan.ddp is not None, "the plan is of DDP"
     hook: BucketHook | None = None
     plain, idle = unwrapped(model), optimizer is None
@@ -73,7 +73,7 @@ def share_zero(
     manager: LimitedManager | None = None,
     uses: Sequence[str] = (),
 ) -> ZeroOptimizer:
-    """Moves parameters into chunks; the model stays the object that it was."""
+    """Moves parameters into chunks; the model stays the same object."""
     zero = plan.zero
     assert zero is not None, "the plan is of ZeRO"
     rest = {p: n for n, p in model.named_parameters() if p not in names and not is_boosted(p)}
@@ -110,7 +110,7 @@ def share_zero(
 
 
 def tune(plan: Plan, model: nn.Module, boosted: ZeroOptimizer, verbose: bool) -> None:
-    """Keeps buffers alike, and lets the first steps find the size of chunks."""
+    """Keeps buffers equal on all ranks, and tunes chunks in the first steps."""
     zero = plan.zero
     assert zero is not None, "the plan is of ZeRO"
     if zero.broadcast_buffers and boosted.size > 1:
@@ -125,7 +125,7 @@ def tune(plan: Plan, model: nn.Module, boosted: ZeroOptimizer, verbose: bool) ->
 
 
 class _DDP(DistributedDataParallel):
-    """DDP that lets the attributes of its module through, so that a loop need not know of it."""
+    """DDP with the attributes of its module, so that loops need not know of it."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -134,14 +134,9 @@ class _DDP(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
     def watch_gradients(self, reduce: Callable[..., Any]) -> None:
-        """Notes which gradients this rank has added to since they were reduced last.
-
-        DDP reduces in the backward of its own forward alone, not of a submodule's that is called
-        directly, nor inside `no_sync`; a bucket that it reduces has all gradients up to then.
-
-        Args:
-            reduce: hook that reduces a bucket.
-        """
+        """Notes which gradients this rank has added to since they were reduced last."""
+        # DDP reduces in the backward of its own forward alone, not of a submodule's that is called
+        # directly, nor inside `no_sync`; a bucket that it reduces has all gradients up to then.
         self.unreduced = unreduced = set[int]()  # by id: the hooks must not keep the parameters
 
         def reduced(state, bucket):  # torch compares annotations
@@ -157,12 +152,11 @@ class _DDP(DistributedDataParallel):
 
 
 class _DDPOptimizer(BoostedOptimizer):
-    """The user's optimizer of a DDP model.
+    """The user's optimizer of a DDP model."""
 
-    [Note: what DDP does not reduce] It is reduced after the backward, inside `no_sync` before the
-    step: the mean over the ranks is linear, and leaves what is the same on all ranks as it is. So
-    a gradient may have been reduced in part. As with DDP, all ranks make the same kinds of calls.
-    """
+    # [Note: what DDP does not reduce] It is reduced after the backward, inside `no_sync` before the
+    # step: the mean over the ranks is linear, and leaves what is the same on all ranks as it is. So
+    # a gradient may have been reduced in part. As with DDP, all ranks make the same kinds of calls.
 
     def __init__(self, inner: torch.optim.Optimizer, names: Any, model: nn.Module) -> None:
         super().__init__(inner, names)

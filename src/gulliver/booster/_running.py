@@ -1,4 +1,4 @@
-"""What runs: the plan as it is now, tuning included, and what its steps take and hold."""
+"""The plan as it runs now, tuning included, and what its steps take and hold."""
 
 from __future__ import annotations
 
@@ -20,20 +20,14 @@ KINDS = ("parameters", "gradients", "optimizer_state")
 
 
 class Running:
-    """A boosted model's plan beside its optimizer.
-
-    Args:
-        planned: plan as it was applied.
-        optimizer: optimizer of the model.
-        model: what this rank has of it.
-    """
+    """A boosted model's plan and its optimizer."""
 
     def __init__(self, planned: Plan, optimizer: BoostedOptimizer, model: nn.Module) -> None:
         self.planned, self.optimizer, self.model = planned, optimizer, model
 
     @property
     def plan(self) -> Plan:
-        """The plan of what runs now: chunks that were cut anew since are in it."""
+        """The plan as it runs now, with chunks that were tuned since."""
         plan, zero, optimizer = self.planned, self.planned.zero, self.optimizer
         # Ranks of a pipeline have chunks of their own, which nothing cuts anew.
         if zero is None or not isinstance(optimizer, ZeroOptimizer) or optimizer.pipeline:
@@ -122,10 +116,8 @@ class Running:
         return Row("sent", "sent bytes", predicted, sent, "" if alone else EXTRA)
 
     def _phases(self, step: float) -> list[Row]:
-        """Seconds of a step, of what comes before the optimizer, and of the optimizer's step.
-
-        On a GPU the processor runs ahead: there the two phases are what it waits for in each.
-        """
+        """Seconds of a step, of what comes before the optimizer, and of the optimizer's step."""
+        # On a GPU the processor runs ahead: there the two phases are what it waits for in each.
         predicted, cluster = self.plan.predicted.seconds, self.plan.predicted.cluster
         update = statistics.median(self.optimizer.taken.updated_in)
         links = f"gulliver probe measures the links of {cluster or 'the cluster'}"

@@ -1,7 +1,6 @@
-"""Files of models that no rank has all of: gathered and cut again one tensor at a time.
+"""Files of models that no rank has whole: gathered and cut one tensor at a time.
 
-What `_states.py` does for models that every rank has whole, in the same files: each loads what the
-other wrote. Every rank calls every function here.
+The files are those of models that every rank has whole. Every rank calls every function here.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gulliver.booster._checkpoint import agreed, names_of_all
+from gulliver.booster._checkpoint import names_of_all
 from gulliver.booster._model import dtypes_of, narrow_dtypes
 from gulliver.checkpoint import (
     GatheredWeights,
-    Mismatch,
     PartsSaver,
     Weights,
     adapter_names,
@@ -30,11 +28,11 @@ from gulliver.checkpoint import (
     write_adapters,
     write_single,
 )
-from gulliver.comm import gather_objects
+from gulliver.comm import gather_objects, raise_on_any_rank
 from gulliver.parallel import BoostedOptimizer
 
 
-def write_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
+def write_gathered(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
     """Writes a model as one file, under its own names and in its own dtypes."""
 
     def write(weights: GatheredWeights) -> None:
@@ -43,10 +41,10 @@ def write_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
     on_gathered(holder.checkpoint.model_leaves(model), write, dtypes_of(model))
 
 
-def begin_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
-    """Begins to write what `write_model` writes, while training goes on."""
-    leaves, dtypes = holder.checkpoint.model_leaves(model), _of_all(dtypes_of(model))
-    return begin_single(leaves, path, dtypes, holder.checkpoint.copy_limit)
+def begin_gathered(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
+    """Begins to write what `write_gathered` writes, while training goes on."""
+    leaves, dtypes = holder.model_leaves(model), _of_all(dtypes_of(model))
+    return begin_single(leaves, path, dtypes, holder.copy_limit)
 
 
 def write_folder(holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any) -> None:
@@ -64,7 +62,7 @@ def write_adapter_folder(
     dtype: torch.dtype | None = None,
 ) -> PartsSaver | None:
     """Writes PEFT's adapters of a model, or begins to while training goes on."""
-    agreed(lambda: refuse_existing(folder))
+    raise_on_any_rank(lambda: refuse_existing(folder))
     names = _of_all({0: adapter_names(model)})[0]
     wanted = {source for sources in names.values() for source in sources.values()}
     leaves = {n: leaf for n, leaf in holder.checkpoint.model_leaves(model).items() if n in wanted}
@@ -85,48 +83,33 @@ def begin_folder(
     holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any
 ) -> PartsSaver:
     """Begins to write what `write_folder` writes, while training goes on."""
-    agreed(lambda: refuse_existing(folder))
-    aliases, dtypes = _of_all(holder.checkpoint.canonical_names(model)), _of_all(dtypes_of(model))
-    leaves, limit = holder.checkpoint.model_leaves(model), holder.checkpoint.copy_limit
+    raise_on_any_rank(lambda: refuse_existing(folder))
+    aliases, dtypes = _of_all(holder.canonical_names(model)), _of_all(dtypes_of(model))
+    leaves, limit = holder.model_leaves(model), holder.copy_limit
     return begin_huggingface(leaves, folder, dtypes, aliases, memory_limit=limit, **options)
 
 
 def _of_all(mine: dict[Any, Any]) -> dict[Any, Any]:
-    """What any rank has, by name; every rank calls it."""
+    """Joins the entries of all ranks by name; every rank calls it."""
     return {name: value for found in gather_objects(mine) for name, value in found.items()}
 
 
-def read_model(
+def read_sharded(
     holder: BoostedOptimizer, model: nn.Module, path: Path, strict: bool, checked: bool = False
 ) -> list[str]:
-    """Fills a model from a file or a Hugging Face folder, each rank with what it holds.
-
-    Args:
-        holder: optimizer that the model was boosted with.
-        model: boosted model.
-        path: path of the file or folder.
-        strict: whether to refuse names that are missing or left over.
-        checked: whether the values are known to fit the dtypes that are computed with.
-
-    Returns:
-        Names that were missing or left over.
-    """
-    leaves, elsewhere = holder.checkpoint.load_leaves(model), names_of_all(model, holder)
-    aliases = holder.checkpoint.canonical_names(model)
-    found, narrow = Mismatch(), {} if checked else narrow_dtypes(model)
-
-    def check() -> None:
-        odd = match_huggingface(leaves, path, strict, "", elsewhere, aliases, narrow, model)
-        found.missing, found.unexpected = odd.missing, odd.unexpected
-
-    agreed(check)
-    holder.checkpoint.before_model_load()
+    """Fills a model from a file or a Hugging Face folder, each rank with what it holds."""
+    leaves, elsewhere = holder.load_leaves(model), names_of_all(model, holder)
+    aliases = holder.canonical_names(model)
+    narrow = {} if checked else narrow_dtypes(model)
+    odd = raise_on_any_rank(
+        lambda: match_huggingface(
+            leaves, path, strict, "", elsewhere, aliases, dtypes=narrow, like=model
+        )
+    )
+    holder.before_model_load()
+    # Mismatches were found and reported above.
     given = leaves, path, False, "", elsewhere, aliases, True, model
-    agreed(lambda: _ignored(load_huggingface(*given)))
-    holder.checkpoint.after_model_load()
-    every = gather_objects(found.missing + found.unexpected)
+    raise_on_any_rank(lambda: load_huggingface(*given))
+    holder.after_model_load()
+    every = gather_objects(odd.missing + odd.unexpected)
     return list(dict.fromkeys(name for names in every for name in names))
-
-
-def _ignored(_: object) -> None:
-    """What was said before is not said again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import collections
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,7 @@ from gulliver.parallel import BoostedOptimizer
 
 
 def on_main(write: Callable[[], None]) -> None:
-    """Lets rank 0 write, and every rank know whether it could; every rank calls it.
-
-    Raises:
-        GulliverError: rank 0 could not.
-    """
+    """Writes on rank 0 and raises on every rank if that fails; every rank calls it."""
     world = init_world()
     failure: Exception | None = None
     if world.is_main:
@@ -37,6 +33,7 @@ def on_main(write: Callable[[], None]) -> None:
             failure = GulliverError(f"{error.filename} cannot be written: {error.strerror}")
         except Exception as error:
             failure = error
+    # The others wait for this answer, and so for the file: they may read it afterwards.
     failed = any_rank(failure is not None, world.device)
     if failure is not None:
         raise failure
@@ -45,16 +42,12 @@ def on_main(write: Callable[[], None]) -> None:
     barrier()
 
 
+# Attribute of models of which each rank has a share only; copies of them have it, too.
 CUT = "gulliver_cut"
-"""Attribute of models of which each rank has a share only; copies of them have it, too."""
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuses a share of a model that nobody knows the rest of.
-
-    Raises:
-        GulliverError: it was boosted by another booster, or copied from one that was.
-    """
+    """Refuses one rank's share of a model that this booster has not boosted."""
     if CUT in vars(model):
         raise GulliverError(
             "each rank has a share of this model, and it is not the one that this booster has "
@@ -130,7 +123,8 @@ def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
     own = lr_scheduler.state_dict()
     for key, value in state.items():
         # JSON knows plain dicts only; a step schedule counts its milestones.
-        own[key] = Counter(value) if isinstance(own.get(key), Counter) else value
+        counts = isinstance(own.get(key), collections.Counter)
+        own[key] = collections.Counter(value) if counts else value
     lr_scheduler.load_state_dict(own)
 
 

@@ -7,9 +7,7 @@
         optimizer.step()
         optimizer.zero_grad()
 
-`step.run(criterion)` does what the inner loop does, and runs where blocks lie on several stages.
-
-What a step does is told in `_training_step.py`.
+`step.run(criterion)` does what the inner loop does, also where blocks lie on several stages.
 """
 
 from __future__ import annotations
@@ -17,20 +15,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import default_collate
 
 from gulliver._compat import is_batch_norm
 from gulliver.booster._model import unwrapped
-from gulliver.booster._own_buffers import OwnBuffers
+from gulliver.booster._own_buffers import warn_of_own_buffers
 from gulliver.booster._recomputed import RecomputeSwitch, StageSwitch, offload_for
-from gulliver.booster._training_step import LoadedBatch, TrainingStep
-from gulliver.booster.hybrid import HybridOptimizer, degree_of, sequence_rows
+from gulliver.booster._training_step import LoadedBatch, StepContext, TrainingStep
+from gulliver.booster.hybrid import HybridOptimizer, degree_of
 from gulliver.comm import current_world, gather_objects
 from gulliver.data import (
     DataCentricPlanner,
@@ -44,8 +40,8 @@ from gulliver.memory import Copier
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.parallel.zero import LEFT, check_uneven
 
+# What the mean over a step is over: a number for each sample of the data set.
 Weight = Callable[[int], float] | Sequence[float]
-"""What the mean over a step is over: a number for each sample of the data set."""
 
 
 class DataCentricLoader:
@@ -68,7 +64,6 @@ class DataCentricLoader:
             them: those that some rank could not read then weigh 0 on all.
 
     Attributes:
-        called: the model as it was boosted.
         degree: degree of the model; None where no sequences are shared.
         refines: whether the planner is told what micro-batches took.
         passed_over: samples of steps in which every sample weighs 0; such a step is not given out.
@@ -97,24 +92,23 @@ class DataCentricLoader:
                 f"{type(optimizer).__name__}"
             )
         self.planner, self.dataset, self.model = planner, dataset, unwrapped(model)
-        self.called = model
         self.optimizer, self.degree = optimizer, degree_of(self.model)
         self._collate, self._weight = collate or default_collate, weight
         self._shape_of, self.refines, self._begin = shape_of, refine, begin
         _check(self)
         kinds = getattr(planner.costs, "kinds", ())
         named = [(kind.name, kind.count) for kind in kinds]
-        self._switch = _switch(self, named, copier) if named else None
+        switch = _switch(self, named, copier) if named else None
+        self._context = StepContext(model, optimizer, self.degree, switch, timed=refine)
         self._reading = Lock()
         self._given: tuple[TrainingStep, Any] | None = None
         self._first: tuple[int, Any] | None = None
         self.passed_over = 0
-        self._buffers = OwnBuffers(self.model, optimizer)
         if isinstance(weight, Sequence) and not any(weight):
             raise GulliverError("weight= is 0 for every sample: there is nothing to learn from")
 
     def __iter__(self) -> Iterator[TrainingStep]:
-        if self._given is not None and not self._given[0]._ended:
+        if self._given is not None and not self._given[0].ended:
             # It was looked at, or left before its end: its samples are in no step yet.
             self.planner.rewind(self._given[1])
         self._given, plans = None, iter(self.planner)
@@ -134,15 +128,17 @@ class DataCentricLoader:
                     f"the samples of step {plan.step} count {weight} together: weight= must give "
                     "numbers of at least 0"
                 )
-            step = TrainingStep(self, plan, weight)
+            step = TrainingStep(plan, weight, self._context, self._load(plan))
             self._first = self._first_untaken(before)
             self._given = step, before
             yield step
-            if not step._begun:
+            if not step.begun:
                 raise GulliverError("a step was not looped over: its samples would be left out")
-            if not step._ended:
+            if not step.ended:
                 raise GulliverError(LEFT)
-            self._buffers.look()
+            if self.refines:
+                self._observe(step.measured)
+            warn_of_own_buffers(self.model, self.optimizer)
 
     def weigh(self, index: int) -> float:
         """Weight of a sample in the mean over its step."""
@@ -150,14 +146,10 @@ class DataCentricLoader:
             return 1.0
         return float(self._weight(index) if callable(self._weight) else self._weight[index])
 
-    def sharing(self, rows: Sequence[Sequence[int]]) -> AbstractContextManager[Any]:
-        """Lets the ranks of each row share sequences."""
-        return nullcontext() if self.degree is None else sequence_rows(self.degree, rows)
-
-    def load(
-        self, plan: StepPlan, batches: Sequence[tuple[MicroBatch, int]]
-    ) -> Generator[LoadedBatch]:
-        """Loads micro-batches, whose degrees are given, each while the one before it runs."""
+    def _load(self, plan: StepPlan) -> Generator[LoadedBatch]:
+        """Loads this rank's micro-batches of a step, each while the one before it runs."""
+        own = plan.groups_of(self.optimizer.rank)
+        batches = [(micro, group.degree) for group in own for micro in group.micro_batches]
         if not batches:
             return
         pool = ThreadPoolExecutor(1, "gulliver-samples")
@@ -191,27 +183,12 @@ class DataCentricLoader:
         told = f"{self.planner.seed} {epoch} {index}".encode()
         return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest())
 
-    def recompute(self, batch: MicroBatch) -> None:
-        """Lets the next forward keep, move or compute again what its plan says."""
-        if self._switch is not None:
-            self._switch.set(batch.kinds, batch.offloaded)
-
-    def settle(self) -> None:
-        """Leaves nothing on the device that was to move to the host."""
-        if self._switch is not None:
-            self._switch.settle()
-
-    def wait(self) -> None:
-        """Waits for the device, where times are asked for."""
-        if self.refines and current_world().device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def observe(self, measured: Sequence[tuple[Any, float, float]]) -> None:
-        """Tells the planner what all ranks have measured, where it shall refine its costs."""
-        if self.refines:
-            # Of the whole world: tensor ranks have to plan alike as well.
-            found = gather_objects(list(measured))
-            self.planner.observe([one for rank in found for one in rank])
+    def _observe(self, measured: Sequence[tuple[Any, float, float]]) -> None:
+        """Tells the planner what all ranks have measured."""
+        # The last one of several ranks ends with the reduction of gradients over all of them.
+        own = list(measured[:-1] if self.optimizer.size > 1 else measured)
+        # Of the whole world: tensor ranks have to plan alike as well.
+        self.planner.observe([one for rank in gather_objects(own) for one in rank])
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values: after the step that was given out last, if it was taken.
@@ -227,15 +204,13 @@ class DataCentricLoader:
         return self.planner.state_dict()
 
     def _first_untaken(self, before: Any) -> tuple[int, Any]:
-        """Steps of the optimizer so far, and the position before the first step not yet in them.
-
-        Gradients of several steps may be added up for one of the optimizer's, and the optimizer may
-        step when the next step has been given out.
-        """
+        """Steps of the optimizer so far, and the position before the first step not yet in them."""
+        # Gradients of several steps may be added up for one of the optimizer's, and the optimizer
+        # may step when the next step has been given out.
         taken = self.optimizer.taken.steps
         if self._first is not None and self._first[0] == taken:
             return self._first
-        if self._given is not None and self._given[0]._ended and not self._given[0].is_taken:
+        if self._given is not None and self._given[0].ended and not self._given[0].is_taken:
             return taken, self._given[1]
         return taken, before
 

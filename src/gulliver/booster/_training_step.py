@@ -1,42 +1,43 @@
-"""One planned step on this rank: its micro-batches, and gradients of the mean over the whole step.
-
-[Note: exact weights] A loss is the mean over its micro-batch, and all d ranks of a group show it.
-The optimizer divides the sum over its R ranks by R. So a micro-batch that counts w of the step's W
-is multiplied with (w / W) (R / d): the sum over ranks, divided by R, is the mean over the step,
-whatever the groups were. Clipping, loss scale, schedules and averages of weights see nothing else.
-
-Gradients of a step are not reduced before its last backward; see `gulliver.parallel.zero._uneven`.
-
-[Note: who waits for whom] The last backward of a rank waits for the gradients of all others. Ranks
-of one group need each other's messages in the middle of it. So it must not wait where another rank
-of the group has work in a later phase, which would wait for this one: there gradients leave after
-the loop.
-"""
+"""One planned step on this rank: its micro-batches, and gradients of the mean over the step."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gulliver.booster._pipelined import Criterion, call, own_loss
-from gulliver.booster.hybrid import Degree, HybridOptimizer
+from gulliver.booster._recomputed import RecomputeSwitch, StageSwitch
+from gulliver.booster.hybrid import Degree, HybridOptimizer, sequence_rows
 from gulliver.comm import all_reduce, current_world
 from gulliver.data import MicroBatch, RankGroup, StepPlan
 from gulliver.errors import GulliverError
 from gulliver.parallel import ZeroOptimizer
 from gulliver.parallel.zero import UnevenStep, uneven_step
 
+# Ranks of all groups, and the group of this rank, in each phase of a step.
 Phases = Sequence[tuple[Sequence[Sequence[int]], RankGroup]]
-"""Ranks of all groups, and the group of this rank, of each phase of a step."""
 
 
+# [Note: exact weights] A loss is the mean over its micro-batch, and all d ranks of a group show it.
+# The optimizer divides the sum over its R ranks by R. So a micro-batch that counts w of the step's
+# W is multiplied with (w / W) (R / d): the sum over ranks, divided by R, is the mean over the step,
+# whatever the groups were. Clipping, loss scale, schedules and averages of weights see nothing
+# else.
+#
+# Gradients of a step are not reduced before its last backward; see
+# `gulliver.parallel.zero._uneven`.
+#
+# [Note: who waits for whom] The last backward of a rank waits for the gradients of all others.
+# Ranks of one group need each other's messages in the middle of it. So it must not wait where
+# another rank of the group has work in a later phase, which would wait for this one: there
+# gradients leave after the loop.
 @dataclass(frozen=True)
 class LoadedBatch:
     """Samples that a group of ranks runs at once; all its ranks have the same.
@@ -59,44 +60,23 @@ class LoadedBatch:
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Generators for each sample, on the CPU: what they draw hangs on no rank and no group."""
+        """Generators for each sample, on the CPU: they depend on no rank and no group."""
         return [torch.Generator().manual_seed(seed) for seed in self.seeds]
 
 
-class StepLoader(Protocol):
-    """Interface of the loader that made a step; see `DataCentricLoader`."""
+@dataclass(frozen=True)
+class StepContext:
+    """What the steps of a run have in common."""
 
-    called: nn.Module
+    # The model as it was boosted.
+    model: nn.Module
+    optimizer: ZeroOptimizer
+    # Degree of the model; None where no sequences are shared.
     degree: Degree | None
-
-    @property
-    def optimizer(self) -> ZeroOptimizer: ...
-
-    def sharing(self, rows: Sequence[Sequence[int]]) -> AbstractContextManager[Any]:
-        """Lets the ranks of each row share sequences."""
-        ...
-
-    def load(
-        self, plan: StepPlan, batches: Sequence[tuple[MicroBatch, int]]
-    ) -> Generator[LoadedBatch]:
-        """Loads micro-batches, whose degrees are given."""
-        ...
-
-    def recompute(self, batch: MicroBatch) -> None:
-        """Lets the next forward keep, move or compute again what its plan says."""
-        ...
-
-    def settle(self) -> None:
-        """Leaves nothing on the device that was to move to the host."""
-        ...
-
-    def wait(self) -> None:
-        """Waits for the device, where times are asked for."""
-        ...
-
-    def observe(self, measured: Sequence[tuple[Any, float, float]]) -> None:
-        """Tells the planner what all ranks have measured."""
-        ...
+    # Which blocks the next forward keeps, moves or computes again; None where all are kept.
+    switch: RecomputeSwitch | StageSwitch | None
+    # Whether the seconds of micro-batches are wanted: then the device is waited for.
+    timed: bool
 
 
 @dataclass
@@ -106,15 +86,19 @@ class TrainingStep:
     Attributes:
         plan: what all ranks run.
         weight: what all samples of the step count together.
+        begun: whether its micro-batches are being looped over, or were.
+        ended: whether the loop came to its end.
         measured: shape, predicted and measured seconds of this rank's micro-batches so far.
     """
 
-    loader: StepLoader
     plan: StepPlan
     weight: float
+    context: StepContext
+    # This rank's micro-batches of all phases as they load.
+    coming: Generator[LoadedBatch]
     measured: list[tuple[Any, float, float]] = field(default_factory=list)
-    _begun: bool = False
-    _ended: bool = False
+    begun: bool = False
+    ended: bool = False
     _steps: int = 0
     _open: LoadedBatch | None = None
     _uneven: UnevenStep | None = None
@@ -123,17 +107,17 @@ class TrainingStep:
     _sum: Tensor | None = None
 
     def __iter__(self) -> Iterator[LoadedBatch]:
-        if self.loader.optimizer.pipeline is not None:
+        if self.context.optimizer.pipeline is not None:
             raise GulliverError(
                 "blocks lie on several stages, which run all micro-batches of a step together: "
                 "call step.run(criterion) in place of a loop over them"
             )
-        with self._opened() as (coming, phases):
+        with self._opened() as phases:
             for rows, group in phases:
-                with self.loader.sharing(rows):
+                with self._sharing(rows):
                     for micro in group.micro_batches:
-                        yield from self._run(micro, next(coming))
-        self._close()
+                        yield from self._run(micro, next(self.coming))
+        self.ended = True
 
     def run(
         self,
@@ -165,46 +149,51 @@ class TrainingStep:
                 )
             return given
 
-        if self.loader.optimizer.pipeline is None:
+        if self.context.optimizer.pipeline is None:
             for batch in self:
                 given = made(batch)
-                self.backward((criterion or own_loss)(call(self.loader.called, given), given))
+                self.backward((criterion or own_loss)(call(self.context.model, given), given))
             return
-        with self._opened() as (coming, phases):
+        with self._opened() as phases:
             for rows, group in phases:
-                batches = list(itertools.islice(coming, len(group.micro_batches)))
-                with self.loader.sharing(rows):
+                batches = list(itertools.islice(self.coming, len(group.micro_batches)))
+                with self._sharing(rows):
                     self._run_stages(rows, group, batches, [made(b) for b in batches], criterion)
-        self._close()
+        self.ended = True
 
     @contextmanager
-    def _opened(self) -> Iterator[tuple[Iterator[LoadedBatch], Phases]]:
-        """Wraps the whole step: micro-batches as they load, and this rank's group of each phase."""
-        if self._begun:
+    def _opened(self) -> Iterator[Phases]:
+        """Wraps the whole step, and gives this rank's group of each phase."""
+        if self.begun:
             raise GulliverError("the micro-batches of a step were looped over: each step once")
-        self._begun = True
-        loader, plan = self.loader, self.plan
-        self._steps = loader.optimizer.taken.steps
-        own = plan.groups_of(loader.optimizer.rank)
+        self.begun = True
+        optimizer, degree, plan = self.context.optimizer, self.context.degree, self.plan
+        self._steps = optimizer.taken.steps
+        own = plan.groups_of(optimizer.rank)
         self._left = sum(len(group.micro_batches) for group in own)
-        self._ends_alike = _ends_alike(plan, loader.optimizer.rank)
+        self._ends_alike = _ends_alike(plan, optimizer.rank)
         rows = [[group.ranks for group in phase] for phase in plan.phases]
-        if loader.degree is not None:
+        if degree is not None:
             for phase in rows:
                 # Made by all ranks together: later in the step they are at different places.
-                loader.degree.of_rows(phase)
+                degree.of_rows(phase)
         with ExitStack() as stack:
-            stack.callback(loader.settle)
-            self._uneven = stack.enter_context(uneven_step(loader.optimizer))
-            coming = loader.load(plan, [(m, g.degree) for g in own for m in g.micro_batches])
-            stack.callback(coming.close)
-            yield coming, list(zip(rows, own, strict=True))
+            if self.context.switch is not None:
+                # Nothing that was to move to the host may stay on the device.
+                stack.callback(self.context.switch.settle)
+            self._uneven = stack.enter_context(uneven_step(optimizer))
+            stack.callback(self.coming.close)
+            yield list(zip(rows, own, strict=True))
 
-    def _close(self) -> None:
-        self._ended = True
-        # The last one of several ranks ends with the gradients' way to all of them.
-        loader = self.loader
-        loader.observe(self.measured[:-1] if loader.optimizer.size > 1 else self.measured)
+    def _sharing(self, rows: Sequence[Sequence[int]]) -> AbstractContextManager[Any]:
+        """Lets the ranks of each row share sequences."""
+        degree = self.context.degree
+        return nullcontext() if degree is None else sequence_rows(degree, rows)
+
+    def _recompute(self, micro: MicroBatch) -> None:
+        """Lets the next forward keep, move or compute again what the plan says."""
+        if self.context.switch is not None:
+            self.context.switch.set(micro.kinds, micro.offloaded)
 
     def _run_stages(
         self,
@@ -217,8 +206,8 @@ class TrainingStep:
         """Runs the micro-batches of one phase through the stages."""
         if not batches:
             return
-        begun, loader, micros = time.perf_counter(), self.loader, group.micro_batches
-        optimizer, uneven = loader.optimizer, self._uneven
+        begun, micros = time.perf_counter(), group.micro_batches
+        optimizer, uneven = self.context.optimizer, self._uneven
         assert isinstance(optimizer, HybridOptimizer), "it has a pipeline"
         assert uneven is not None, "the step is open"
         factors = [batch.weight / self.weight / batch.degree for batch in batches]
@@ -227,7 +216,7 @@ class TrainingStep:
             given,
             factors,
             criterion,
-            lambda number: loader.recompute(micros[number]),
+            lambda number: self._recompute(micros[number]),
             str(rows),
         )
         assert loss is not None, "there are micro-batches"
@@ -242,14 +231,15 @@ class TrainingStep:
     def _run(self, micro: MicroBatch, batch: LoadedBatch) -> Iterator[LoadedBatch]:
         """Gives a micro-batch out, and sees that it had its backward."""
         begun = time.perf_counter()
-        self.loader.recompute(micro)
+        self._recompute(micro)
         self._open = batch
         yield batch
         if self._open is not None:
             raise GulliverError(
                 "a micro-batch had no backward: call step.backward(loss) once for each"
             )
-        self.loader.wait()
+        if self.context.timed and current_world().device.type == "cuda":
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
         self.measured.append((micro.shape, micro.seconds, seconds))
 
@@ -257,13 +247,8 @@ class TrainingStep:
         """Backward of the loss of the present micro-batch: the mean over what it counts.
 
         Raises:
-            GulliverError: there is no micro-batch, or it had its backward; the loss has dims.
+            GulliverError: there is no micro-batch, or it had its backward; the loss is no scalar.
         """
-        if not isinstance(loss, Tensor):
-            raise GulliverError(
-                f"a loss that is a {type(loss).__name__}: give the mean over the micro-batch, a "
-                "scalar tensor with its graph"
-            )
         if loss.dim():
             raise GulliverError(
                 f"a loss of shape {tuple(loss.shape)}: give the mean over the micro-batch, a scalar"
@@ -282,12 +267,12 @@ class TrainingStep:
         scaled = share * loss.detach().double()
         self._sum = scaled if self._sum is None else self._sum + scaled
         last = not self._left and self._ends_alike
-        uneven.backward(loss * (share * self.loader.optimizer.size), last=last)
+        uneven.backward(loss * (share * self.context.optimizer.size), last=last)
 
     @property
     def is_taken(self) -> bool:
         """Whether the optimizer has stepped with what the micro-batches gave."""
-        return self._ended and self.loader.optimizer.taken.steps > self._steps
+        return self.ended and self.context.optimizer.taken.steps > self._steps
 
     def loss(self) -> float:
         """The mean loss over the whole step; every rank calls it, after the loop.
@@ -295,13 +280,13 @@ class TrainingStep:
         Raises:
             GulliverError: the step has not run, or not to its end.
         """
-        if not self._ended:
+        if not self.ended:
             raise GulliverError("step.loss() is that of a step which has run: call it afterwards")
         device = current_world().device
         total = torch.zeros((), dtype=torch.float64, device=device)
         total += 0.0 if self._sum is None else self._sum.to(device)
-        if self.loader.optimizer.size > 1:
-            all_reduce(total, "sum", self.loader.optimizer.group)
+        if self.context.optimizer.size > 1:
+            all_reduce(total, "sum", self.context.optimizer.group)
         return float(total)
 
 

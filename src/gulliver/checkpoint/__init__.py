@@ -45,7 +45,6 @@ from gulliver.checkpoint._parts_saving import PartsSaver, begin_huggingface, beg
 from gulliver.checkpoint._reader import StepReader
 from gulliver.checkpoint._refs import Ref, refs_in, replace_refs, with_refs
 from gulliver.checkpoint._saving import AsyncCheckpointer
-from gulliver.checkpoint._single import FileSaver
 from gulliver.checkpoint._transformers import float_config, model_weights
 from gulliver.checkpoint._tree import as_leaf, join_state, merge_skeletons, names_in, split_state
 from gulliver.checkpoint._weights import Weights, is_step_or_run, open_weights
@@ -56,7 +55,6 @@ __all__ = [
     "CheckpointFolder",
     "Comparison",
     "Difference",
-    "FileSaver",
     "Filling",
     "GatheredWeights",
     "Loaded",

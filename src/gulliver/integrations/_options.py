@@ -1,7 +1,4 @@
-"""What an accelerator is asked for: the plugin, and what does not go with it.
-
-It knows names and values of accelerate's arguments, and nothing of models.
-"""
+"""Arguments of an accelerator: the plugin, and what does not go with it."""
 
 from __future__ import annotations
 
@@ -17,32 +14,16 @@ from accelerate.utils import InitProcessGroupKwargs
 from gulliver.booster import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from gulliver.comm import init_world
 from gulliver.errors import GulliverError
+from gulliver.integrations._refusals import refuse_arguments
 
-ELSEWHERE = {
-    "deepspeed_plugin": "DeepSpeed",
-    "deepspeed_plugins": "DeepSpeed",
-    "fsdp_plugin": "FSDP",
-    "megatron_lm_plugin": "Megatron-LM",
-    "torch_tp_plugin": "tensor parallelism of transformers",
-    "parallelism_config": "a parallelism_config",
-}
-"""Arguments of accelerate that let another library run the model."""
+# What ``accelerate launch`` asks for by the variables ``ACCELERATE_USE_...``.
 LAUNCHED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
-"""What ``accelerate launch`` asks for by the variables ``ACCELERATE_USE_...``."""
 
 Options = Plugin | Mapping[str, Any] | str | None
 
 
 def plugin_of(options: Options) -> Plugin:
-    """The plugin that options ask for.
-
-    Args:
-        options: a plugin; or arguments of one, as a mapping or as JSON: `GeminiPlugin` where there
-            is a ``memory_limit``, else `LowLevelZeroPlugin`; None for that one's defaults.
-
-    Raises:
-        GulliverError: it is another plugin, or not what a plugin takes.
-    """
+    """The plugin that options ask for."""
     options = _read(options)
     if isinstance(options, LowLevelZeroPlugin | GeminiPlugin):
         return options
@@ -56,15 +37,7 @@ def plugin_of(options: Options) -> Plugin:
 
 
 def one_of(given: Options, of_arguments: Options) -> Options:
-    """The options of a trainer.
-
-    Args:
-        given: those given to the trainer itself, or None.
-        of_arguments: those of its training arguments, or None.
-
-    Raises:
-        GulliverError: they differ.
-    """
+    """The options of a trainer."""
     if given is None or of_arguments is None:
         return of_arguments if given is None else given
     if _read(given) != _read(of_arguments):
@@ -85,7 +58,7 @@ def _read(options: Options) -> Plugin | Mapping[str, Any] | None:
 
 
 def check_precision(name: str | None) -> None:
-    """Refuses the precisions whose scaler or kernels read gradients that are sharded by then."""
+    """Refuses precisions whose scaler or kernels need whole gradients."""
     if name in ("fp16", "fp8"):
         raise GulliverError(
             f"mixed_precision={name!r} is not supported: use 'bf16'"
@@ -94,9 +67,8 @@ def check_precision(name: str | None) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    for name, library in ELSEWHERE.items():
-        if arguments.get(name) is not None:
-            raise GulliverError(f"{name} lets {library} run the model: leave it out, or gulliver")
+    """Refuses arguments and variables that let another library run the model."""
+    refuse_arguments("Accelerator", arguments)
     for name in LAUNCHED:
         variable = f"ACCELERATE_USE_{name}"
         if os.environ.get(variable, "").lower() == "true":
@@ -108,6 +80,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 def join_world(arguments: Mapping[str, Any]) -> None:
     """Joins the world before accelerate does, which would start a group that knows no host."""
+    # accelerate takes a process group that is there; ours reaches host memory, too (gloo).
     handlers = arguments.get("kwargs_handlers") or ()
     given = [h.to_kwargs() for h in handlers if isinstance(h, InitProcessGroupKwargs)]
     options = dict(given[0]) if given else {}
@@ -122,14 +95,7 @@ def join_world(arguments: Mapping[str, Any]) -> None:
 
 
 def join_group(device: torch.device) -> None:
-    """Joins the world of a process group that a framework has made already.
-
-    Args:
-        device: device of this rank.
-
-    Raises:
-        GulliverError: the group does not reach host memory.
-    """
+    """Joins the world of a process group that a framework has made."""
     on_gpu = device.type == "cuda" and dist.is_initialized() and dist.get_world_size() > 1
     if on_gpu and "cpu:" not in str(dist.get_backend_config()):
         raise GulliverError(

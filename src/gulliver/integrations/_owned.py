@@ -1,8 +1,7 @@
-"""Marks models with the accelerator that runs them; the next optimizer takes a model over.
+"""Marks models with the accelerator that runs them, and hands them to the next optimizer.
 
-A model that was boosted is marked with its accelerator. A second Trainer may evaluate with it as it
-is; the optimizer of a second phase, which another Trainer brings or which follows `free_memory`,
-has its parameters given back first.
+A second Trainer may evaluate with a boosted model as it is. The optimizer of a second phase, which
+another Trainer brings or which follows `free_memory`, has the parameters given back first.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _KEY = "_gulliver_owned"
 
 
 class Owner(Protocol):
-    """What is asked of the accelerator that has boosted a model."""
+    """The accelerator that has boosted a model."""
 
     booster: Booster
 
@@ -45,12 +44,7 @@ class _Owned:
 
 
 def mark_owned(model: nn.Module, owner: Owner | None) -> None:
-    """Remembers who runs a model.
-
-    Args:
-        model: plain model.
-        owner: accelerator that has boosted it; None when it is given back.
-    """
+    """Sets the accelerator that runs a model."""
     # Not by setattr, nor in a table: it lives as long as the model, and is no part of it.
     vars(model)[_KEY] = _Owned(owner)
 
@@ -65,15 +59,7 @@ def owner_of(model: nn.Module) -> tuple[nn.Module, Owner] | None:
 
 
 def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Module:
-    """Finds the model that an optimizer steps.
-
-    Args:
-        optimizer: optimizer of one model.
-        known: plain models that are prepared.
-
-    Raises:
-        GulliverError: it is not among them, or not a single one.
-    """
+    """Finds the model that an optimizer steps."""
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     found = [model for model in dict.fromkeys(known) if not stepped.isdisjoint(model.parameters())]
     if not found:
@@ -90,16 +76,7 @@ def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Mod
 
 
 def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Owner) -> None:
-    """Ends the earlier phase of a model, if any: its parameters are plain for the new optimizer.
-
-    Args:
-        model: plain model.
-        optimizer: new optimizer, of the parameters that the model has now; they are exchanged.
-        taker: accelerator that is about to boost them.
-
-    Raises:
-        GulliverError: the earlier phase goes on; a memory limit has no room for the whole model.
-    """
+    """Ends an earlier phase of a model, so that the new optimizer gets plain parameters."""
     found = owner_of(model)
     if found is None:
         return

@@ -1,4 +1,4 @@
-"""What a loop of accelerate calls of a boosted model and its optimizer."""
+"""Boosted models and optimizers as a loop of accelerate calls them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gulliver.parallel import BoostedOptimizer
 
 
 class Accelerating(Protocol):
-    """What an optimizer asks of the accelerator that prepared it."""
+    """What an optimizer reads of the accelerator that prepared it."""
 
     @property
     def num_processes(self) -> int: ...
@@ -61,10 +61,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
 
 def work_together(model: nn.Module) -> None:
-    """Lets ranks generate and save where each needs the others' parameters.
-
-    They generate until the last has its text, and save what was gathered by all.
-    """
+    """Makes ranks generate and save together where each needs the others' parameters."""
+    # They generate until the last has its text, and save what was gathered by all.
     for module in model.modules():
         if hasattr(type(module), "generate"):
             # A method, so that a copy of the model generates by itself.
@@ -98,11 +96,9 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _states_from(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Lets modules answer ``state_dict()`` with what was gathered.
-
-    peft asks the modules of ``modules_to_save`` for the names of their entries, on the rank that
-    writes; to read parameters takes all ranks.
-    """
+    """Makes modules answer ``state_dict()`` with what was gathered."""
+    # peft asks the modules of ``modules_to_save`` for the names of their entries, on the rank that
+    # writes; to read parameters takes all ranks.
     parts = [(name, part) for name, part in model.named_modules() if name]
     for name, part in parts:
         vars(part)["state_dict"] = partial(_state_below, part, f"{name}.", state)
@@ -122,13 +118,7 @@ def _state_below(
 
 
 def mapped_state(booster: Booster, model: nn.Module, folder: Path | None) -> dict[str, Tensor]:
-    """Gathers one tensor after the other, so that nothing of the model's size is in memory.
-
-    Args:
-        booster: booster that has boosted the model.
-        model: plain model.
-        folder: folder whose disk takes the file; None for that of temporary files.
-    """
+    """Gathers one tensor at a time, so that the whole model is never in memory."""
     main = current_world().is_main
     with TemporaryDirectory(dir=folder if main else None, prefix=".gulliver-") as place:
         path = Path(place) / "model.safetensors"

@@ -2,11 +2,9 @@
 
     from gulliver.integrations.accelerate import Accelerator    # was: from accelerate
 
-A subclass, so whatever is not named here is accelerate's own: loaders, `gather_for_metrics`,
-trackers, `accumulate`. Read `prepare_optimizer`: the model that an optimizer trains is boosted
-there. What follows from that is the backward pass, clipping, and files of what is sharded.
-
-It does not know how a model is sharded (`gulliver.booster`), nor the loop around it.
+Loaders, `gather_for_metrics`, trackers and `accumulate` are accelerate's own. Read
+`prepare_optimizer`, which boosts the model that an optimizer trains; the backward pass, clipping
+and files of what is sharded follow from that.
 """
 
 from __future__ import annotations
@@ -43,8 +41,8 @@ from gulliver.integrations._prepared import (
 )
 from gulliver.parallel import BoostedOptimizer
 
+# Folder in a checkpoint that holds what is sharded over the ranks.
 FOLDER = "gulliver"
-"""Folder in a checkpoint that holds what is sharded over the ranks."""
 
 
 class Accelerator(accelerate.Accelerator):
@@ -75,12 +73,7 @@ class Accelerator(accelerate.Accelerator):
 
     @classmethod
     def taking_over(cls, made: accelerate.Accelerator, gulliver: Options) -> Self:
-        """Turns an accelerator that a framework has made into one that boosts.
-
-        Args:
-            made: accelerator that has prepared nothing yet; it changes its class.
-            gulliver: the same as in the constructor.
-        """
+        """Converts an accelerator that a framework has made into one that boosts."""
         plugin = plugin_of(gulliver)
         check_precision(made.mixed_precision)
         join_group(made.device)
@@ -113,7 +106,7 @@ class Accelerator(accelerate.Accelerator):
         self._saving_state = False
 
     def _check_ddp(self, plugin: Any) -> None:
-        """Refuses what was asked of DDP and would change values."""
+        """Refuses options of DDP that would change values."""
         handler = self.ddp_handler
         if handler is None:
             return
@@ -139,18 +132,7 @@ class Accelerator(accelerate.Accelerator):
     # Preparing.
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepares models, optimizers, loaders and schedulers, in whatever order they are given.
-
-        Args:
-            args: what to prepare.
-            device_placement: whether each of them is moved to the device; None as accelerate says.
-
-        Returns:
-            What was given, prepared, in its order.
-
-        Raises:
-            GulliverError: a model cannot be run with its optimizer as the plugin says.
-        """
+        """Prepares models, optimizers, loaders and schedulers, in whatever order they are given."""
         # An optimizer boosts its model, which has to be on its device by then.
         order = sorted(range(len(args)), key=lambda n: not isinstance(args[n], nn.Module))
         places = device_placement
@@ -167,13 +149,7 @@ class Accelerator(accelerate.Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Moves a model to its device, with autocast and compilation; its optimizer boosts it.
-
-        Args:
-            model: plain model.
-            device_placement: whether it is moved; None as accelerate says.
-            evaluation_mode: whether it is not to be trained.
-        """
+        """Moves a model to its device, with autocast and compilation; its optimizer boosts it."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise GulliverError("the model is wrapped by DDP: prepare the plain one")
         if any(p.is_meta for p in model.parameters()) or owner_of(model) is not None:
@@ -187,16 +163,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        """Boosts the model that an optimizer trains, which is prepared before or with it.
-
-        Args:
-            optimizer: optimizer of the parameters of one model.
-            device_placement: argument of accelerate; here state lies with the parameters.
-
-        Raises:
-            GulliverError: its model is not prepared, or not a single one, or in use by another; it
-                cannot be run so.
-        """
+        """Boosts the model that an optimizer trains, which is prepared before or with it."""
         if getattr(optimizer, "_is_accelerate_prepared", False):
             boosted = getattr(optimizer, "boosted", None)
             if boosted is not None and all(o is not boosted for o in self._boosted.values()):
@@ -223,14 +190,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Forgets what was prepared; a model that is given may then have another optimizer.
-
-        Args:
-            objects: prepared models and optimizers, among others.
-
-        Returns:
-            None for each of them.
-        """
+        """Forgets what was prepared; a model that is given may then have another optimizer."""
         models = [self._plain(o) for o in objects if isinstance(o, nn.Module)]
         optimizers = [o.boosted for o in objects if isinstance(o, PreparedOptimizer)]
         for model, boosted in self._boosted.items():
@@ -243,11 +203,7 @@ class Accelerator(accelerate.Accelerator):
         return model in self._ended
 
     def release(self, model: nn.Module) -> None:
-        """Gives a boosted model whole parameters of its own; every rank calls it.
-
-        Args:
-            model: plain model.
-        """
+        """Gives a boosted model whole parameters of its own; every rank calls it."""
         boosted = self._boosted.pop(model)
         self.booster.close()
         self.booster.release(model, boosted)
@@ -262,15 +218,7 @@ class Accelerator(accelerate.Accelerator):
     # A step.
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of this rank's loss over the number of accumulated batches.
-
-        Args:
-            loss: loss of this rank.
-            kwargs: refused.
-
-        Raises:
-            GulliverError: a further argument; a model that has no optimizer is to be trained.
-        """
+        """Backward of this rank's loss over the number of accumulated batches."""
         if self._untrained:
             name = type(next(iter(self._untrained))).__name__
             raise GulliverError(
@@ -281,11 +229,11 @@ class Accelerator(accelerate.Accelerator):
         if not live:
             super().backward(loss, **kwargs)
             return
-        if len(live) > 1 and kwargs:
+        if kwargs:
             raise GulliverError(f"backward takes a loss, not {', '.join(kwargs)}")
         loss = loss / self.gradient_accumulation_steps
         if len(live) == 1:
-            self.booster.backward(loss, live[0], **kwargs)
+            self.booster.backward(loss, live[0])
         else:
             # Which of them a loss reaches is not known: gradients travel with their steps.
             loss.backward()
@@ -299,11 +247,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulates gradients; they are exchanged with the next backward outside.
-
-        Args:
-            model: prepared model.
-        """
+        """Accumulates gradients; they are exchanged with the next backward outside."""
         plain, before = self._plain(model), self.holds_back
         holder = self._boosted.get(plain)
         self.holds_back = holder is not None or before
@@ -316,20 +260,7 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: Any = 2
     ) -> Tensor | None:
-        """Scales the gradients of a model so that their global norm is at most `max_norm`.
-
-        Args:
-            parameters: all parameters of a prepared model, or those of them that are trained.
-            max_norm: largest norm; infinite to measure only.
-            norm_type: 2, or infinite for the largest element.
-
-        Returns:
-            The norm before.
-
-        Raises:
-            GulliverError: parameters of several models, or not all of one; another norm; gradients
-                that are still accumulated.
-        """
+        """Scales the gradients of a model so that their global norm is at most `max_norm`."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         holder = self._holder_of(parameters, "clip_grad_norm_")
         if holder is None:
@@ -337,15 +268,7 @@ class Accelerator(accelerate.Accelerator):
         return holder.clip_grad_by_norm(max_norm, float(norm_type)).to(torch.float32)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Cuts every element of a model's gradients to ``[-clip_value, clip_value]``.
-
-        Args:
-            parameters: all parameters of a prepared model, or those of them that are trained.
-            clip_value: largest element.
-
-        Raises:
-            GulliverError: in the cases of `clip_grad_norm_`.
-        """
+        """Cuts every element of a model's gradients to ``[-clip_value, clip_value]``."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         holder = self._holder_of(parameters, "clip_grad_value_")
         if holder is None:
@@ -368,13 +291,13 @@ class Accelerator(accelerate.Accelerator):
         return found[0]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Does nothing: a scaled loss is the plugin's own matter."""
+        """Does nothing: plugins scale losses themselves."""
 
     @contextmanager
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Refused where ranks would get different numbers of batches; else it changes nothing."""
+        """Refuses different numbers of batches on the ranks; else it changes nothing."""
         even = self.even_batches if even_batches is None else even_batches
         if not even and self.num_processes > 1:
             raise GulliverError(
@@ -389,14 +312,8 @@ class Accelerator(accelerate.Accelerator):
     ) -> dict[str, Any]:
         """The state dict of a model, whole; every rank calls it.
 
-        Args:
-            model: prepared model.
-            unwrap: whether names are those of the plain model.
-            folder: folder whose disk takes the file; None for that of temporary files.
-
-        Returns:
-            Of stage 3 and under a memory limit rank 0 gets it, mapped from a file that is gone, and
-            the others an empty one (as of FSDP); else all get it.
+        With stage 3 and under a memory limit rank 0 gets it, mapped from a deleted file on the disk
+        of `folder`, and the others get an empty one, as with FSDP; else all get it.
         """
         plain = self._plain(model)
         if self._saving_state and plain in self._boosted:
@@ -409,25 +326,14 @@ class Accelerator(accelerate.Accelerator):
         return mapped_state(self.booster, plain, folder)
 
     def save_boosted(self, folder: Path, frozen: bool = True) -> None:
-        """Saves what is sharded of each boosted model and its optimizer; every rank calls it.
-
-        Args:
-            folder: folder of a checkpoint.
-            frozen: whether parameters that are not trained are saved, too.
-        """
+        """Saves what is sharded of each boosted model and its optimizer; every rank calls it."""
         for number, (model, optimizer) in enumerate(self._pairs()):
             place = folder / (f"{FOLDER}_{number}" if number else FOLDER)
             self.booster.save(place, 0, model, optimizer, use_async=False, frozen=frozen)
         self.booster.close()
 
     def load_boosted(self, folder: Path, frozen: bool = True, optimizers: bool = True) -> None:
-        """Loads what `save_boosted` saved, at any number of ranks; every rank calls it.
-
-        Args:
-            folder: folder of a checkpoint.
-            frozen: whether parameters that are not trained were saved, too.
-            optimizers: whether their state is loaded, too.
-        """
+        """Loads what `save_boosted` saved, at any number of ranks; every rank calls it."""
         for number, (model, optimizer) in enumerate(self._pairs()):
             place = folder / (f"{FOLDER}_{number}" if number else FOLDER)
             given = optimizer if optimizers else None
@@ -443,11 +349,6 @@ class Accelerator(accelerate.Accelerator):
         """Saves models, optimizers, schedulers, generators and registered objects.
 
         Models and optimizers lie in the folder ``gulliver`` of it, as each rank has them.
-
-        Args:
-            output_dir: folder; None where checkpoints are named automatically.
-            safe_serialization: whether models that are not trained are saved as safetensors.
-            kwargs: those of accelerate.
         """
 
         def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
@@ -467,13 +368,7 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Loads what `save_state` saved, at any number of ranks.
-
-        Args:
-            input_dir: folder; None for the newest where checkpoints are named automatically.
-            load_kwargs: those of accelerate.
-            kwargs: those of accelerate.
-        """
+        """Loads what `save_state` saved, at any number of ranks."""
 
         def load(models: list[nn.Module], folder: str) -> None:
             self.load_boosted(Path(folder))

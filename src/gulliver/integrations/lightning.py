@@ -6,16 +6,7 @@ Example:
     >>> Trainer(strategy=GulliverStrategy(memory_limit="6GiB", disk="/scratch:100GiB"))
 """
 
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-
 from gulliver.integrations._lightning._checkpoints import to_lightning
-from gulliver.integrations._lightning._strategy import SharedStrategy
+from gulliver.integrations._lightning._strategy import GulliverStrategy
 
 __all__ = ["GulliverStrategy", "to_lightning"]
-
-
-class GulliverStrategy(SharedStrategy, DDPStrategy):
-    """Runs a LightningModule as a plugin plans it; see `SharedStrategy` for the arguments."""
-
-
-GulliverStrategy.register_strategies(StrategyRegistry)

@@ -2,10 +2,9 @@
 
     from gulliver.integrations.trainer import Trainer    # was: from transformers import Trainer
 
-A subclass: the loop, losses, metrics and logs are transformers' own. Its accelerator is
-`gulliver.integrations.accelerate.Accelerator`, which boosts the model; beside that there are only
-files: weights are gathered into the standard Hugging Face format, and what is sharded over the
-ranks is saved as it lies, in the folder ``gulliver`` of a checkpoint. Read `_Boosted`.
+The loop, losses, metrics and logs are transformers' own; its accelerator is that of
+`gulliver.integrations.accelerate`, which boosts the model. Weights are gathered into the standard
+Hugging Face format; what is sharded is saved in the folder ``gulliver`` of a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,31 +23,16 @@ from gulliver.comm import init_world
 from gulliver.errors import GulliverError
 from gulliver.integrations._options import Options, one_of, plugin_of
 from gulliver.integrations._owned import owner_of
+from gulliver.integrations._refusals import refuse_arguments
 from gulliver.integrations.accelerate import FOLDER, Accelerator
 
+# Files of transformers' checkpoints.
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
-"""Files of transformers' checkpoints."""
-
-REFUSED = {
-    "deepspeed": "DeepSpeed runs the model then",
-    "fsdp": "FSDP runs the model then",
-    "parallelism_config": "accelerate cuts the model then",
-    "fp16": "use bf16=True, or gulliver={'precision': 'fp16'} for a model in float16",
-    "fp16_full_eval": "it turns the model itself: use bf16=True",
-    "bf16_full_eval": "it turns the model itself: use bf16=True",
-    "auto_find_batch_size": "it begins anew in the middle of a step: say memory_limit=, or a size",
-    "save_on_each_node": "a checkpoint is one folder of all ranks: save to a shared disk",
-}
-"""Fields of `TrainingArguments` that are refused, and why or what instead."""
 
 
 def _check(args: Any, model: Any) -> None:
-    """Refuses what another library would do with the model, or would do to it."""
-    for name, reason in REFUSED.items():
-        if getattr(args, name, None):
-            raise GulliverError(
-                f"TrainingArguments({name}=...) does not go with gulliver: {reason}"
-            )
+    """Refuses arguments and models that let another library cut or run the model."""
+    refuse_arguments("TrainingArguments", vars(args))
     if args.n_gpu > 1:
         raise GulliverError(f"one process has {args.n_gpu} GPUs: start one for each with torchrun")
     if getattr(model, "is_distributed_loading_by_transformers", False):
@@ -58,7 +42,7 @@ def _check(args: Any, model: Any) -> None:
 
 
 class _Forget(TrainerCallback):
-    """Tells the optimizer that gradients are used up: the loop tells the model only."""
+    """Clears the optimizer's gradients: the loop clears the model's only."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         others["optimizer"].zero_grad()
@@ -71,7 +55,7 @@ else:
 
 
 class _Boosted(_Base):
-    """What is changed of a `Trainer`.
+    """A mixin with what is changed of a `Trainer`.
 
     Args:
         args: those of the trainer.

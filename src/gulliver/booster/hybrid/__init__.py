@@ -1,7 +1,7 @@
 """Hybrid parallelism: tensor, sequence and pipeline axes over one model.
 
-Read `_steps.py`, which cuts a model in place, step by step; `_checks.py` refuses what cannot be
-cut, `_mesh.py` says who works with whom, and `_capability.py` what may be combined.
+Read `steps`, which cuts a model in place; `checks` refuses what cannot be cut, and `mesh` has the
+rank groups.
 """
 
 from gulliver.booster.hybrid._batches import Vocabulary
@@ -9,14 +9,14 @@ from gulliver.booster.hybrid._capability import (
     DTYPES,
     HEADER,
     MODES,
-    Wanted,
-    check,
+    check_family,
+    check_sizes,
     families,
     family_of,
     table,
 )
-from gulliver.booster.hybrid._checks import NO_BLOCKS, check_cut, check_new, check_recompute
-from gulliver.booster.hybrid._choice import HEADS, attention_shape, choose_plan
+from gulliver.booster.hybrid._checks import check_cut, check_new, check_recompute
+from gulliver.booster.hybrid._choice import HEADS, attention_shape, choose_plan, sequence_plan
 from gulliver.booster.hybrid._degree import Degree, degree_of, sequence_degree, sequence_rows
 from gulliver.booster.hybrid._dropout import drops_by_position
 from gulliver.booster.hybrid._inside import HooksLast
@@ -34,7 +34,6 @@ from gulliver.booster.hybrid._steps import (
     recompute,
     rewrite_groups,
     say,
-    sequence_plan,
     wire_sequences,
 )
 from gulliver.booster.hybrid._transformers import keep_logits
@@ -44,21 +43,20 @@ __all__ = [
     "HEADER",
     "HEADS",
     "MODES",
-    "NO_BLOCKS",
     "SHORT",
     "Degree",
     "HooksLast",
     "HybridMesh",
     "HybridOptimizer",
     "Vocabulary",
-    "Wanted",
     "WholeModel",
     "attention_shape",
-    "check",
     "check_cut",
+    "check_family",
     "check_new",
     "check_recompute",
     "check_size",
+    "check_sizes",
     "choose_plan",
     "cut_stages",
     "cut_tensors",

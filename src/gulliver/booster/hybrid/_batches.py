@@ -1,7 +1,6 @@
-"""Ranks that share one model must read one batch: whether they do is looked at, not hoped for.
+"""Compares the batches of ranks that share one model, and refuses unknown tokens and labels.
 
-So are tokens and labels that no rank has: when all ranks have compared their batches they all find
-the same, and none waits for one that stopped.
+All ranks compare first, so they find the same and none waits for one that stopped.
 """
 
 from __future__ import annotations
@@ -24,16 +23,13 @@ TOKENS = ("input_ids", "decoder_input_ids")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the tokens and labels of a model may be.
+    """The ranges of a model's tokens and labels."""
 
-    Attributes:
-        tokens: rows of its embedding; 0: not known.
-        labels: outputs of its head, where its loss compares them; 0: not known.
-        shifted: the first label of a sample is not looked at.
-    """
-
+    # Rows of its embedding; 0: not known.
     tokens: int = 0
+    # Outputs of its head, where its loss compares them; 0: not known.
     labels: int = 0
+    # The first label of a sample is not looked at.
     shifted: bool = False
 
     @classmethod
@@ -52,11 +48,7 @@ class Vocabulary:
         return cls(tokens, labels, own is not None and own.shifted)
 
     def check(self, batch: Any) -> None:
-        """Refuses what is out of the vocabulary, which one process finds as well.
-
-        Raises:
-            GulliverError: a token or label is out of it; the first is named.
-        """
+        """Refuses tokens and labels out of the vocabulary, as one process does."""
         if not isinstance(batch, Mapping):
             return
         for name in TOKENS:
@@ -81,13 +73,7 @@ class Vocabulary:
 def watch_batches(
     model: nn.Module, readers: Callable[[], Sequence[RankGroup]], vocabulary: Vocabulary
 ) -> None:
-    """Compares what a model is called with over the ranks that share it, at every call.
-
-    Args:
-        model: model to watch.
-        readers: gives the rank groups whose ranks read the same batch; they may change.
-        vocabulary: tokens that the model knows.
-    """
+    """Compares what a model is called with over the ranks that share it, at every call."""
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]

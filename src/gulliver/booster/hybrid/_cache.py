@@ -1,7 +1,7 @@
-"""Keys and values of a generation, of which each rank keeps some.
+"""Keys and values of a generation, shared out over ranks.
 
-A prompt's tokens stay where the layout puts them. New tokens are dealt in turn: the one at position
-p is kept by the rank of number p modulo their count, so that no rank grows faster than another.
+A prompt's tokens stay where the layout puts them. Of new tokens, the one at position p is kept by
+rank p modulo their count, so that no rank grows faster than another.
 """
 
 from __future__ import annotations
@@ -11,20 +11,15 @@ from torch import Tensor, nn
 
 from gulliver.parallel.sequence import SequenceGroups
 
+# Tokens that a layer's memory grows by at least.
 SPARE = 64
-"""Tokens that a layer's memory grows by at least."""
 
 
 class ShardedCache:
-    """This rank's keys and values of all layers.
-
-    Attributes:
-        length: tokens that all ranks have seen together.
-        positions: positions of the tokens that this rank keeps, ``[kept]``.
-        asked: positions of the tokens of the forward under way, ``[tokens]``.
-    """
+    """This rank's keys and values of all layers."""
 
     def __init__(self, groups: SequenceGroups) -> None:
+        # Tokens that all ranks have seen together.
         self.length = 0
         self.positions = self.asked = torch.empty(0, dtype=torch.int64)
         self._groups = groups
@@ -32,11 +27,8 @@ class ShardedCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self, count: int) -> None:
-        """A forward of the next tokens begins.
-
-        Args:
-            count: number of tokens; of a prompt, which comes first, those of the whole.
-        """
+        """A forward of the next tokens begins."""
+        # Positions of the tokens of the forward under way, ``[tokens]``.
         self.asked = torch.arange(self.length, self.length + count)
         if self.length == 0:
             held = self._groups.plan.lay(count).positions(self._groups.rank)
@@ -44,20 +36,12 @@ class ShardedCache:
         else:
             held = self.asked[self.asked % self._groups.all.size == self._groups.rank]
             self._own = held - self.length
+        # Positions of the tokens that this rank keeps, ``[kept]``.
         self.positions = torch.cat([self.positions, held])
         self.length += count
 
     def keep(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds a layer's new keys and values.
-
-        Args:
-            module: the layer's attention.
-            key: keys of the new tokens, ``[batch, KV heads, tokens, head dim]``.
-            value: the same.
-
-        Returns:
-            All that this rank keeps of the layer: views, valid until the next call.
-        """
+        """Adds a layer's new keys and values."""
         count = len(self.positions)
         buffers = self._layers.get(id(module))
         if buffers is None or buffers[0].shape[2] < count:

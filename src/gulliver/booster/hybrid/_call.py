@@ -1,11 +1,11 @@
-"""What the attention of a model that shares sequences must know in a forward, and that attention.
+"""Attention of Hugging Face models over shared sequences, and what it must know of a forward.
 
-A `Call` is made anew for each forward and handed down with the keyword arguments that transformers
-models pass on to their attention. So it belongs to that forward and to no other: micro-batches may
-be in flight together, and a block that runs again for its backward finds the call that it ran with.
+A `SequenceCall` is made for each forward and passed with the keyword arguments that transformers
+models pass on to their attention. So it belongs to that forward alone: micro-batches may be in
+flight together, and a block that is recomputed in backward finds the call that it ran with.
 
-transformers makes no dense mask for an attention of this name; what the model asked for is said in
-the arguments of `attend`, and what the user asked for in the call.
+transformers makes no dense mask for an attention of this name; what the model asked for is in the
+arguments of `attend`, and what the user asked for in the call.
 """
 
 from __future__ import annotations
@@ -19,44 +19,36 @@ from gulliver.booster.hybrid._cache import ShardedCache
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence import Mask, SequenceGroups, attention, decode
 
+# The name of this attention, in transformers.
 NAME = "gulliver_sequence"
-"""The name of this attention, in transformers."""
 
+# The keyword argument that carries the call.
 KEY = "gulliver_call"
-"""The keyword argument that carries the call."""
 
+# Arguments that change scores in ways that a `Mask` cannot say.
 BIASES = ("position_bias", "softcap", "s_aux", "sinks", "block_mask", "head_mask")
-"""Arguments that change scores in ways that a `Mask` cannot say."""
 
 
 @dataclass
-class Call:
-    """One forward.
+class SequenceCall:
+    """One forward."""
 
-    Attributes:
-        groups: ranks that share the sequence.
-        length: length of the whole sequence, in tokens; with a cache, of all that was seen.
-        keys: tokens that may be seen, ``[batch, length]`` bool on the CPU; None for all.
-        documents: document of each token, ``[batch or 1, length]`` on the CPU; None for one.
-        cache: keys and values of this rank, where the call is part of a generation.
-        decoding: new tokens, the same on all ranks, look at what the cache holds.
-    """
-
+    # Ranks that share the sequence.
     groups: SequenceGroups
+    # Length of the whole sequence, in tokens; with a cache, of all that was seen.
     length: int = 0
+    # Tokens that may be seen, ``[batch, length]`` bool on the CPU; None for all.
     keys: Tensor | None = None
+    # Document of each token, ``[batch or 1, length]`` on the CPU; None for one.
     documents: Tensor | None = None
+    # Keys and values of this rank, where the call is part of a generation.
     cache: ShardedCache | None = None
+    # New tokens, the same on all ranks, look at what the cache holds.
     decoding: bool = False
     _masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)
 
     def mask(self, causal: bool, window: int | None) -> Mask:
-        """What a layer's queries see.
-
-        Args:
-            causal: no key after the query.
-            window: how many tokens a query sees, its own included; None for all.
-        """
+        """What a layer's queries see."""
         if (causal, window) not in self._masks:
             self._masks[causal, window] = Mask(
                 causal=causal,
@@ -79,27 +71,8 @@ def attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, over a sequence that lies on several ranks.
-
-    Args:
-        module: the model's attention.
-        query: queries of this rank's tokens, ``[batch, heads, local length, head dim]``.
-        key: ``[batch, KV heads, local length, head dim]``.
-        value: the same.
-        attention_mask: must be None: masks are described by the call.
-        scaling: factor of the scores.
-        dropout: must be 0.
-        is_causal: overrides the module's.
-        sliding_window: tokens that a query sees, of a causal model.
-        others: what else the model passes on, with the call.
-
-    Returns:
-        ``[batch, local length, heads, head dim]``, and no weights.
-
-    Raises:
-        GulliverError: the model asks for what sequence parallelism does not do.
-    """
-    call: Call | None = others.get(KEY)
+    """Attention as transformers calls it, over a sequence that lies on several ranks."""
+    call: SequenceCall | None = others.get(KEY)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     _check(module, call, attention_mask, causal, sliding_window, others)
     assert call is not None
@@ -123,7 +96,7 @@ def attend(
 
 
 def _decode(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, mask: Mask, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, call: SequenceCall, mask: Mask, scaling: float | None
 ) -> Tensor:
     """New tokens, which all ranks have, look at the keys of all ranks."""
     assert call.cache is not None
@@ -144,7 +117,7 @@ def _decode(
 
 def _check(
     module: nn.Module,
-    call: Call | None,
+    call: SequenceCall | None,
     attention_mask: Tensor | None,
     causal: bool,
     window: int | None,

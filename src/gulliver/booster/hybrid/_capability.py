@@ -1,15 +1,13 @@
-"""What may be combined: the one table that is asked when a plan is made.
+"""The table of supported combinations, which plans are checked against.
 
-    check(Wanted(family="bloom", mode="ring_attn", ...))    # refused, naming what works instead
+    check_family("bloom", "ring_attn", size=2)    # refused, naming what works instead
 
 A combination is in the table because a test holds it against one process, forward and gradient
 (`docs/parity.md`); whatever is not in it is refused by name. The rows are the records of
-`gulliver.families`. Read `MODES`, `families`, `check`.
+`gulliver.families`. Read `MODES`, `families`, `check_family`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -36,20 +34,6 @@ MODES = {
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a plugin asks for."""
-
-    family: str | None
-    tp_size: int = 1
-    pp_size: int = 1
-    sp_size: int = 1
-    mode: str | None = None
-    dtypes: tuple[torch.dtype, ...] = ()
-    anonymous: bool = False
-    """There is no model yet: only the sizes and the mode are looked at."""
-
-
 HEADER = ("model", "sequence_parallelism_mode", "masks over shared sequences", "why not more")
 
 
@@ -60,11 +44,9 @@ def families() -> dict[str, Sequences]:
 
 
 def table() -> list[tuple[str, ...]]:
-    """What may be combined, a row for each family under `HEADER`.
-
-    All of them can be cut over the tensor axis and into stages, with any stage of ZeRO, in all
-    `DTYPES`.
-    """
+    """Supported combinations, a row for each family under `HEADER`."""
+    # All of them can be cut over the tensor axis and into stages, with any stage of ZeRO, in all
+    # `DTYPES`.
     return [
         (name, ", ".join(known.modes), ", ".join(known.masks) or "-", known.why)
         for name, known in families().items()
@@ -79,65 +61,50 @@ def family_of(model: nn.Module) -> str | None:
     return type_of(model) if ours else None
 
 
-def check(wanted: Wanted) -> None:
-    """Refuses what the table does not list.
-
-    Raises:
-        GulliverError: what cannot be combined, and the nearest that can.
-    """
-    _check_mode(wanted)
-    for dtype in wanted.dtypes:
-        if dtype not in DTYPES:
-            known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            raise GulliverError(f"parameters of {dtype} cannot be trained so: one of {known}")
-    if wanted.mode is None or wanted.anonymous:
-        return
-    every = families()
-    known = every.get(wanted.family or "")
-    if known is None:
-        if wanted.mode in SHARED_BY_SEQUENCE:
+def check_sizes(mode: str | None, tp_size: int, sp_size: int) -> None:
+    """Refuses a sequence mode that does not go with the sizes of the axes."""
+    if mode is None:
+        if sp_size > 1:
             raise GulliverError(
-                f"sequence_parallelism_mode={wanted.mode!r} needs a model that is in the table "
-                f"({', '.join(every)}), not {wanted.family or 'this one'}: its attention has "
-                "to be wired; tp_size with tensor_rules, or gulliver.parallel.sequence in the "
-                "model's own code, work with any"
+                f"sp_size={sp_size} needs a sequence_parallelism_mode: 'all_to_all' or 'ring_attn'"
             )
         return
-    if wanted.mode not in known.modes:
+    if mode not in MODES:
         raise GulliverError(
-            f"{wanted.family} does not run under sequence_parallelism_mode={wanted.mode!r}: "
-            f"{known.why}; take {known.modes[0]!r} with {_size_of(known.modes[0], wanted)}"
+            f"sequence_parallelism_mode={mode!r} is not known: {nearest(mode, MODES)}"
         )
-
-
-def _size_of(mode: str, wanted: Wanted) -> str:
-    size = max(2, wanted.sp_size, wanted.tp_size)
-    return f"{'tp' if mode in SHARED_BY_TENSOR else 'sp'}_size={size}"
-
-
-def _check_mode(wanted: Wanted) -> None:
-    mode = wanted.mode
-    if mode is not None and mode not in MODES:
-        raise GulliverError(
-            f"sequence_parallelism_mode={mode!r} is not known: {nearest(str(mode), MODES)}"
-        )
-    if mode is None and wanted.sp_size > 1:
-        raise GulliverError(
-            f"sp_size={wanted.sp_size} needs a sequence_parallelism_mode: 'all_to_all' or "
-            "'ring_attn'"
-        )
-    if mode in SHARED_BY_TENSOR and wanted.tp_size == 1:
+    by_tensor = mode in SHARED_BY_TENSOR
+    if by_tensor and tp_size == 1:
         raise GulliverError(
             f"sequence_parallelism_mode={mode!r} shares sequences over the tensor axis: it needs "
             "a tp_size of at least 2; with ranks of their own take 'all_to_all' or 'ring_attn'"
         )
-    if mode in SHARED_BY_TENSOR and wanted.sp_size > 1:
+    if by_tensor and sp_size > 1:
         raise GulliverError(
             f"sequence_parallelism_mode={mode!r} has no ranks of its own: leave sp_size out, "
-            f"or take 'all_to_all' or 'ring_attn' for sp_size={wanted.sp_size}"
+            f"or take 'all_to_all' or 'ring_attn' for sp_size={sp_size}"
         )
-    if mode in SHARED_BY_SEQUENCE and wanted.sp_size == 1:
+    if mode in SHARED_BY_SEQUENCE and sp_size == 1:
         raise GulliverError(
             f"sequence_parallelism_mode={mode!r} needs an sp_size of at least 2: the ranks that "
             "share a sequence"
+        )
+
+
+def check_family(family: str | None, mode: str | None, size: int) -> None:
+    """Refuses a sequence mode that the table does not list for a family of models."""
+    every = families()
+    known = every.get(family or "")
+    if known is None and mode in SHARED_BY_SEQUENCE:
+        raise GulliverError(
+            f"sequence_parallelism_mode={mode!r} needs a model that is in the table "
+            f"({', '.join(every)}), not {family or 'this one'}: its attention has to be wired; "
+            "tp_size with tensor_rules, or gulliver.parallel.sequence in the model's own code, "
+            "work with any"
+        )
+    if known is not None and mode is not None and mode not in known.modes:
+        axis = "tp_size" if known.modes[0] in SHARED_BY_TENSOR else "sp_size"
+        raise GulliverError(
+            f"{family} does not run under sequence_parallelism_mode={mode!r}: {known.why}; take "
+            f"{known.modes[0]!r} with {axis} {max(2, size)}"
         )

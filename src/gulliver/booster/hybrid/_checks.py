@@ -1,4 +1,4 @@
-"""What of a model cannot be cut as a plan says: refused while the model is whole, by name."""
+"""Refuses models that cannot be cut as a plan says, while they are whole."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gulliver.booster._blocks import check_uncompiled
+from gulliver.booster._blocks import NO_BLOCKS, check_uncompiled
 from gulliver.booster._resolve import Stages, recomputable
 from gulliver.booster._states import CUT
-from gulliver.booster.hybrid._capability import Wanted, check, family_of
+from gulliver.booster.hybrid._capability import check_family, check_sizes, family_of
 from gulliver.booster.hybrid._compiled import check_compiled
 from gulliver.booster.hybrid._dropout import check_positions, drops_by_position
 from gulliver.booster.hybrid._inside import (
@@ -30,22 +30,12 @@ from gulliver.parallel.pipeline import check_counts, check_stages
 from gulliver.parallel.tensor import TensorPlan, check_mode
 from gulliver.plan import Plan
 
+# Least share of the parameters of the blocks that is cut without a warning.
 LEAST_SHARE = 0.5
-"""Least share of the parameters of the blocks that is cut without a warning."""
-NO_BLOCKS = (
-    "there are no blocks to compute again: they are those of a pipeline, or of "
-    "gradient_checkpointing_enable, or modules of several layers each, without batch norms, in a "
-    "Sequential or ModuleList; group single layers, or wrap the blocks with torch.utils.checkpoint "
-    "before boost"
-)
 
 
 def check_new(plan: Plan, model: nn.Module) -> None:
-    """Refuses what was boosted before, and adapters that no plan can be resolved for.
-
-    Raises:
-        GulliverError: naming which.
-    """
+    """Refuses models that were boosted before, and adapters that no plan supports."""
     if plan.mesh.cuts_model:
         check_virtual_tokens(model)
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
@@ -62,20 +52,14 @@ def check_cut(
     tensor: TensorPlan | None,
     stages: Stages | None,
 ) -> None:
-    """Refuses what cannot be done, before anything is; it looks only.
-
-    Raises:
-        GulliverError: something of the plan cannot be done; it names that, and what would be right.
-    """
+    """Refuses what a plan cannot do to a model, before anything is changed."""
     family, mode = family_of(model), plan.sequence.mode
-    dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
-    tensor_size, pipeline_size, sequence_size = (
-        plan.mesh.of(name) for name in ("tensor", "pipeline", "sequence")
-    )
-    sizes = tensor_size, pipeline_size, sequence_size
-    check(Wanted(family, *sizes, mode, dtypes, anonymous=not dtypes))
+    sizes = plan.mesh.of("tensor"), plan.mesh.of("sequence")
+    check_sizes(mode, *sizes)
+    check_family(family, mode, max(sizes))
     check_batch_norms(model, plan.mesh.of("pipeline"), mode)
     check_embeddings(model, plan.sequence.degree, plan.mesh.of("pipeline"))
+    # State of whole parameters would have to be cut, too, which no optimizer says how to do.
     if optimizer is not None and has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost: boost cuts the model, so boost first"
@@ -103,11 +87,7 @@ def check_cut(
 
 
 def check_recompute(plan: Plan, model: nn.Module) -> None:
-    """Refuses blocks that cannot be recomputed.
-
-    Raises:
-        GulliverError: a path is of no block that can be recomputed; it names the nearest that is.
-    """
+    """Refuses blocks that cannot be recomputed."""
     known = recomputable(plan, model) if plan.recompute else ()
     if plan.recompute and not known:
         raise GulliverError(NO_BLOCKS)

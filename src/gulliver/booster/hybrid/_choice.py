@@ -1,4 +1,4 @@
-"""What is chosen by what links cost: Ulysses or ring, and the way of tensor ranks' all-reduces."""
+"""Choices by the cost of links: Ulysses or ring, and the all-reduce of tensor ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from torch import nn
 from gulliver.comm import World, use_links
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, current_cluster
-from gulliver.parallel.sequence import Chosen, Shape, choose
+from gulliver.parallel.sequence import Chosen, SequencePlan, Shape, choose
+from gulliver.plan import Plan
+from gulliver.precision.wire import wire_format
 
 LENGTHS = ("max_position_embeddings", "n_positions")
 HEADS = ("num_attention_heads", "n_head", "num_heads")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
+
+
+def sequence_plan(plan: Plan) -> SequencePlan:
+    """How a sequence lies over its ranks."""
+    s = plan.sequence
+    layout: Any = s.layout
+    return SequencePlan(s.ulysses, s.outer, s.inner, layout, wire_format(plan.wire.sequence))
 
 
 def choose_plan(
@@ -26,20 +35,7 @@ def choose_plan(
     length: int | None = None,
     cluster: Cluster | None = None,
 ) -> Chosen:
-    """The plan with the least predicted seconds for a model's attention; every rank calls it.
-
-    Args:
-        model: a transformers model.
-        world_size: ranks.
-        sp_size: ranks that share a sequence.
-        tp_size: ranks that share its tensors, and so its heads.
-        causal: whether tokens see only those before them.
-        length: tokens of a sequence; None is the longest that the model's configuration names.
-        cluster: machines to choose for; None for those at hand.
-
-    Raises:
-        GulliverError: the configuration does not say what is needed.
-    """
+    """The plan with the least predicted seconds for a model's attention; every rank calls it."""
     cluster = cluster or current_cluster(world_size)
     shape = attention_shape(model, tp_size, causal, length)
     if shape.dtype not in cluster.device.matmul:
@@ -51,18 +47,7 @@ def choose_plan(
 def attention_shape(
     model: nn.Module, tp_size: int, causal: bool, length: int | None = None, batch: int = 1
 ) -> Shape:
-    """The attention of a layer, as a tensor rank computes it.
-
-    Args:
-        model: a transformers model.
-        tp_size: ranks that share its tensors, and so its heads.
-        causal: whether tokens see only those before them.
-        length: tokens of a sequence; None is the longest that the model's configuration names.
-        batch: number of sequences.
-
-    Raises:
-        GulliverError: the configuration does not say what is needed.
-    """
+    """The attention of a layer, as a tensor rank computes it."""
     config = getattr(model, "config", None)
     length = length or _field(config, LENGTHS, "sequence_length=")
     heads = _field(config, HEADS, "sequence_parallelism_mode=")
@@ -82,11 +67,9 @@ def attention_shape(
 
 
 def use_measured_links(world: World, tp_size: int) -> None:
-    """Lets all-reduces of tensor ranks go the way that was measured to be faster.
-
-    Every rank calls it. Two ranks have one way; without a measurement that can be read, sizes
-    decide.
-    """
+    """Uses the all-reduce of tensor ranks that was measured to be faster."""
+    # Every rank calls it. Two ranks have one way; without a measurement that can be read, sizes
+    # decide.
     if tp_size < 3 or world.device.type != "cpu":
         return
     try:

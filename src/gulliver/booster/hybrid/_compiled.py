@@ -1,14 +1,4 @@
-"""Compiled blocks of a model that is cut.
-
-    for block in model.model.layers:
-        block.compile()                     # before or after boost
-
-[Note: compiled first, cut later] ``block.compile()`` puts a compiled call in the place of the
-block's own and traces nothing yet. A cut replaces what is inside of a block and keeps the block, so
-what is traced, when it first runs, is the block as this rank has it. Column and row layers, whose
-messages no compiler can move, run as they are, between what is compiled. A whole model cannot be
-compiled so: a stage leaves its forward by an exception.
-"""
+"""Compiled blocks of a model that is cut."""
 
 from __future__ import annotations
 
@@ -19,30 +9,24 @@ import torch
 from torch import nn
 
 from gulliver._compat import compiled_call, is_compiled
-from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR
 from gulliver.booster.hybrid._inside import STAYS
 from gulliver.errors import GulliverError
+from gulliver.families import SHARED_BY_TENSOR
 from gulliver.parallel.pipeline import style_of
 from gulliver.parallel.tensor import TensorPlan
 
 BLOCKS = "compile its blocks, one by one: block.compile(...)"
 
 
+# [Note: compiled first, cut later] ``block.compile()`` puts a compiled call in the place of the
+# block's own and traces nothing yet. A cut replaces what is inside of a block and keeps the block,
+# so what is traced, when it first runs, is the block as this rank has it. Column and row layers,
+# whose messages no compiler can move, run as they are, between what is compiled. A whole model
+# cannot be compiled so: a stage leaves its forward by an exception.
 def check_compiled(
     model: nn.Module, plan: TensorPlan | None, lists: Iterable[str], style: str, mode: str | None
 ) -> None:
-    """Refuses compiled modules that cannot be cut.
-
-    Args:
-        model: still whole.
-        plan: how its tensors are cut; None where they are not.
-        lists: paths of its lists of blocks.
-        style: schedule of the pipeline.
-        mode: way to share its sequences.
-
-    Raises:
-        GulliverError: a module is refused; it is named, with what would be right.
-    """
+    """Refuses compiled modules that cannot be cut."""
     for path, module in model.named_modules():
         if is_compiled(module):
             name = path.removesuffix("._orig_mod") or "the model"

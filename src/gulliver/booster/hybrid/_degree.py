@@ -4,13 +4,8 @@
         with sequence_degree(model, 4 if clip.long else 1) as (place, places):
             loss = model(**batch_of(clip, place, places)).loss
 
-A forward takes the rank groups that are asked for when it begins and hands them down to whatever
-runs in it, so forwards of several degrees may be in flight, and their backwards come in any order.
-
-[Note: why gradients stay right] At degree d the R ranks that hold the same parameters work on
-R / d sequences, and each rank counts the loss of its sequence. The sum over ranks counts every
-sequence d times, and the optimizer divides by R: the mean over sequences, whatever d is. It need
-not know the degree of any of the forwards that it steps for.
+A forward takes the present rank groups when it begins and passes them to whatever runs in it, so
+forwards of several degrees may be in flight, and their backwards come in any order.
 """
 
 from __future__ import annotations
@@ -27,26 +22,18 @@ from gulliver.errors import GulliverError
 from gulliver.families import hugging_face_of
 from gulliver.parallel.sequence import SequenceGroups, SequencePlan, make_groups, make_mixed_groups
 
+# Attribute of a wired model; not of a module's own kind, so nothing of it is saved.
 ATTRIBUTE = "gulliver_degree"
-"""Attribute of a wired model; not of a module's own kind, so nothing of it is saved."""
+# Ways to group the ranks whose groups are looked up and not made.
 REMEMBERED = 256
-"""Ways to group the ranks whose groups are looked up and not made."""
 
 
+# [Note: why gradients stay right] At degree d the R ranks that hold the same parameters work on R /
+# d sequences, and each rank counts the loss of its sequence. The sum over ranks counts every
+# sequence d times, and the optimizer divides by R: the mean over sequences, whatever d is. It need
+# not know the degree of any of the forwards that it steps for.
 class Degree:
-    """The rank groups that the next forward of a model shares its sequences over.
-
-    Args:
-        planned: groups of the model's plan.
-
-    Attributes:
-        now: groups that a forward takes.
-        varied: whether they were ever others than the plan's.
-        fixed: why they cannot be others; empty where they can.
-        staged: blocks lie on several stages, whose backwards come later: a forward alone cannot
-            take others then.
-        lasting: `now` is that of backwards too, and of what they compute again.
-    """
+    """The rank groups that the next forward of a model shares its sequences over."""
 
     def __init__(self, planned: SequenceGroups) -> None:
         self.planned = self.now = planned
@@ -59,10 +46,8 @@ class Degree:
         return self
 
     def of(self, degree: int) -> SequenceGroups:
-        """Groups of `degree` ranks each, neighbours on the sequence axis.
-
-        Every rank of the world calls it: the first time they are made.
-        """
+        """Groups of `degree` ranks each, neighbours on the sequence axis."""
+        # Every rank of the world calls it: the first time they are made.
         whole = self.planned.plan
         if degree < 1 or whole.degree % degree:
             fits = [n for n in range(1, whole.degree + 1) if whole.degree % n == 0]
@@ -81,19 +66,10 @@ class Degree:
         return self._made[degree]
 
     def of_rows(self, rows: Sequence[Sequence[int]]) -> SequenceGroups:
-        """Groups of other numbers of ranks side by side, where all ranks share sequences.
-
-        Every rank of the world calls it with the same rows; groups that are new are made. Where a
-        sequence lies on tensor ranks too, there are groups of the first ones, of the second ones,
-        and so on.
-
-        Args:
-            rows: ranks of each group, counted along the sequence axis; together they name every
-                one of them once.
-
-        Raises:
-            GulliverError: the degree is fixed, or the model's plan leaves ranks of other kinds.
-        """
+        """Groups of other numbers of ranks side by side, where all ranks share sequences."""
+        # Every rank of the world calls it with the same rows; groups that are new are made. Where a
+        # sequence lies on tensor ranks too, there are groups of the first ones, of the second ones,
+        # and so on.
         if self.fixed:
             raise GulliverError(f"groups that change from step to step: not where {self.fixed}")
         key = tuple(tuple(row) for row in rows)
@@ -135,10 +111,8 @@ def degree_of(model: nn.Module) -> Degree | None:
 def readers(
     model: nn.Module, planned: RankGroup, tensor: RankGroup, stages: RankGroup = ALONE
 ) -> list[RankGroup]:
-    """Rank groups whose ranks read the same batch, and along which batches are compared.
-
-    The first one has all ranks of a pipeline, which tell each other what state they are in.
-    """
+    """Rank groups whose ranks read the same batch, and along which batches are compared."""
+    # The first one has all ranks of a pipeline, which tell each other what state they are in.
     degree = degree_of(model)
     if degree is None or degree.now is degree.planned:
         return [planned]
@@ -147,18 +121,9 @@ def readers(
 
 @contextmanager
 def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[SequenceGroups]:
-    """Lets forwards and backwards inside share sequences over groups of several sizes.
-
-    Every rank of the world calls it with the same rows. What one rank runs inside is of one group,
-    so that blocks that are computed again in backward need not remember which.
-
-    Args:
-        degree: degree of the model.
-        rows: ranks of each group.
-
-    Returns:
-        The groups of this rank.
-    """
+    """Lets forwards and backwards inside share sequences over groups of several sizes."""
+    # Every rank of the world calls it with the same rows. What one rank runs inside is of one
+    # group, so that blocks that are computed again in backward need not remember which.
     before, lasting = degree.now, degree.lasting
     degree.now, degree.lasting = degree.of_rows(rows), True
     degree.varied = degree.varied or degree.now is not degree.planned

@@ -1,17 +1,13 @@
 """Dropout of a model that several ranks share, the same as one process draws.
 
-    check_positions(model, plan)                 # before the cut: refuses what drops otherwise
-    drops = PositionDropout(model, mesh, plan)   # after it
-    Pipeline(..., look=drops.begin, before=drops.before)     # where there is one
-
 Which elements stay depends on the seed of the step, the site and the element's position in the
-whole activation (`gulliver.parallel.drop`). Three things have to be known where a model drops:
+whole activation (`gulliver.parallel.drop`):
 
 1. *The site.* A module that drops (`_Site`) intercepts the calls of torch's dropout while it runs.
    Its path and how often it ran in this forward name the site, as in one process.
 2. *The forward.* All ranks of a model take one seed for each batch. Blocks may be recomputed in
-   backward, when other forwards are under way: see the note at `PositionDropout`.
-3. *The part* of the activation that this rank has: `_parts.py`.
+   backward, when other forwards are in flight: see the note at `PositionDropout`.
+3. *The part* of the activation that this rank has: `ActivationParts`.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from gulliver._compat import compiled_call, is_compiled
 from gulliver.booster.hybrid._mesh import HybridMesh
-from gulliver.booster.hybrid._parts import Forward, Parts
+from gulliver.booster.hybrid._parts import ActivationParts, Forward
 from gulliver.comm import broadcast
 from gulliver.errors import GulliverError
 from gulliver.parallel import attention_with_dropout, drop, mix, word_of
@@ -36,6 +32,7 @@ from gulliver.parallel.tensor import DRAWN_ALIKE, DROPOUTS, TensorPlan, dropouts
 from gulliver.plan import Plan
 
 DROPS = (F.dropout, torch.dropout, torch.dropout_)
+# Calls that draw masks, and not by position.
 OTHERS = (
     F.alpha_dropout,
     F.feature_alpha_dropout,
@@ -48,25 +45,22 @@ OTHERS = (
     torch.bernoulli,
     Tensor.bernoulli_,
 )
-"""Calls that draw masks, and not by position."""
 
+# Parts of names of attributes: such skip whole blocks or samples, or add noise of their own.
 SKIPS = ("layerdrop", "drop_path", "drop_prob", "path_drop", "jitter")
-"""Parts of names of attributes: such skip whole blocks or samples, or add noise of their own."""
 
+# Implementations of transformers whose dropout can be seen.
 ATTENTIONS = (None, "eager", "sdpa", "gulliver_sequence")
-"""Implementations of transformers whose dropout can be seen."""
 
+# Forwards that may be recomputed: far more than micro-batches are in flight.
 REMEMBERED = 4096
-"""Forwards that may be recomputed: far more than micro-batches are in flight."""
 
 INSTEAD = "set it to 0 in the model's configuration, or take dropout='alike'"
 
 
 def drops_by_position(plan: Plan, model: nn.Module) -> bool:
-    """Whether there is dropout that is to be drawn as one process would draw it.
-
-    Of a model that is cut into stages: on any of them, so ask while it is whole.
-    """
+    """Whether dropout is to be drawn as one process would draw it."""
+    # Of a model that is cut into stages: on any of them, so ask while it is whole.
     by_position = plan.dropout == "exact" or (plan.dropout == "auto" and plan.mesh.cuts_model)
     return by_position and bool(dropouts_of(model))
 
@@ -74,16 +68,7 @@ def drops_by_position(plan: Plan, model: nn.Module) -> bool:
 def check_positions(
     model: nn.Module, plan: TensorPlan | None, recomputed: Collection[str] = ()
 ) -> None:
-    """Refuses what drops in a way that is not drawn by position; looks only.
-
-    Args:
-        model: model that is still whole.
-        plan: how its tensors are cut; None where they are not.
-        recomputed: paths of blocks whose forward transformers computes again, without their hooks.
-
-    Raises:
-        GulliverError: a module drops in such a way; it is named.
-    """
+    """Refuses dropout that cannot be drawn by position."""
     for path, module in model.named_modules():
         for name in _drops(path, module):
             why = _unknown(model, path, module, name, plan)
@@ -130,43 +115,34 @@ def _unknown(
 
 @dataclass
 class _Frame:
-    """A site that is running.
+    """A site that is running."""
 
-    Attributes:
-        site: place in the model whose module runs.
-        number: how often it ran before, in what called it.
-        inner: how often the sites called by it ran.
-        draws: masks drawn so far.
-    """
-
+    # Place in the model whose module runs.
     site: _Site
+    # How often it ran before, in what called it.
     number: int
+    # How often the sites called by it ran.
     inner: Counter[str] = field(default_factory=Counter)
+    # Masks drawn so far.
     draws: int = 0
 
 
 class PositionDropout:
-    """Draws the masks of a model; all ranks of it make one alike.
+    """Draws the masks of a model; all its ranks make one."""
 
-    [Note: the forward that is recomputed]
-
-    A recomputation in backward must find the seed of its forward, and which samples it had, while
-    with a pipeline other forwards have run since. What recomputes (`torch.utils.checkpoint`,
-    however it was put in) restores the state of torch's generator, nothing else. So the generator
-    is seeded, for the time of a forward, with a number that names the forward (`_forwards`), and
-    its state is put back afterwards. Outside of a forward a site that runs is being recomputed. How
-    often sites ran before, the recomputation does not see; one that runs more than once in a
-    forward is refused there, unless the site that calls it is recomputed with it.
-
-    Args:
-        model: cut, or whole on one rank.
-        mesh: rank groups of the grid.
-        plan: how the model's tensors were cut; None not at all.
-    """
+    # [Note: the forward that is recomputed]
+    #
+    # A recomputation in backward must find the seed of its forward, and which samples it had, while
+    # with a pipeline other forwards have run since. What recomputes (`torch.utils.checkpoint`,
+    # however it was put in) restores the state of torch's generator, nothing else. So the generator
+    # is seeded, for the time of a forward, with a number that names the forward (`_forwards`), and
+    # its state is put back afterwards. Outside of a forward a site that runs is being recomputed.
+    # How often sites ran before, the recomputation does not see; one that runs more than once in a
+    # forward is refused there, unless the site that calls it is recomputed with it.
 
     def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
         self.mesh, self.model = mesh, model
-        self.parts = Parts(model, mesh, plan)
+        self.parts = ActivationParts(model, mesh, plan)
         self.frames: list[_Frame] = []
         self._outer: Counter[str] = Counter()
         self._forwards: dict[int, Forward] = {}

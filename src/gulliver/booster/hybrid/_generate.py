@@ -1,8 +1,8 @@
 """Generation by a model whose sequences are shared: the prompt by the ring, then token by token.
 
 Keys and values stay on the ranks that computed them. Each new token goes through the model on all
-ranks; in each layer they exchange one output and one log-sum-exp. Which token comes next is chosen
-on one rank and told to the others, so that ranks can never part ways.
+ranks; in each layer they exchange one output and one log-sum-exp. One rank chooses the next token
+and broadcasts it, so that ranks cannot diverge.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ OPTIONS = (
     "top_k",
     "top_p",
 )
+# Settings of a model's generation_config that change nothing here.
 UNTOLD = ("bos_token_id", "decoder_start_token_id", "use_cache", "transformers_version")
-"""Settings of a model's generation_config that change nothing here."""
 
+# Values with which other settings do nothing, besides None, 0 and False.
 NEUTRAL = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -41,7 +42,6 @@ NEUTRAL = {
     "typical_p": 1.0,
     "return_dict_in_generate": False,
 }
-"""Values with which other settings do nothing, besides None, 0 and False."""
 
 
 @torch.no_grad()
@@ -60,30 +60,8 @@ def generate(
     top_p: float | None = None,
     **others: Any,
 ) -> Tensor:
-    """Continues prompts, as the model's own `generate` does; all ranks get the same.
-
-    Settings that are not given are those of the model's generation_config.
-
-    Args:
-        model: model that shares sequences, with a head for the next token.
-        input_ids: prompts, ``[batch, length]``, the same on all ranks.
-        attention_mask: 0 for padding, which must be on the left, ``[batch, length]``.
-        max_new_tokens: most tokens to add.
-        max_length: most tokens of a row with its prompt.
-        eos_token_id: one or several tokens that end a row.
-        pad_token_id: what ended rows are filled up with; by default the first `eos_token_id`.
-        do_sample: draw instead of taking the likeliest.
-        temperature: number that logits are divided by, when sampling.
-        top_k: draw among so many.
-        top_p: draw among the likeliest that together have this probability.
-        others: none is supported.
-
-    Returns:
-        Prompts and what follows, ``[batch, length + added]``.
-
-    Raises:
-        GulliverError: an option that is not supported.
-    """
+    """Continues prompts, as the model's own `generate` does; all ranks get the same."""
+    # Settings that are not given are those of the model's generation_config.
     defaults: Any = getattr(model, "generation_config", None)
     _refuse(others, defaults)
 

@@ -1,9 +1,8 @@
-"""Takes what a model is called with apart: this rank's tokens for the model, the rest for the call.
+"""Splits the arguments of a forward: this rank's tokens for the model, the rest for the call.
 
-All ranks of a sequence are called with the whole batch, as one process would be. Arguments fall
-into those that go along the tokens, which are cut; those that describe masks, which become part of
-the `Call`; those that make the loss, which are kept until the logits are there; and plain values,
-which pass. A tensor that is none of these is refused by name: nothing is passed on unseen.
+All ranks of a sequence are called with the whole batch, as one process would be. Arguments along
+the tokens are cut; those that describe masks become part of the `SequenceCall`; those of the loss
+are kept until the logits are there; plain values pass. Any other tensor is refused by name.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster.hybrid._cache import ShardedCache
-from gulliver.booster.hybrid._call import Call
+from gulliver.booster.hybrid._call import SequenceCall
 from gulliver.booster.hybrid._loss import Counting
 from gulliver.errors import GulliverError
 from gulliver.families import OwnLoss, Sequences
@@ -27,61 +26,51 @@ ALONG_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 MASKS = ("attention_mask", "document_ids", "cu_seq_lens_q", "cu_seq_lens_k")
 MASK_SIZES = ("max_length_q", "max_length_k")
 TARGETS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+# Arguments that modules outside the sharded part read.
 WHOLE = ("pixel_values", "bool_masked_pos")
-"""Arguments that modules outside the sharded part read."""
 
 
 @dataclass
 class Targets:
-    """What the loss needs.
+    """Labels of a forward and how their mean is made."""
 
-    Attributes:
-        labels: labels of this rank's tokens, aligned with its logits.
-        counting: how the mean is made.
-    """
-
+    # Labels of this rank's tokens, aligned with its logits.
     labels: Tensor
+    # How the mean is made.
     counting: Counting
 
 
 @dataclass
-class Opened:
-    """A forward of a model that is under way.
+class OpenedForward:
+    """A forward in flight."""
 
-    Attributes:
-        call: what its attention is given.
-        targets: what the loss needs; None where the model computes its loss itself, or none is
-            asked for.
-        tail: last tokens whose logits are asked for, where not all are.
-        hold: whether the logits stay where they are.
-        as_tuple: whether the user asked for a tuple.
-        shared: whether the sequence is cut at all.
-        balances: whether the routers' loss of all tokens is added.
-    """
-
-    call: Call
+    # What its attention is given.
+    call: SequenceCall
+    # What the loss needs; None where the model computes its loss itself, or none is asked for.
     targets: Targets | None = None
+    # Last tokens whose logits are asked for, where not all are.
     tail: Tail | None = None
+    # Whether the logits stay where they are.
     hold: bool = False
+    # Whether the user asked for a tuple.
     as_tuple: bool = False
+    # Whether the sequence is cut at all.
     shared: bool = True
+    # Whether the routers' loss of all tokens is added.
     balances: bool = False
 
 
 @dataclass
-class Batch:
-    """Arguments by name, from which the reader takes what it understands.
+class CallArguments:
+    """Arguments by name, from which the reader takes what it understands."""
 
-    Attributes:
-        kwargs: what is left.
-        model: name of the model's class, for messages.
-    """
-
+    # What is left.
     kwargs: dict[str, Any]
+    # Name of the model's class, for messages.
     model: str
 
     @classmethod
-    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """The arguments of a forward, those without a name under the name that they have."""
         names = [p.name for p in _parameters(module.forward) if p.kind != p.VAR_KEYWORD]
         if len(args) > len(names):
@@ -94,7 +83,7 @@ class Batch:
         return self.kwargs.pop(name, default)
 
     def shape(self) -> tuple[int, int, torch.device]:
-        """Batch, length and device of the tokens."""
+        """Batch size, length and device of the tokens."""
         for name in ("input_ids", "inputs_embeds"):
             tensor = self.kwargs.get(name)
             if isinstance(tensor, Tensor):
@@ -107,11 +96,7 @@ class Batch:
         raise GulliverError(f"{self.model} needs input_ids or inputs_embeds")
 
     def refuse_rest(self, known: tuple[str, ...]) -> None:
-        """Refuses what no part of the library understands.
-
-        Raises:
-            GulliverError: an argument is not understood; it is named.
-        """
+        """Refuses what no part of the library understands."""
         for name, value in self.kwargs.items():
             plain = value is None or isinstance(value, bool | int | float | str)
             if name not in known and not plain:
@@ -126,14 +111,8 @@ class Batch:
             )
 
 
-def take_targets(batch: Batch, groups: SequenceGroups, own: OwnLoss) -> Targets | None:
-    """The labels of this rank's tokens, shifted before they are cut.
-
-    Args:
-        batch: arguments from which they are taken.
-        groups: ranks that share the sequence.
-        own: what the model's own loss is.
-    """
+def take_targets(batch: CallArguments, groups: SequenceGroups, own: OwnLoss) -> Targets | None:
+    """The labels of this rank's tokens, shifted before they are cut."""
     labels, aligned = batch.take("labels"), batch.take("shift_labels")
     ignore = batch.take("ignore_index", -100)
     items = batch.take("num_items_in_batch")
@@ -147,20 +126,11 @@ def take_targets(batch: Batch, groups: SequenceGroups, own: OwnLoss) -> Targets 
     return Targets(labels, Counting(ignore, items if own.items else None))
 
 
-def cut_tokens(batch: Batch, groups: SequenceGroups, known: Sequences) -> Call:
-    """Leaves this rank's tokens in the batch, and says in a call what attention must know.
-
-    Args:
-        batch: arguments of the whole sequence.
-        groups: ranks that share it.
-        known: how the model is told of positions and documents.
-
-    Raises:
-        GulliverError: too few tokens; a mask of another shape.
-    """
+def cut_tokens(batch: CallArguments, groups: SequenceGroups, known: Sequences) -> SequenceCall:
+    """Leaves this rank's tokens in the batch, and returns what attention must know."""
     count, length, device = batch.shape()
     check_length(groups, length)
-    call = Call(groups, length)
+    call = SequenceCall(groups, length)
     mask = _padding(batch, count, length)
     call.keys = None if mask is None or bool(mask.all()) else mask
     call.documents = _documents(batch, mask is not None, length, known)
@@ -182,16 +152,16 @@ def cut_tokens(batch: Batch, groups: SequenceGroups, known: Sequences) -> Call:
     return call
 
 
-def next_tokens(batch: Batch, groups: SequenceGroups, cache: ShardedCache) -> Call:
+def next_tokens(batch: CallArguments, groups: SequenceGroups, cache: ShardedCache) -> SequenceCall:
     """A call of new tokens, which all ranks have, after those in the cache."""
     count, length, _ = batch.shape()
     cache.begin(length)
     mask = _padding(batch, count, cache.length)
     keys = None if mask is None or bool(mask.all()) else mask
-    return Call(groups, cache.length, keys, None, cache, decoding=True)
+    return SequenceCall(groups, cache.length, keys, None, cache, decoding=True)
 
 
-def _padding(batch: Batch, count: int, length: int) -> Tensor | None:
+def _padding(batch: CallArguments, count: int, length: int) -> Tensor | None:
     mask = batch.take("attention_mask")
     if mask is None:
         return None
@@ -204,7 +174,7 @@ def _padding(batch: Batch, count: int, length: int) -> Tensor | None:
     return mask.detach().cpu() != 0
 
 
-def _documents(batch: Batch, padded: bool, length: int, known: Sequences) -> Tensor | None:
+def _documents(batch: CallArguments, padded: bool, length: int, known: Sequences) -> Tensor | None:
     """The document that each token belongs to; None for one."""
     ids = batch.kwargs.get("document_ids")
     ends, key_ends = batch.take("cu_seq_lens_q"), batch.take("cu_seq_lens_k")
@@ -232,11 +202,7 @@ def _documents(batch: Batch, padded: bool, length: int, known: Sequences) -> Ten
 
 
 def check_length(groups: SequenceGroups, length: int) -> None:
-    """Refuses sequences of which some rank would have nothing.
-
-    Raises:
-        GulliverError: the sequences are too short; the least length is named.
-    """
+    """Refuses sequences that are too short to give each rank a token."""
     if min(groups.plan.lay(length).sizes()) == 0:
         least = next(
             n for n in range(length, 4 * groups.plan.degree + 1) if min(groups.plan.lay(n).sizes())

@@ -1,7 +1,7 @@
-"""What a model holds that would compute something else, unseen, once the model is cut.
+"""Refuses what would silently compute something else in a cut model.
 
-Hooks that its user has registered, norms with statistics of the batch, options of embeddings,
-virtual tokens of PEFT. Each is refused here by name, while the model is whole, or is carried over.
+Hooks of the user, norms with statistics of the batch, options of embeddings, virtual tokens of
+PEFT: each is refused by name while the model is whole, or carried over.
 """
 
 from __future__ import annotations
@@ -16,24 +16,15 @@ from gulliver.errors import GulliverError
 from gulliver.families import SHARED_BY_TENSOR, hugging_face_of
 from gulliver.parallel.tensor import TensorPlan
 
+# Libraries whose own hooks are not looked at: they work on a piece as on the whole.
 LIBRARIES = ("torch", "transformers", "peft", "gulliver")
-"""Libraries whose own hooks are not looked at: they work on a piece as on the whole."""
 
+# Kinds of which the module stays itself.
 STAYS = ("summed", "experts", "parameters", "latent")
-"""Kinds of which the module stays itself."""
 
 
 def check_hooks(model: nn.Module, plan: TensorPlan | None, mode: str | None) -> None:
-    """Refuses a user's hooks that would be lost, or would see a part of what they saw.
-
-    Args:
-        model: model that is still whole.
-        plan: how its tensors are cut; None where they are not.
-        mode: sequence mode; None where sequences are whole.
-
-    Raises:
-        GulliverError: a module is refused; it is named, with what would be right.
-    """
+    """Refuses a user's hooks that would be lost, or would see a part of what they saw."""
     if plan is not None:
         _check_replaced(model, plan)
         _check_beneath(model, plan.sites, "would see the features or heads of one rank")
@@ -91,7 +82,7 @@ def _module_of(hook: Any) -> str:
 
 
 class HooksLast:
-    """Lets the hooks that a model has see outputs as they leave it, after those registered later.
+    """Runs a user's hooks on outputs after ours, which are registered later.
 
     Logits are brought together, and losses computed, by hooks of ours.
     """
@@ -105,17 +96,13 @@ class HooksLast:
         ]
 
     def restore(self) -> None:
-        """Puts them behind the others."""
+        """Moves them behind the others."""
         for module, hooks in self.known:
             order_outputs_hooks(module, hooks)
 
 
 def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
-    """Refuses statistics that would be those of a part of the batch.
-
-    Raises:
-        GulliverError: a module is refused; it is named.
-    """
+    """Refuses norms whose statistics would be of a part of the batch."""
     for path, module in model.named_modules() if pp_size > 1 or mode is not None else ():
         counts = isinstance(getattr(module, "running_mean", None), Tensor)
         if module.training and (counts or is_batch_norm(module)):
@@ -128,11 +115,7 @@ def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
 
 
 def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
-    """Refuses options of embeddings that count or renormalize what the whole batch looks up.
-
-    Raises:
-        GulliverError: a module is refused; it is named.
-    """
+    """Refuses options of embeddings that count or renormalize what the whole batch looks up."""
     for path, module in model.named_modules():
         if not isinstance(module, nn.Embedding):
             continue
@@ -149,11 +132,7 @@ def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
 
 
 def check_virtual_tokens(model: nn.Module) -> None:
-    """Refuses PEFT's prompt and prefix tuning in a model that is cut.
-
-    Raises:
-        GulliverError: the model has such an adapter; its method is named.
-    """
+    """Refuses PEFT's prompt and prefix tuning in a model that is cut."""
     if hugging_face_of(model) is model:
         return
     configs: dict[str, Any] = getattr(model, "peft_config", {})

@@ -1,4 +1,4 @@
-"""Models that are never whole anywhere: built without memory, filled with each rank's part.
+"""Models that are never whole: built without memory, filled with each rank's part.
 
 Build the model under `lazy_parameters`, make its optimizer, and boost both with
 ``HybridParallelPlugin(weights=folder)``.
@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gulliver.booster._checkpoint import agreed
 from gulliver.checkpoint import load_huggingface
+from gulliver.comm import raise_on_any_rank
 from gulliver.errors import GulliverError
 from gulliver.parallel.tensor import materialize
 
@@ -26,6 +26,7 @@ def lazy_parameters() -> Iterator[None]:
     Buffers are made as ever, because their values come from no file. Parameters are made one at a
     time and let go, so no more than the largest is ever there.
     """
+    # Not torch.device("meta"): buffers would be made there as well, and their values be lost.
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -42,11 +43,7 @@ def lazy_parameters() -> Iterator[None]:
 
 
 def check_lazy(model: nn.Module, weights: Path | None) -> None:
-    """Refuses a model on meta that nothing would fill.
-
-    Raises:
-        GulliverError: a parameter or a buffer would stay empty; it is named.
-    """
+    """Refuses a model on meta that nothing would fill."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise GulliverError(
@@ -64,23 +61,9 @@ def check_lazy(model: nn.Module, weights: Path | None) -> None:
 
 
 def fill(model: nn.Module, weights: Path, aliases: Mapping[str, str], device: torch.device) -> None:
-    """Reads this rank's part of a Hugging Face folder; every rank calls it.
-
-    Args:
-        model: this rank's part.
-        weights: the folder.
-        aliases: the first name of every parameter of the whole model, by each of its names.
-        device: device to put the parameters on.
-
-    Raises:
-        GulliverError: the folder is missing or of another model, on any rank.
-    """
+    """Reads this rank's part of a Hugging Face folder; every rank calls it."""
     materialize(model, device)
     tied = {name: first for name, first in aliases.items() if name != first}
-    agreed(lambda: _load(model, weights, aliases, tied))
-
-
-def _load(
-    model: nn.Module, weights: Path, names: Mapping[str, str], tied: Mapping[str, str]
-) -> None:
-    load_huggingface(model, weights, elsewhere=list(names), aliases=tied)
+    raise_on_any_rank(
+        lambda: load_huggingface(model, weights, elsewhere=list(aliases), aliases=tied)
+    )

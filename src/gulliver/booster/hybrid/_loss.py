@@ -1,9 +1,8 @@
-"""Losses of logits that are cut over the vocabulary, over the sequence, or over both; ways out.
+"""Losses of logits that are cut over the vocabulary, the sequence or both, and gathered outputs.
 
-What leaves the sharded part of a model, the loss or a gathered tensor, leaves with
-``gradient="alike"``: every rank of a sequence shows it, counts it, and goes on with it. Why that is
-right together with the optimizer's mean over these ranks stands in `parallel/sequence/_shard.py`,
-[Note: gradients].
+The loss and gathered tensors leave the sharded part of a model with ``gradient="alike"``: every
+rank of a sequence shows them and counts them. Why that is right together with the optimizer's mean
+over these ranks is explained at [Note: gradients] of sequence parallelism.
 """
 
 from __future__ import annotations
@@ -24,14 +23,11 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Counting:
-    """What a loss of tokens is a mean over.
+    """The denominator of a loss of tokens."""
 
-    Attributes:
-        ignore_index: label of tokens that do not count.
-        items: what the sum is divided by; None for the tokens that count, of all ranks.
-    """
-
+    # Label of tokens that do not count.
     ignore_index: int = -100
+    # What the sum is divided by; None for the tokens that count, of all ranks.
     items: Tensor | int | None = None
 
 
@@ -42,18 +38,7 @@ def token_losses(
     columns: tuple[int, int] | None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """The cross-entropy of each token.
-
-    Args:
-        logits: ``[batch, tokens, vocabulary]``, or this rank's columns of them.
-        labels: ``[batch, tokens]``, aligned with the logits.
-        tensor: ranks that share the columns.
-        columns: this rank's, first and one past the last; None where it has all.
-        ignore_index: label of tokens whose loss and gradient are 0.
-
-    Returns:
-        ``[batch, tokens]``, in float32 for 16 bits.
-    """
+    """The cross-entropy of each token."""
     if columns is not None:
         from gulliver.parallel.tensor import cross_entropy
 
@@ -68,18 +53,7 @@ def token_losses(
 def mean_over_ranks(
     losses: Tensor, labels: Tensor, groups: SequenceGroups, counting: Counting
 ) -> Tensor:
-    """The mean over all tokens that count, of which each rank has its own.
-
-    Args:
-        losses: losses of this rank's tokens, 0 for those that do not count.
-        labels: labels, of the same shape.
-        groups: ranks that share the sequence.
-        counting: what is counted.
-
-    Returns:
-        The same number on every rank; its gradient as the top of the file says. Where nothing
-        counts it is not a number, as for one process, and its gradients are 0.
-    """
+    """The mean over all tokens that count, of which each rank has its own."""
     total = losses.sum()
     count = (labels != counting.ignore_index).sum()
     if counting.items is not None:

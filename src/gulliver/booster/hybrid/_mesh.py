@@ -1,7 +1,7 @@
 """The ranks of a hybrid run as a grid: pipeline x data x sequence x tensor.
 
 The tensor axis is innermost, because it sends most and often: number the ranks so that neighbours
-have the fastest links. Everything else asks this grid who its partners are.
+have the fastest links.
 """
 
 from __future__ import annotations
@@ -19,26 +19,23 @@ AXES = ("pp", "dp", "sp", "tp")
 
 @dataclass(frozen=True, eq=False)
 class HybridMesh:
-    """This rank's partners along each axis.
+    """Rank groups along each axis."""
 
-    Attributes:
-        sizes: number of ranks along each axis, outer to inner.
-        pipeline: ranks that hold the stages of one model, first stage first.
-        data: ranks that hold the same parameters and read different samples.
-        sequence: ranks that share the sequences of one batch.
-        tensor: ranks that share the tensors of a stage.
-        replicas: data x sequence: all that hold the same parameters; gradients are averaged there.
-        shards: pipeline x tensor: all that together hold the model once.
-        model: pipeline x sequence x tensor: all that read the same batch.
-    """
-
+    # Number of ranks along each axis, outer to inner.
     sizes: Mapping[str, int]
+    # Ranks that hold the stages of one model, first stage first.
     pipeline: RankGroup
+    # Ranks that hold the same parameters and read different samples.
     data: RankGroup
+    # Ranks that share the sequences of one batch.
     sequence: SequenceGroups
+    # Ranks that share the tensors of a stage.
     tensor: RankGroup
+    # Data x sequence: all that hold the same parameters; gradients are averaged there.
     replicas: RankGroup
+    # Pipeline x tensor: all that together hold the model once.
     shards: RankGroup
+    # Pipeline x sequence x tensor: all that read the same batch.
     model: RankGroup
 
     @property
@@ -49,11 +46,7 @@ class HybridMesh:
 
 
 def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str, int]:
-    """Sizes of all axes; what the model does not take goes to the data.
-
-    Raises:
-        GulliverError: the sizes do not divide the world.
-    """
+    """Sizes of all axes; what the model does not take goes to the data."""
     for name, size in (("pp_size", pp_size), ("sp_size", sp_size), ("tp_size", tp_size)):
         check_size(name, size)
     model = pp_size * sp_size * tp_size
@@ -69,11 +62,7 @@ def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str,
 
 
 def check_size(name: str, size: object) -> None:
-    """Refuses what is no number of ranks or parts.
-
-    Raises:
-        GulliverError: `size` is no whole number of at least 1; the argument is named.
-    """
+    """Refuses what is no number of ranks or parts."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise GulliverError(f"{name} must be a whole number of at least 1, not {size!r}")
 
@@ -85,15 +74,7 @@ def make_mesh(
     tensor_wire: WireFormat = IDENTITY,
     pipeline_wire: WireFormat = IDENTITY,
 ) -> HybridMesh:
-    """Makes all groups of a grid, once; every rank of the world calls it.
-
-    Args:
-        sizes: sizes of the axes, as `size_axes` gives them.
-        sequence: plan of the sequence axis; its degree is that axis's size.
-        device_type: device type of the tensors.
-        tensor_wire: format of activations between tensor ranks; that of sequences is in their plan.
-        pipeline_wire: format of activations between stages.
-    """
+    """Makes all groups of a grid, once; every rank of the world calls it."""
     assert sequence.degree == sizes["sp"], "the sequence plan is of the sequence axis"
     axes = make_axes(sizes, device_type=device_type)
 

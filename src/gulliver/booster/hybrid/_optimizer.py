@@ -1,8 +1,7 @@
 """The optimizer of a hybrid run: ZeRO over the replicas of this rank's share of the model.
 
-What differs from ZeRO over the whole world: parameters are shares of a model that further ranks
-hold the rest of, so a norm is that of all shares together, those that several ranks hold counted
-once; and a weight that several stages hold has a gradient on each, which are added up before they
+Parameters are shares of a model, so a norm is that of all shares, with those that several ranks
+hold counted once; and the gradients of a weight that several stages hold are added up before they
 are reduced.
 """
 
@@ -28,25 +27,12 @@ from gulliver.parallel.zero import ShardedChunk, UnevenStep, squared_norm
 if TYPE_CHECKING:
     from gulliver.booster.hybrid._mesh import HybridMesh
 
+# Tensors by name, with the region of the whole that each is.
 Held = dict[str, tuple[Tensor, Region | None]]
-"""Tensors by name, with the region of the whole that each is."""
 
 
 class HybridOptimizer(ZeroOptimizer):
-    """ZeRO over the data and sequence axes, norms over the whole model.
-
-    Args:
-        inner: the user's optimizer, its groups rewritten to this rank's parameters.
-        names: names of this rank's trainable parameters, as the whole model has them.
-        mesh: mesh of the run.
-        whole_groups: names of all parameters of each group, of all ranks, in the model's order.
-        pipeline_stage: the stage of the model that this rank has; None where it is not cut into
-            stages.
-        zero_stage: what is sharded over the replicas.
-        frozen_in_groups: parameters in the groups of the user's optimizer that are frozen, and must
-            stay so.
-        options: further arguments of `ZeroOptimizer`.
-    """
+    """ZeRO over the data and sequence axes, norms over the whole model."""
 
     def __init__(
         self,
@@ -120,19 +106,7 @@ class HybridOptimizer(ZeroOptimizer):
         before: Callable[[int], None],
         state: str,
     ) -> Tensor | None:
-        """Runs micro-batches of a step of unequal work through the pipeline.
-
-        Args:
-            step: step that they belong to.
-            batches: micro-batches, of which ranks of one group have the same.
-            factors: factor of each one's loss.
-            criterion: loss of outputs and a micro-batch; None takes the model's own.
-            before: function called before each forward with the number of its micro-batch.
-            state: text for the groups that share sequences.
-
-        Returns:
-            The sum of losses times factors, on all of these ranks.
-        """
+        """Runs micro-batches of a step of unequal work through the pipeline."""
         assert self.pipeline is not None, "the model is not cut into stages"
         self._apart = True
         with step.several() as scale:
@@ -146,20 +120,9 @@ class HybridOptimizer(ZeroOptimizer):
             )
 
     def penalty(self, term: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """A sum over all trained parameters of the whole model, to be added to a loss.
-
-        A sum over `model.parameters()` has right gradients too, but counts only what this rank has
-        of them: ranks would show different losses.
-
-        Args:
-            term: function of one parameter, or of this rank's part of it: a sum over its elements.
-
-        Returns:
-            The same number on all ranks of a model, with this rank's gradients.
-
-        Raises:
-            GulliverError: stages of a pipeline have the parameters.
-        """
+        """A sum over all trained parameters of the whole model, to be added to a loss."""
+        # A sum over `model.parameters()` has right gradients too, but counts only what this rank
+        # has of them: ranks would show different losses.
         if self.pipeline_stage is not None:
             raise GulliverError(
                 "a penalty needs the parameters of all stages of a pipeline in one loss: take the "
@@ -200,10 +163,8 @@ class HybridOptimizer(ZeroOptimizer):
         return total
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole averaged gradients by name, where there is one; every rank calls it.
-
-        They travel as objects: for looking at, not for training with.
-        """
+        """Whole averaged gradients by name, where there is one; every rank calls it."""
+        # They travel as objects: for looking at, not for training with.
         held = super().full_gradients()
         regions = {name: region_of(p) for p, name in self.names.items()}
         return self._joined({name: (g.clone(), regions[name]) for name, g in held.items()})

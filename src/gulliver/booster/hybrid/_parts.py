@@ -1,6 +1,6 @@
 """The part of an activation that a rank has, where a model drops.
 
-Nothing travels with a tensor that would say so; it follows from what ran before and from shapes:
+It follows from what ran before and from shapes:
 
 - dim 0 is the batch's: a micro-batch has some of its samples;
 - where sequences have ranks of their own, dim 1 is cut as the plan's layout says;
@@ -9,7 +9,7 @@ Nothing travels with a tensor that would say so; it follows from what ran before
 - elsewhere in blocks whose sequence is cut over the tensor ranks, dim 1 is cut as `SharedSequence`
   says; all else is whole.
 
-A shape that does not fit is refused: a mask for the wrong part would be no error anybody sees.
+A shape that does not fit is refused: nobody would notice a mask for the wrong part.
 """
 
 from __future__ import annotations
@@ -38,32 +38,20 @@ COLUMNS, ROWS = ColumnLinear | ColumnConvolution, RowLinear | RowConvolution
 
 @dataclass
 class Forward:
-    """One forward of the model.
+    """One forward of the model."""
 
-    Attributes:
-        seed: number drawn for the batch, the same on all ranks of the model.
-        start: number of the first sample in the batch.
-        samples: how many of them; 0 for all of the batch.
-        length: tokens of the sequence that ranks share, once that is known; 0 for none.
-    """
-
+    # Number drawn for the batch, the same on all ranks of the model.
     seed: int
+    # Number of the first sample in the batch.
     start: int = 0
+    # How many of them; 0 for all of the batch.
     samples: int = 0
+    # Tokens of the sequence that ranks share, once that is known; 0 for none.
     length: int = 0
 
 
-class Parts:
-    """What is apart while a model runs.
-
-    Args:
-        model: cut, or whole on one rank.
-        mesh: rank groups of the grid.
-        plan: how the model's tensors were cut; None not at all.
-
-    Attributes:
-        apart: the column layer whose outputs are still apart; None where features are whole.
-    """
+class ActivationParts:
+    """Tracks which part of an activation this rank has while a model runs."""
 
     def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
         self.mesh, self.apart = mesh, None
@@ -89,30 +77,22 @@ class Parts:
             elif isinstance(module, ROWS):
                 module.register_forward_hook(self._join)
 
-    def __deepcopy__(self, memo: Any) -> Parts:
+    def __deepcopy__(self, memo: Any) -> ActivationParts:
         return self
 
     def _part(self, module: Any, *_: Any) -> None:
+        # The column layer whose outputs are still apart; None where features are whole.
         self.apart = None if module.gather_output else module
 
     def _join(self, *_: Any) -> None:
         self.apart = None
 
     def of(self, path: str, x: Tensor, forward: Forward) -> list[Along]:
-        """How an activation lies in the whole.
-
-        Args:
-            path: name of the module that computes it.
-            x: activation on this rank.
-            forward: forward that runs, or is recomputed.
-
-        Raises:
-            GulliverError: its shape is none of those known.
-        """
+        """Where an activation lies in the whole one."""
         dims = [Along.whole(size) for size in x.shape]
         if forward.samples and x.dim() and not (x.shape[0] == 1 < forward.samples):
             if x.shape[0] % forward.samples:
-                raise _unknown(path, x, f"{forward.samples} samples along dim 0")
+                raise _unknown_part(path, x, f"{forward.samples} samples along dim 0")
             rows = x.shape[0] // forward.samples
             dims[0] = Along.whole(x.shape[0], forward.start * rows)
         if self.adapter is not None and self.adapter.shared:
@@ -142,7 +122,7 @@ class Parts:
             start = sum(lengths[:place])
             own = torch.arange(start, start + lengths[place])
             if x.dim() < 3:
-                raise _unknown(path, x, "[batch, length, width]")
+                raise _unknown_part(path, x, "[batch, length, width]")
             dims[1] = _cut(path, x, own, sum(lengths))
 
     def _features(self, path: str, x: Tensor, dims: list[Along]) -> None:
@@ -152,7 +132,7 @@ class Parts:
             # Where key-value heads are copied, each rank has as many query heads as the others.
             dealt = deal(max(groups, rank_group.size), rank_group.size)
             if x.dim() != 4 or x.shape[1] % dealt[rank_group.rank]:
-                raise _unknown(path, x, "[batch, heads, queries, keys]")
+                raise _unknown_part(path, x, "[batch, heads, queries, keys]")
             heads = x.shape[1] // dealt[rank_group.rank]
             start = sum(dealt[: rank_group.rank]) * heads
             whole = max(groups, rank_group.size) * heads
@@ -166,7 +146,9 @@ class Parts:
             # A gate and what it gates, computed by one layer, are one product now.
             dims[-1] = Along(torch.arange(*runs[0]), self.apart.total // len(runs))  # type: ignore[union-attr]
         else:
-            raise _unknown(path, x, f"the {sum(sizes)} features that this rank has of the layer")
+            raise _unknown_part(
+                path, x, f"the {sum(sizes)} features that this rank has of the layer"
+            )
 
 
 def _cut(path: str, x: Tensor, own: Tensor, length: int) -> Along:
@@ -175,10 +157,10 @@ def _cut(path: str, x: Tensor, own: Tensor, length: int) -> Along:
         return Along(own, length)
     if x.shape[1] == length:
         return Along.whole(length)
-    raise _unknown(path, x, f"{len(own)} or all {length} tokens along dim 1")
+    raise _unknown_part(path, x, f"{len(own)} or all {length} tokens along dim 1")
 
 
-def _unknown(path: str, x: Tensor, wanted: str) -> GulliverError:
+def _unknown_part(path: str, x: Tensor, wanted: str) -> GulliverError:
     return GulliverError(
         f"{path} drops elements of {tuple(x.shape)}, of which it is not known where they stand in "
         f"the whole (expected {wanted}): set it to 0, or take dropout='alike'"

@@ -5,16 +5,8 @@
 
 Everything between the patches' embedding and their projection runs on a part of the tokens. The
 first block cuts them, the final layer brings its patches together, and attention along the cut
-reaches over it as `_stdit_choice.py` chooses for each shape of clip. Each token looks at the
-caption, which all ranks have, by itself. Read `wire_stdit`, `ShardedBlock`, `ShardedFinalLayer`.
-
-[Note: inputs] Gradients of parameters, in the blocks and in everything before them, arrive through
-own tokens only and are right once the optimizer has taken the mean over the ranks of a clip (see
-`parallel/sequence/_shard.py`, [Note: gradients]). Inputs that want gradients, which no optimizer
-looks at, get that mean where they enter.
-
-What it does not know: pipelines, tensor parallelism (heads may be fewer than the model's), ZeRO.
-Nothing is kept from call to call, so shapes may change, and a block may run again for its backward.
+reaches over it as `choose_scheme` finds for each shape of clip. Each token looks at the caption,
+which all ranks have, by itself. Read `wire_stdit`, `ShardedBlock`, `ShardedFinalLayer`.
 """
 
 from __future__ import annotations
@@ -54,6 +46,14 @@ Show = Callable[[str], None]
 Found = TypeVar("Found", bound=nn.Module)
 
 
+# [Note: inputs] Gradients of parameters, in the blocks and in everything before them, arrive
+# through own tokens only and are right once the optimizer has taken the mean over the ranks of a
+# clip (see `parallel/sequence/_shard.py`, [Note: gradients]). Inputs that want gradients, which no
+# optimizer looks at, get that mean where they enter.
+#
+# What it does not know: pipelines, tensor parallelism (heads may be fewer than the model's), ZeRO.
+# Nothing is kept from call to call, so shapes may change, and a block may run again for its
+# backward.
 def wire_stdit(
     model: nn.Module,
     groups: SequenceGroups,
@@ -64,25 +64,9 @@ def wire_stdit(
     cluster: Cluster | None = None,
     show: Show | None = None,
 ) -> None:
-    """Makes an STDiT share each clip between the ranks of a sequence, in place.
-
-    Parameters stay as they are. All ranks of a sequence must call the model with the same inputs
-    and get the same output; gradients of parameters are right once they are averaged over them.
-
-    Args:
-        model: an STDiT3; blocks that lie on other pipeline stages may be missing.
-        groups: ranks that share a clip.
-        mode: "all_to_all" or "ring_attn".
-        tensor: ranks that share the tensors; captions are dropped alike on them.
-        scheme: a name of `SCHEMES`; None chooses for each shape of clip.
-        cluster: costs to choose by; None is what is known of these machines, which all ranks
-            of the world must ask for together.
-        show: told of each choice, on the first rank of a sequence.
-
-    Raises:
-        GulliverError: another model, one that shares clips already, a mode or scheme that is not
-            known or not possible.
-    """
+    """Makes an STDiT share each clip between the ranks of a sequence, in place."""
+    # Parameters stay as they are. All ranks of a sequence must call the model with the same inputs
+    # and get the same output; gradients of parameters are right once they are averaged over them.
     if not isinstance(model, STDiT3):
         raise GulliverError(f"only an STDiT3 can be wired so, not {type(model).__name__}")
     if model.window is not None or model.x_embedder_cond is not None:
@@ -96,7 +80,7 @@ def wire_stdit(
     if cluster is None:
         cluster = current_cluster(dist.get_world_size() if dist.is_initialized() else 1)
     degree = Degree(groups)
-    adapter = SequenceAdapter(degree, tensor, (width, mode, cluster, scheme), show)
+    adapter = ClipAdapter(degree, tensor, (width, mode, cluster, scheme), show)
     # Asked for one shape now, so that what is not possible is refused before anything runs.
     _ = adapter.chosen(Clip(1, groups.plan.degree, groups.plan.degree))
     put_degree(model, degree)
@@ -118,7 +102,7 @@ def wire_stdit(
         layer.adapter = adapter
 
 
-class SequenceAdapter:
+class ClipAdapter:
     """What the blocks of a model that shares clips have in common; its copies share it, too."""
 
     def __init__(
@@ -141,11 +125,7 @@ class SequenceAdapter:
 
     @property
     def groups(self) -> SequenceGroups:
-        """Ranks that share the clip of the forward under way.
-
-        Raises:
-            GulliverError: a block is computed again in backward, and it is not known for which.
-        """
+        """Ranks that share the clip of the forward under way."""
         if self._opened is None and self.degree.lasting:
             return self.degree.now
         if self._opened is None and self.degree.varied:
@@ -218,7 +198,7 @@ class SequenceAdapter:
 class ShardedBlock(Block):
     """A block on a part of a clip's tokens; the first block is given all and cuts them."""
 
-    adapter: SequenceAdapter
+    adapter: ClipAdapter
     cuts: bool
 
     def forward(
@@ -267,7 +247,7 @@ class ShardedBlock(Block):
 class ShardedFinalLayer(FinalLayer):
     """The final layer on a part of the tokens; all ranks get the patches of all."""
 
-    adapter: SequenceAdapter
+    adapter: ClipAdapter
 
     def forward(
         self, x: Tensor, t: Tensor, t0: Tensor | None, x_mask: Tensor | None, grid: Grid

@@ -30,69 +30,59 @@ from gulliver.hardware import (
 from gulliver.parallel.sequence import SequencePlan, Shape, predict, volume
 
 By = Literal["swap", "heads", "ring"]
+# How attention may reach over the cut, by sequence_parallelism_mode.
 WAYS: dict[str, tuple[By, ...]] = {"all_to_all": ("swap", "heads"), "ring_attn": ("ring",)}
-"""How attention may reach over the cut, by sequence_parallelism_mode."""
+# Dims of the tokens [B, T, S, C].
 FRAMES, PLACES = 1, 2
-"""Dims of the tokens [B, T, S, C]."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to run a clip on several ranks.
+    """One way to run a clip on several ranks."""
 
-    Attributes:
-        cut: dim of the tokens that is cut, `FRAMES` or `PLACES`.
-        by: how attention along that dim runs.
-    """
-
+    # Dim of the tokens that is cut, `FRAMES` or `PLACES`.
     cut: int
+    # How attention along that dim runs.
     by: By
 
     def __str__(self) -> str:
         return f"{'frames' if self.cut == FRAMES else 'places'} cut, by {self.by}"
 
 
+# All of them by name.
 SCHEMES = {
     f"{n}-{by}": Scheme(d, by)
     for n, d in (("places", PLACES), ("frames", FRAMES))
     for by in ("swap", "heads", "ring")
 }
-"""All of them by name."""
 
 
 @dataclass(frozen=True)
 class Width:
-    """What of a model decides what a clip costs, on one rank of its tensor axis.
-
-    Attributes:
-        channels: C.
-        heads: number of heads of this rank.
-        head_dim: dims of each head.
-        hidden: this rank's hidden units of an MLP.
-        depth: pairs of blocks.
-        dtype: dtype of the parameters, as torch calls it.
-    """
+    """Sizes of a model that decide what a clip costs, on one tensor rank."""
 
     channels: int
+    # Number of heads of this rank.
     heads: int
+    # Dims of each head.
     head_dim: int
+    # This rank's hidden units of an MLP.
     hidden: int
+    # Pairs of blocks.
     depth: int
+    # Dtype of the parameters, as torch calls it.
     dtype: str = "float32"
 
 
 @dataclass(frozen=True)
 class Clip:
-    """The tokens of a call.
+    """The tokens of a call."""
 
-    Attributes:
-        batch: clips in the batch, B.
-        frames: tokens along the temporal dim, T.
-        places: tokens along the spatial dim, S.
-    """
-
+    # Clips in the batch, B.
     batch: int
+    # Tokens along the temporal dim, T.
     frames: int
+    # Tokens along the spatial dim, S.
     places: int
 
     def size(self, dim: int) -> int:
@@ -107,35 +97,27 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """A scheme and what it should cost in one forward and backward of all blocks.
-
-    Attributes:
-        scheme: considered.
-        seconds: seconds of the rank with most to do.
-        sent: bytes of each rank, the mean of all.
-    """
+class PredictedScheme:
+    """A scheme and what it should cost in one forward and backward of all blocks."""
 
     scheme: Scheme
+    # Seconds of the rank with most to do.
     seconds: float
+    # Bytes of each rank, the mean of all.
     sent: float
 
 
 @dataclass(frozen=True)
 class ChosenScheme:
-    """The scheme with the least predicted seconds, and the others.
+    """The scheme with the least predicted seconds, and the others."""
 
-    Attributes:
-        scheme: scheme to use.
-        clip: clip that it is for.
-        degree: ranks.
-        predicted: all that were considered, the best first.
-    """
-
+    # Scheme to use.
     scheme: Scheme
+    # Clip that it is for.
     clip: Clip
     degree: int
-    predicted: tuple[Predicted, ...]
+    # All that were considered, the best first.
+    predicted: tuple[PredictedScheme, ...]
 
     def __str__(self) -> str:
         c = self.clip
@@ -155,19 +137,7 @@ def choose_scheme(
     cluster: Cluster,
     fixed: str | None = None,
 ) -> ChosenScheme:
-    """Considers every scheme of a mode.
-
-    Args:
-        clip: the tokens.
-        width: sizes of the model.
-        plan: how a sequence lies over the ranks that share the clip.
-        mode: "all_to_all" or "ring_attn".
-        cluster: what computing and sending cost.
-        fixed: a name of `SCHEMES` to take whatever it costs.
-
-    Raises:
-        GulliverError: an unknown mode or scheme, or none that is possible.
-    """
+    """Considers every scheme of a mode."""
     if mode not in WAYS:
         raise GulliverError(
             f"an STDiT is wired for {' or '.join(map(repr, WAYS))}, not {mode!r}: the modes that "
@@ -197,7 +167,7 @@ def _ways(width: Width, plan: SequencePlan, mode: str) -> list[By]:
 
 def _predict(
     scheme: Scheme, clip: Clip, width: Width, plan: SequencePlan, cluster: Cluster
-) -> Predicted:
+) -> PredictedScheme:
     costs = _Costs(clip, width, plan, cluster)
     cut, other = scheme.cut, FRAMES + PLACES - scheme.cut
     # The attention that stays on the rank, then the one along the cut.
@@ -211,11 +181,11 @@ def _predict(
         seconds += costs.own(cut) + predict(cluster, timed, plan).seconds
         of_one = volume(plan, shape)
         sent = of_one.forward + of_one.backward
-    return Predicted(scheme, width.depth * seconds, width.depth * sent)
+    return PredictedScheme(scheme, width.depth * seconds, width.depth * sent)
 
 
 class _Costs:
-    """Seconds of one pair of blocks, on the rank with most to do, forward and backward."""
+    """Seconds of one pair of blocks on the slowest rank, forward and backward."""
 
     def __init__(self, clip: Clip, width: Width, plan: SequencePlan, cluster: Cluster) -> None:
         self.clip, self.width, self.plan, self.cluster = clip, width, plan, cluster

@@ -2,7 +2,7 @@
 
 `apply_plan` calls them in order. Parameters stay plain parameters with the model's own names; each
 knows the region of the whole that it holds (`gulliver.memory.region_of`), which is all that norms
-and checkpoints need. What cannot be cut is refused before, in `_checks.py`.
+and checkpoints need.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import torch
 from torch import nn
 
 from gulliver.booster._blocks import recompute_blocks
-from gulliver.booster._resolve import Stages
+from gulliver.booster._ranks import order_of_use
+from gulliver.booster._resolve import Stages, recomputable
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._batches import Vocabulary, watch_batches
 from gulliver.booster.hybrid._capability import family_of
-from gulliver.booster.hybrid._choice import use_measured_links
+from gulliver.booster.hybrid._choice import sequence_plan, use_measured_links
 from gulliver.booster.hybrid._compiled import refuse_whole
 from gulliver.booster.hybrid._degree import degree_of, readers
-from gulliver.booster.hybrid._dropout import PositionDropout
+from gulliver.booster.hybrid._dropout import PositionDropout, drops_by_position
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._stdit import wire_stdit
 from gulliver.booster.hybrid._transformers import wire_sequence
@@ -32,20 +33,12 @@ from gulliver.errors import GulliverError
 from gulliver.families import SHARED_BY_TENSOR, hugging_face_of, is_hugging_face
 from gulliver.parallel import ZeroOptimizer, named_groups, take_new_state
 from gulliver.parallel.pipeline import Pipeline, Stage, checkpoint_blocks, make_stage
-from gulliver.parallel.sequence import SequencePlan
 from gulliver.parallel.tensor import TensorPlan, apply_tensor
 from gulliver.plan import Plan
 from gulliver.precision.wire import wire_format
 
+# Names of the grid's axes in the arguments of plugins.
 SHORT = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
-"""Names of the grid's axes in the arguments of plugins."""
-
-
-def sequence_plan(plan: Plan) -> SequencePlan:
-    """How a sequence lies over its ranks."""
-    s = plan.sequence
-    layout: Any = s.layout
-    return SequencePlan(s.ulysses, s.outer, s.inner, layout, wire_format(plan.wire.sequence))
 
 
 def grid(plan: Plan) -> HybridMesh:
@@ -56,7 +49,7 @@ def grid(plan: Plan) -> HybridMesh:
 
 
 def cut_stages(model: nn.Module, stages: Stages | None, mesh: HybridMesh | None) -> Stage | None:
-    """Takes the blocks of other stages out."""
+    """Removes the blocks of other stages."""
     if stages is None or mesh is None:
         return None
     stack, found, numbers = stages
@@ -77,7 +70,7 @@ def cut_tensors(
 def wire_sequences(
     plan: Plan, model: nn.Module, mesh: HybridMesh | None, verbose: bool = True
 ) -> None:
-    """Lets attention, inputs and losses know that sequences and vocabularies are shared."""
+    """Wires attention, inputs and losses for shared sequences and vocabularies."""
     if mesh is None or mesh.sequence.plan.degree * mesh.tensor.size == 1:
         return
     if family_of(model) == "STDiT3":
@@ -90,14 +83,7 @@ def wire_sequences(
 
 
 def recompute(plan: Plan, model: nn.Module, stage: Stage | None, offering: Sequence[str]) -> None:
-    """Lets backward compute blocks again instead of keeping what they computed.
-
-    Args:
-        plan: names the blocks.
-        model: what this rank has of it.
-        stage: stage of the pipeline; None without one.
-        offering: paths of all blocks that could be, of `recomputable`.
-    """
+    """Recomputes blocks in backward instead of keeping their activations."""
     if not plan.recompute:
         return
     if stage is not None:
@@ -107,7 +93,7 @@ def recompute(plan: Plan, model: nn.Module, stage: Stage | None, offering: Seque
 
 
 def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
-    """A plan of the whole model, for what a stage has of it."""
+    """Restricts a plan of the whole model to what a stage has."""
     paths = dict(model.named_modules(remove_duplicate=False))
 
     def held(path: str) -> bool:
@@ -125,41 +111,27 @@ def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
 
 
 class WholeModel:
-    """What is remembered of a model from before it is cut.
+    """What a cut needs to know of the whole model."""
 
-    Args:
-        model: whole model.
-        optimizer: optimizer of its parameters.
-        vocabulary: tokens that it knows.
-        recomputable: paths of the blocks that backward can compute again.
-        drops: whether its dropout is to be drawn by position.
-        order: names of its parameters in the order of use, where chunks are to lie so.
-
-    Attributes:
-        groups: names of the trainable parameters of each group.
-        given: names of all parameters of each group.
-        aliases: first name of every parameter, by each of its names.
-        trained: trainable parameters with their names.
-        frozen: names of the parameters that the optimizer was given although they are frozen.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        vocabulary: Vocabulary,
-        recomputable: Sequence[str],
-        drops: bool = False,
-        order: Sequence[str] = (),
-    ) -> None:
-        self.vocabulary, self.recomputable, self.drops = vocabulary, recomputable, drops
-        self.order = order
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.vocabulary = Vocabulary.of(model)
+        # Paths of the blocks that backward can compute again.
+        self.recomputable = recomputable(plan, model)
+        # Whether its dropout is drawn by position.
+        self.drops = drops_by_position(plan, model)
+        # Names of its parameters in the order of use, where chunks are to lie so.
+        self.order = order_of_use(plan, model)
+        # Names of the trainable parameters of each group.
         self.groups = named_groups(model, optimizer)
+        # Names of all parameters of each group.
         self.given = named_groups(model, optimizer, frozen=True)
+        # First name of every parameter, by each of its names.
         self.aliases = aliases_of(model)
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         named = dict(model.named_parameters())
+        # Trainable parameters with their names.
         self.trained = {p: n for n, p in named.items() if p in stepped and p.requires_grad}
+        # Names of the parameters that the optimizer was given although they are frozen.
         self.frozen = {n for n, p in named.items() if p in stepped and not p.requires_grad}
 
 
@@ -173,11 +145,7 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 def rewrite_groups(
     optimizer: torch.optim.Optimizer, model: nn.Module, whole: WholeModel
 ) -> dict[nn.Parameter, str]:
-    """Puts what this rank has into the groups, in place of what the whole model had.
-
-    Returns:
-        This rank's trainable parameters, with the first names that the whole model has for them.
-    """
+    """Replaces the parameters in the groups by those that this rank has."""
     present: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         present.setdefault(whole.aliases[name], parameter)
@@ -197,7 +165,7 @@ def finish(
     stage: Stage | None,
     whole: WholeModel,
 ) -> None:
-    """Lets a cut model draw, read and save as one; a pipeline gets its schedule."""
+    """Makes a cut model draw, read and save as one; a pipeline gets its schedule."""
     if mesh is None:
         return
     drops = None
@@ -237,7 +205,7 @@ def finish(
 
 
 def draw_alike(model: nn.Module, rank_groups: Sequence[RankGroup]) -> None:
-    """Lets ranks that compute the same draw the same: at each call they take one seed."""
+    """Gives ranks that compute the same one seed at each call."""
     device = current_world().device
     shared = [rank_group for rank_group in rank_groups if rank_group.size > 1]
 
@@ -257,7 +225,7 @@ def draw_alike(model: nn.Module, rank_groups: Sequence[RankGroup]) -> None:
 
 
 def mark_cut(model: nn.Module) -> None:
-    """Lets neither the model nor a copy of it be written as if it were whole."""
+    """Marks a model so that neither it nor a copy is written as if it were whole."""
     vars(model)[CUT] = True
     if hasattr(model, "save_pretrained"):
         vars(model)["save_pretrained"] = _refuse_saving
@@ -271,5 +239,5 @@ def _refuse_saving(*_: Any, **__: Any) -> None:
 
 
 def say() -> Callable[[str], None] | None:
-    """Tells a rank group on the first rank; None on the others."""
+    """Returns a function that prints on rank 0; None on other ranks."""
     return (lambda line: print(line, file=sys.stderr)) if current_world().is_main else None

@@ -3,26 +3,21 @@
     wire_sequence(model, make_groups(SequencePlan(inner=2, layout="zigzag")))
     loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss      # as ever
 
-Nothing in the user's loop changes: every rank calls the model with the whole batch and gets the
-loss of all tokens, or whole logits. Three hooks do it, around the model's own forward:
+Every rank calls the model with the whole batch and gets the loss of all tokens, or whole logits.
+Three hooks do it, around the model's own forward:
 
-1. on the way in (`SequenceAdapter.enter`), this rank's tokens are taken, with the positions that
-   they have (`_inputs.py`);
-2. attention is `attend` (`_call.py`), which transformers finds under a name in the configuration;
-3. on the way out (`SequenceAdapter.leave`), the loss is computed of what each rank has, or logits
-   and hidden states are brought together (`_loss.py`).
+1. `SequenceAdapter.enter` takes this rank's tokens, with the positions that they have;
+2. attention is `attend`, which transformers finds under a name in the configuration;
+3. `SequenceAdapter.leave` computes the loss of what each rank has, or brings logits and hidden
+   states together.
 
-Which part of a model runs on cut sequences is its *region*. Where a head works token by token
-(`TASKS`) it is the whole model with its loss, if that is one that can be computed of pieces
-(`own_loss`); else it is the base model, from whose end on all ranks go on with whole hidden states,
-and the model computes whatever loss it has. What differs from model to model stands in their
-families' records (`gulliver.families.Sequences`).
+The *region* of a model runs on cut sequences. Where a head works token by token (`TASKS`) it is the
+whole model with its loss, if that can be computed of pieces (`own_loss`); else it is the base
+model, and all ranks go on with whole hidden states. What differs from model to model is in the
+records of their families (`gulliver.families.Sequences`).
 
-Without ranks that share sequences but with some that share tensors, only the loss is wired: the
-head's columns stay apart and the cross-entropy reaches over them.
-
-Generation is in `_generate.py`. What this file does not know: optimizers, and pipelines: blocks and
-modules of other stages may be missing, and a forward may be left in the middle.
+Where ranks share tensors but no sequences, only the loss is wired: the head's columns stay apart
+and the cross-entropy reaches over them.
 """
 
 from __future__ import annotations
@@ -35,14 +30,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gulliver.booster.hybrid._call import KEY, NAME, Call, attend
+from gulliver.booster.hybrid._call import KEY, NAME, SequenceCall, attend
 from gulliver.booster.hybrid._degree import Degree, put_degree
 from gulliver.booster.hybrid._generate import generate
 from gulliver.booster.hybrid._inputs import (
     ALONG_TOKENS,
     WHOLE,
-    Batch,
-    Opened,
+    CallArguments,
+    OpenedForward,
     check_length,
     cut_tokens,
     next_tokens,
@@ -71,31 +66,21 @@ from gulliver.families import (
 )
 from gulliver.parallel.sequence import SequenceGroups, Tail, shard
 
+# Ends of the names of classes whose head works token by token.
 TASKS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
-"""Ends of the names of classes whose head works token by token."""
 
+# Kinds of rotary embedding that look at the largest position of a call, which ranks differ in.
 LOCAL_ROPE = ("dynamic", "longrope")
-"""Kinds of rotary embedding that look at the largest position of a call, which ranks differ in."""
 
 
 def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = ALONE) -> None:
-    """Makes a Hugging Face model share its sequences between ranks, in place.
-
-    Parameters stay as they are, whole or cut by tensor parallelism; blocks may be missing. All
-    ranks of a sequence must call the model with the same batch. Gradients of parameters are right
-    once they are averaged over the ranks of the sequence.
-
-    In training with labels, logits are not brought together (`NotGathered`); without labels, and in
-    evaluation, they are whole.
-
-    Args:
-        model: model of transformers.
-        groups: ranks that share a sequence; where it is one rank, only the loss is replaced.
-        tensor: ranks that share the tensors.
-
-    Raises:
-        GulliverError: a model or a configuration that cannot run so.
-    """
+    """Makes a Hugging Face model share its sequences between ranks, in place."""
+    # Parameters stay as they are, whole or cut by tensor parallelism; blocks may be missing. All
+    # ranks of a sequence must call the model with the same batch. Gradients of parameters are right
+    # once they are averaged over the ranks of the sequence.
+    #
+    # In training with labels, logits are not brought together (`NotGathered`); without labels, and
+    # in evaluation, they are whole.
     task = type(model).__name__.endswith(TASKS)
     shared = groups.plan.degree > 1
     if not shared and (tensor.size == 1 or not task):
@@ -127,11 +112,7 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
 
 
 def check_sequence(model: nn.Module) -> Sequences:
-    """What is known of a model that is to share its sequences; looks at it only.
-
-    Raises:
-        GulliverError: a model or a configuration that cannot run so.
-    """
+    """Returns what is known of a model that is to share its sequences, without changing it."""
     _check_unwired(model)
     known = _sequences_of(model)
     _check_config(model, known)
@@ -172,7 +153,7 @@ def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
 
 
 class SequenceAdapter:
-    """What the hooks of one model share; copies of the model share it, too."""
+    """State that the hooks of one model and of its copies share."""
 
     def __init__(
         self,
@@ -186,14 +167,14 @@ class SequenceAdapter:
         self.experts = experts
         self.keeps_logits = False
         # Of the forward that runs now. Blocks, which may run again later, have theirs as argument.
-        self.opened: Opened | None = None
+        self.opened: OpenedForward | None = None
 
     def __deepcopy__(self, memo: Any) -> SequenceAdapter:
         return self
 
     @property
     def groups(self) -> SequenceGroups:
-        """Ranks that the next forward shares its sequences over; one under way has its own."""
+        """Ranks that share the sequences of the next forward; one in flight has its own."""
         return self.degree.now
 
     @property
@@ -202,13 +183,13 @@ class SequenceAdapter:
         return self.degree.planned.plan.degree > 1
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The arguments that the model is called with on this rank."""
-        batch = Batch.of(module, args, dict(kwargs))
+        """Returns the arguments that the model is called with on this rank."""
+        batch = CallArguments.of(module, args, dict(kwargs))
         cache = batch.take("gulliver_cache")
         if self.shared:
             self._check_call(module, batch)
         decoding = cache is not None and cache.length > 0
-        opened = Opened(Call(self.groups), shared=self.shared and not decoding)
+        opened = OpenedForward(SequenceCall(self.groups), shared=self.shared and not decoding)
         opened.as_tuple = not batch.take("return_dict", _returns_dict(module))
         own = self._own_loss(module, batch)
         if own is not None:
@@ -233,7 +214,7 @@ class SequenceAdapter:
         return (), {**batch.kwargs, "return_dict": True}
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """What the user gets; called too when a forward is left in the middle."""
+        """Returns what the user gets; also called when a forward fails."""
         opened, self.opened = self.opened, None
         if opened is None or output is None:
             return None
@@ -268,8 +249,8 @@ class SequenceAdapter:
         output.last_hidden_state = leave(output.last_hidden_state, call.groups, call.length)
         return output
 
-    def _own_loss(self, module: nn.Module, batch: Batch) -> OwnLoss | None:
-        """The loss that is computed of pieces; None where the model computes its own of wholes."""
+    def _own_loss(self, module: nn.Module, batch: CallArguments) -> OwnLoss | None:
+        """The loss computed from pieces; None where the model has its own, of whole logits."""
         if not self.task:
             return None
         # It is asked at every call: a loss_function may be put in after boost.
@@ -284,7 +265,7 @@ class SequenceAdapter:
             )
         return known
 
-    def _loss(self, module: nn.Module, logits: Tensor, opened: Opened) -> Tensor:
+    def _loss(self, module: nn.Module, logits: Tensor, opened: OpenedForward) -> Tensor:
         targets = opened.targets
         assert targets is not None
         head = self._head(module)
@@ -293,7 +274,7 @@ class SequenceAdapter:
         losses = token_losses(logits, targets.labels, self.tensor, columns, ignored)
         return mean_over_ranks(losses, targets.labels, opened.call.groups, targets.counting)
 
-    def _balance(self, module: nn.Module, fields: dict[str, Any], opened: Opened) -> None:
+    def _balance(self, module: nn.Module, fields: dict[str, Any], opened: OpenedForward) -> None:
         """Adds the loss of the routers of all tokens, as one process has it."""
         assert self.experts is not None, "the routers of others are refused"
         count, call = len(fields["logits"]), opened.call
@@ -304,7 +285,7 @@ class SequenceAdapter:
         if opened.targets is not None:
             fields["loss"] = fields["loss"] + getattr(module, self.experts.coefficient) * added
 
-    def _gather(self, fields: dict[str, Any], opened: Opened) -> None:
+    def _gather(self, fields: dict[str, Any], opened: OpenedForward) -> None:
         groups, length = opened.call.groups, opened.call.length
         last = fields.get("last_hidden_state")
         if self.known.exit is None and isinstance(last, Tensor):
@@ -322,7 +303,7 @@ class SequenceAdapter:
         else:
             fields["logits"] = leave_tail(fields["logits"], groups, opened.tail)
 
-    def _keep_tail(self, batch: Batch, opened: Opened) -> None:
+    def _keep_tail(self, batch: CallArguments, opened: OpenedForward) -> None:
         """Logits of the last tokens only: this rank computes those that it has."""
         keep = batch.kwargs.get("logits_to_keep", 0)
         if not isinstance(keep, int):
@@ -338,8 +319,8 @@ class SequenceAdapter:
         opened.tail = Tail(call.groups.plan.lay(call.length), min(keep, call.length))
         batch.kwargs["logits_to_keep"] = opened.tail.local(call.groups.rank)
 
-    def _switch_head(self, module: nn.Module, opened: Opened) -> None:
-        """Columns stay apart where only the loss reads them."""
+    def _switch_head(self, module: nn.Module, opened: OpenedForward) -> None:
+        """Leaves the head's columns on their ranks where only the loss reads them."""
         head = self._head(module)
         if head is not None:
             head.gather_output = not opened.hold
@@ -351,7 +332,7 @@ class SequenceAdapter:
         head = module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
         return head if hasattr(head, "gather_output") and hasattr(head, "columns") else None
 
-    def _check_call(self, module: nn.Module, batch: Batch) -> None:
+    def _check_call(self, module: nn.Module, batch: CallArguments) -> None:
         if module.training:
             check_dropout(module, self.known)
         if batch.take("use_cache"):
@@ -366,11 +347,7 @@ class SequenceAdapter:
 
 
 def check_dropout(model: nn.Module, known: Sequences) -> None:
-    """Refuses what is dropped at random where ranks would have to choose alike.
-
-    Raises:
-        GulliverError: the model drops something; the setting is named.
-    """
+    """Refuses random drops for which ranks would have to draw alike."""
     config: Any = model.config
     for name in known.dropouts:
         if getattr(config, name, 0):
@@ -421,7 +398,7 @@ def _base_of(model: nn.Module) -> nn.Module:
 
 
 def _use_attention(model: nn.Module) -> None:
-    """Names our attention in the model's configuration, which is made its own."""
+    """Sets our attention in a copy of the model's configuration."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)

@@ -1,7 +1,1 @@
-"""Strategies of Lightning.
-
-Read `_strategy.py` first: what happens in a fit stands there. `_options.py` turns arguments into a
-plugin, `_optimizer.py` is what Lightning sees of a boosted optimizer, `_checkpoints.py` the two
-forms of a checkpoint, `_unmoved.py` refuses modules that move what is sharded. None of them imports
-Lightning: ``gulliver.integrations.lightning`` brings the class that they are put on.
-"""
+"""Parts of ``gulliver.integrations.lightning``: read `_strategy.py` first."""

@@ -1,9 +1,8 @@
 """Checkpoints of Lightning as folders: each rank writes what it has, in Gulliver's format.
 
 With one optimizer such a folder is a run with one step (`Booster.save`), written while training
-goes on where that is asked for. With several it holds a model and a folder for each optimizer. What
-Lightning keeps besides (loops, callbacks, schedules, hyper-parameters) lies beside them in
-``lightning.ckpt``, a file of Lightning's own. `to_lightning` makes one such file of all of it.
+goes on where that is asked for. With several it holds a model and a folder for each optimizer.
+Lightning's own part (loops, callbacks, schedules, hyper-parameters) is in ``lightning.ckpt``.
 """
 
 from __future__ import annotations
@@ -25,16 +24,12 @@ from gulliver.io import PARTIAL, finish_folder, remove_all
 
 REST = "lightning.ckpt"
 MODEL = "model.safetensors"
+# Entry of Lightning's part: names of each optimizer's parameters by group, in the user's order.
 NAMES = "gulliver_names"
-"""Entry of Lightning's part: names of each optimizer's parameters by group, in the user's order."""
 
 
 def rest_of(path: Path) -> Path | None:
-    """Finds Lightning's part of a folder; None where `path` is a file, or nothing.
-
-    Raises:
-        GulliverError: it is a folder without a complete checkpoint.
-    """
+    """Finds Lightning's part of a folder; None where `path` is a file, or nothing."""
     if not path.is_dir():
         return None
     if (path / REST).is_file():
@@ -52,13 +47,7 @@ def _rest_of_step(path: Path, step: str) -> Path:
 
 
 class Folders:
-    """Saves and loads checkpoints of a fit as folders.
-
-    Args:
-        booster: booster that has boosted the model.
-        write: writes an object to a path, as Lightning does; called on rank 0.
-        use_async: whether a checkpoint of one optimizer is written while training goes on.
-    """
+    """Saves and loads checkpoints of a fit as folders."""
 
     def __init__(
         self, booster: Booster, write: Callable[[Any, Path], None], use_async: bool
@@ -74,15 +63,7 @@ class Folders:
         optimizers: Sequence[SteppedOptimizer],
         is_boosted: bool,
     ) -> None:
-        """Writes a checkpoint; every rank calls it.
-
-        Args:
-            path: folder to make or replace.
-            checkpoint: what the Trainer has collected; states in it are placeholders.
-            model: model to save.
-            optimizers: optimizers of the module.
-            is_boosted: whether the model is boosted still.
-        """
+        """Writes a checkpoint; every rank calls it."""
         self._booster.close()  # what was begun before is complete, and its memory free
         trains = "optimizer_states" in checkpoint
         rest = {**checkpoint, NAMES: [_names(optimizer) for optimizer in optimizers]}
@@ -129,15 +110,7 @@ class Folders:
         optimizers: Sequence[SteppedOptimizer],
         strict: bool,
     ) -> None:
-        """Fills a model and its optimizers, at any number of ranks; every rank calls it.
-
-        Args:
-            path: folder that `save` wrote.
-            rest: Lightning's part of it.
-            model: boosted model.
-            optimizers: optimizers to fill; none for the weights alone.
-            strict: whether names that are missing or left over are refused.
-        """
+        """Fills a model and its optimizers, at any number of ranks; every rank calls it."""
         count = len(rest.get(NAMES, ()))
         if optimizers and count != len(optimizers):
             raise GulliverError(
@@ -159,18 +132,9 @@ def _names(optimizer: SteppedOptimizer) -> list[list[str | None]]:
 
 
 def to_lightning(folder: Path | str, file: Path | str) -> None:
-    """Makes one file of a folder, as Lightning's own strategies save them; one process calls it.
-
-    ``LightningModule.load_from_checkpoint``, ``Trainer.fit(ckpt_path=)`` of any strategy and
-    ``torch.load`` read it.
-
-    Args:
-        folder: checkpoint that a fit saved as a folder.
-        file: file to write.
-
-    Raises:
-        GulliverError: it is no such folder, or broken; the file is there already.
-    """
+    """Makes one file of a folder, as Lightning's own strategies save them; one process calls it."""
+    # ``LightningModule.load_from_checkpoint``, ``Trainer.fit(ckpt_path=)`` of any strategy and
+    # ``torch.load`` read it.
     folder, file = Path(folder), Path(file)
     found = rest_of(folder)
     if found is None:

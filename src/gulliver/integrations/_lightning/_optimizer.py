@@ -1,11 +1,4 @@
-"""What Lightning sees of a boosted optimizer: groups of whole parameters, steps with a closure.
-
-[Note: whose parameters the groups have] The groups of a boosted optimizer hold the pieces that this
-rank steps. Lightning and its callbacks look there for the parameters of the model: to switch
-``requires_grad`` off for other optimizers' parameters, for instance. So groups are shown with the
-module's own parameters; every other entry is read from, and written to, the group that is stepped,
-which learning-rate schedulers steer as well.
-"""
+"""What Lightning sees of a boosted optimizer: groups of whole parameters, steps with a closure."""
 
 from __future__ import annotations
 
@@ -19,13 +12,13 @@ from gulliver.errors import GulliverError
 from gulliver.parallel import BoostedOptimizer
 
 
+# [Note: whose parameters the groups have] The groups of a boosted optimizer hold the pieces that
+# this rank steps. Lightning and its callbacks look there for the parameters of the model: to switch
+# ``requires_grad`` off for other optimizers' parameters, for instance. So groups are shown with the
+# module's own parameters; every other entry is read from, and written to, the group that is
+# stepped, which learning-rate schedulers steer as well.
 class SteppedOptimizer(torch.optim.Optimizer):
-    """An optimizer that steps what a boosted one has sharded.
-
-    Args:
-        boosted: optimizer that `Booster.boost` returned.
-        members: parameters of each group of the optimizer, as it was before.
-    """
+    """An optimizer that steps what a boosted one has sharded."""
 
     def __init__(self, boosted: BoostedOptimizer, members: list[list[nn.Parameter]]) -> None:
         # Deliberately without super().__init__: groups and state are the boosted optimizer's.
@@ -66,11 +59,7 @@ class SteppedOptimizer(torch.optim.Optimizer):
         return f"SteppedOptimizer({self.boosted!r})"
 
     def step(self, closure: Callable[[], Any] | None = None, **others: Any) -> Any:  # type: ignore[override]
-        """Runs the closure, once, then takes a step.
-
-        Raises:
-            GulliverError: a further argument.
-        """
+        """Runs the closure, once, then takes a step."""
         if others:
             raise GulliverError(
                 f"step takes a closure, not {', '.join(others)}: set options in param_groups"
@@ -126,14 +115,7 @@ def torch_state(
     groups: list[dict[str, Any]],
     names: list[list[str | None]],
 ) -> dict[str, Any]:
-    """State by name as torch numbers it.
-
-    Args:
-        state: whole state by parameter name.
-        groups: options of each group.
-        names: names of the parameters of each group in the user's order; None for one that is not
-            trained.
-    """
+    """State by name as torch numbers it."""
     numbered, found, number = list[dict[str, Any]](), dict[int, Any](), 0
     for group, members in zip(groups, names, strict=True):
         numbered.append({**group, "params": list(range(number, number + len(members)))})

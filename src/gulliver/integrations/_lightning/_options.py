@@ -1,12 +1,7 @@
-"""Arguments of `GulliverStrategy` become a plugin; those that Colossal-AI's strategy had, too.
-
-An argument is honoured or refused by its name. `REFUSED` lists those that say how something is
-searched for that is planned here, or what another argument says better.
-"""
+"""Turns arguments of `GulliverStrategy` into a plugin, also those of Colossal-AI's strategy."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,15 +12,17 @@ from gulliver.booster import (
     Plugin,
     TorchDDPPlugin,
 )
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError
+from gulliver.integrations._refusals import REFUSED, refuse_arguments
 from gulliver.options import positive_number
 
+# Stage of ``strategy="gulliver"``: values and messages of DDP, the optimizer's state sharded.
 DEFAULT_STAGE = 1
-"""Stage of ``strategy="gulliver"``: values and messages of DDP, the optimizer's state sharded."""
+# Memory limit of ``strategy="gulliver_gemini"``, of what the device or this process may have.
 DEFAULT_LIMIT = "80%"
-"""Memory limit of ``strategy="gulliver_gemini"``, of what the device or this process may have."""
 GEMINI_POLICIES = ("auto", "static")
 
+# Arguments of the loss scale, with the fields of the `LossScaler` that they set.
 SCALER = {
     "initial_scale": "scale",
     "min_scale": "smallest",
@@ -34,24 +31,6 @@ SCALER = {
     "growth_interval": "interval",
     "max_scale": "largest",
 }
-"""Arguments of the loss scale, with the fields of the `LossScaler` that they set."""
-
-REFUSED = {
-    "chunk_search_range": "sizes of chunks are planned, not searched: leave it out, or say "
-    "chunk_mb=, a number of MiB",
-    "chunk_search_n_grids": "sizes of chunks are planned, not searched: leave it out, or say "
-    "chunk_mb=, a number of MiB",
-    "min_chunk_size": "sizes of chunks are planned, not searched: leave it out, or say chunk_mb=, "
-    "a number of MiB",
-    "gpu_margin_mem_ratio": "what the optimizer may take follows from the plan: say memory_limit=, "
-    "such as '80%'",
-    "force_outputs_fp32": "outputs keep the dtype that they are computed in: call .float() on them "
-    "in training_step",
-    "hysteresis": "the loss scale falls with the first overflow: leave it out",
-}
-"""Arguments of Colossal-AI's strategy that have nothing to set here, with what to do instead."""
-HARMLESS: dict[str, Any] = {"gpu_margin_mem_ratio": 0.0, "force_outputs_fp32": False}
-"""Values of theirs that ask for what is done anyway, beside None."""
 
 
 def choose_plugin(
@@ -60,22 +39,11 @@ def choose_plugin(
     memory_limit: int | float | str | None,
     given: Mapping[str, Any],
 ) -> tuple[Plugin, dict[str, float]]:
-    """Makes the plugin that the arguments of a strategy ask for.
-
-    Args:
-        plugin: plugin to take as it is.
-        stage: stage of ZeRO.
-        memory_limit: memory of each rank for the state, as of `GeminiPlugin`.
-        given: all other arguments, by name.
-
-    Returns:
-        The plugin, and the fields of the loss scaler to set.
-
-    Raises:
-        GulliverError: an argument that has no counterpart, or contradicts another.
-    """
+    """Returns the plugin that arguments of a strategy ask for, and fields of the loss scaler."""
     options = {name: value for name, value in given.items() if value is not None}
-    _refuse(options)
+    refuse_arguments("GulliverStrategy", options)
+    for name in REFUSED["GulliverStrategy"]:
+        options.pop(name, None)
     scaler = _scaler(options)
     if plugin is not None:
         rest = [*options, *(["stage"] if stage is not None else [])]
@@ -94,6 +62,7 @@ def choose_plugin(
         options["chunk_mb"] = _chunk_mb(elements, options)
     if scaler and options.get("precision") != "fp16":
         raise _no_scale(next(name for name in SCALER if given.get(name) is not None))
+    # Lightning prints a summary of its own.
     options.setdefault("verbose", False)
     if memory_limit is None and policy not in GEMINI_POLICIES:
         return _without_limit(stage, policy, options), scaler
@@ -105,41 +74,15 @@ def choose_plugin(
         raise _policy(policy)
     limit = DEFAULT_LIMIT if memory_limit is None else memory_limit
     options["placement_policy"] = policy or "auto"
-    return _made(GeminiPlugin, {"memory_limit": limit, **options}), scaler
+    return GeminiPlugin(limit, **options), scaler
 
 
 def _without_limit(stage: int | None, policy: Any, options: dict[str, Any]) -> Plugin:
     if policy not in (None, "cuda"):
         raise _policy(policy)
-    for name in ("disk", "host_limit"):
-        if name in options:
-            raise GulliverError(
-                f"{name}= takes what does not fit a memory limit: say memory_limit= as well"
-            )
     if stage is None:
         stage = 3 if policy == "cuda" else DEFAULT_STAGE
-    return _made(LowLevelZeroPlugin, {"stage": stage, **options})
-
-
-def _made(kind: type[Plugin], options: dict[str, Any]) -> Plugin:
-    """Makes a plugin; unknown names are those of the strategy."""
-    known = [n for n in inspect.signature(kind.__init__).parameters if n != "self"]
-    for name in options:
-        if name not in known:
-            raise GulliverError(
-                f"GulliverStrategy has no argument {name!r}: {nearest(name, known)}"
-            )
-    return kind(**options)
-
-
-def _refuse(options: dict[str, Any]) -> None:
-    """Refuses what has no counterpart, and drops values that ask for what is done anyway."""
-    for name, right in REFUSED.items():
-        if name not in options:
-            continue
-        value = options.pop(name)
-        if name not in HARMLESS or value != HARMLESS[name]:
-            raise GulliverError(f"{name}={value!r} has no counterpart here: {right}")
+    return LowLevelZeroPlugin(stage, **options)
 
 
 def _scaler(options: dict[str, Any]) -> dict[str, float]:

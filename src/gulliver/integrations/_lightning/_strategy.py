@@ -1,27 +1,23 @@
-"""What a fit does, put before a `DDPStrategy` of Lightning: read `setup`, then `backward`.
+"""Strategies for ``lightning.pytorch``: ``Trainer(strategy="gulliver")``.
 
-Lightning's own part (launching processes, loops, hooks, logging, samplers) stays as it is. Here the
-module is boosted with each of its optimizers, steps are called through the module's own call, so
-that its hooks run, and checkpoints are whole files or folders.
-
-[Note: after a fit] Lightning gives the module back as it was, and so do we below stage 3: whole
-parameters, which any other Trainer can train. With stage 3 no rank need have room for that, so the
-module stays sharded: this Trainer validates, tests, predicts and saves with it.
+Lightning launches processes and runs loops, hooks, logging and samplers. Here the module is boosted
+with each of its optimizers, steps are called through the module's own call, so that its hooks run,
+and checkpoints are whole files or folders. Read `setup`, then `backward`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gulliver.booster import Booster, Plugin, TorchDDPPlugin
+from gulliver.booster._model import unwrapped
 from gulliver.comm import guard, init_world, shutdown
 from gulliver.errors import GulliverError
 from gulliver.integrations._lightning._checkpoints import Folders, rest_of
@@ -29,25 +25,25 @@ from gulliver.integrations._lightning._optimizer import SteppedOptimizer
 from gulliver.integrations._lightning._options import choose_plugin
 from gulliver.integrations._lightning._unmoved import AFTER, refuse_moves
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
-
+# Names for ``Trainer(strategy=)``, with the arguments that they stand for.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "gulliver": {},
     "gulliver_zero3": {"stage": 3},
     "gulliver_gemini": {"placement_policy": "auto"},
 }
-"""Names for ``Trainer(strategy=)``, with the arguments that they stand for."""
 
+# Arguments of Lightning's strategies that are passed on.
+LIGHTNING = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
+    *("precision_plugin", "timeout", "start_method"),
+)
 FORMS = ("file", "folder")
+# Precisions of the Trainer that ZeRO runs: those without a scaler of gradients on parameters.
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
-"""Precisions of the Trainer that ZeRO runs: those without a scaler of gradients on parameters."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
-class SharedStrategy(_Base):
+class GulliverStrategy(DDPStrategy):
     """Runs a LightningModule as a plugin plans it.
 
     Args:
@@ -59,15 +55,9 @@ class SharedStrategy(_Base):
             rank writes its part; None takes files below stage 3, folders with it and for 16-bit
             parameters.
         use_async: whether folders are written while training goes on.
-        accelerator: the same as in Lightning's strategies, as are the following.
-        parallel_devices: devices of this machine's ranks.
-        cluster_environment: way in which ranks find each other.
-        checkpoint_io: plugin that reads and writes files.
-        precision_plugin: plugin of Lightning's precision.
-        timeout: longest wait for the other ranks.
-        start_method: way to start ranks: ``popen``, ``spawn``, ``fork`` or ``forkserver``.
         options: further arguments of the plugin, such as ``disk``, ``precision``, ``chunk_mb`` and
-            ``activations``, and those that Colossal-AI's strategy had.
+            ``activations``, those that Colossal-AI's strategy had, and those of `DDPStrategy` that
+            `LIGHTNING` names.
 
     Raises:
         GulliverError: an argument that has no counterpart, or contradicts another.
@@ -81,29 +71,15 @@ class SharedStrategy(_Base):
         memory_limit: int | float | str | None = None,
         checkpoint: str | None = None,
         use_async: bool = False,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        timeout: timedelta = timedelta(minutes=30),
-        start_method: Any = "popen",
         **options: Any,
     ) -> None:
         if checkpoint not in (None, *FORMS):
             raise GulliverError(f"checkpoint={checkpoint!r} is not known: 'file' or 'folder'")
         if use_async and checkpoint == "file":
             raise GulliverError("use_async=True writes folders: leave out checkpoint='file'")
+        own = {name: options.pop(name) for name in LIGHTNING if name in options}
         self._plugin, self._scaler = choose_plugin(plugin, stage, memory_limit, options)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        super().__init__(**own)
         self._form = "folder" if use_async else checkpoint
         self._use_async = use_async
         self._booster: Booster | None = None
@@ -111,20 +87,13 @@ class SharedStrategy(_Base):
         self._resumed: _Resumed | None = None
         self._failed = False
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers the names of `STRATEGIES`."""
-        for name, options in STRATEGIES.items():
-            if name not in strategy_registry:
-                strategy_registry.register(name, cls, description=f"Gulliver: {name}", **options)
-
     # Beginning and end.
 
     def _get_process_group_backend(self) -> str:
         return "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
 
     def setup_distributed(self) -> None:
-        """Lets the ranks meet, as Lightning does it, and names those that fail from then on."""
+        """Joins the ranks as Lightning does, and our world over them."""
         super().setup_distributed()
         world = init_world(device=self.root_device)
         if (world.size, world.device) != (self.world_size, self.root_device):
@@ -137,7 +106,7 @@ class SharedStrategy(_Base):
             )
 
     def setup(self, trainer: Any) -> None:
-        """Boosts the module with its optimizers, and takes up a checkpoint."""
+        """Boosts the module with its optimizers, and resumes from a checkpoint."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fits, self._failed = trainer.state.fn == "fit", False
@@ -160,17 +129,19 @@ class SharedStrategy(_Base):
 
     def _set_up_again(self, fits: bool) -> None:
         """Goes on with a module that a fit of stage 3 has left sharded."""
-        if fits or unwrapped(self._boosted) is not self._module:
+        boosted = self._boosted
+        assert boosted is not None, "it was boosted before"
+        if fits or unwrapped(boosted) is not self._module:
             raise GulliverError(
                 "stage 3 leaves a module sharded after its first run: fit another one, from a "
                 "checkpoint of this (ckpt_path=), with a new Trainer"
             )
-        self.model = self._boosted
+        self.model = boosted
         self._clip_shards()
         self._fill(False)
 
     def _boost(self, fits: bool) -> None:
-        """Lets the booster have the module, once for each optimizer."""
+        """Boosts the module with each optimizer."""
         self._booster, model = Booster(plugin=self._plugin), self._module
         given, stepped = self.optimizers if fits else [], list[Any]()
         if fits:
@@ -211,6 +182,9 @@ class SharedStrategy(_Base):
 
     def teardown(self) -> None:
         """Gives the module back, where ranks have room for it."""
+        # Below stage 3 with whole parameters, which any other Trainer can train. With stage 3 no
+        # rank need have room for that: the module stays sharded, and this Trainer validates, tests,
+        # predicts and saves with it.
         booster, optimizers, module = self._booster, self._optimizers, self._lightning_module
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
@@ -300,7 +274,7 @@ class SharedStrategy(_Base):
             yield
 
     def _clip_shards(self) -> None:
-        """Lets Lightning's clipping clip the mean gradient, wherever its parts lie."""
+        """Replaces Lightning's clipping by that of the sharded mean gradient."""
         clips = {
             "clip_grad_by_norm": lambda o, limit: o.clip_grad_by_norm(float(limit)),
             "clip_grad_by_value": lambda o, limit: o.clip_grad_by_value(float(limit)),
@@ -446,7 +420,7 @@ class SharedStrategy(_Base):
 
 
 class _Resumed:
-    """A checkpoint that is being taken up.
+    """A checkpoint that is being resumed from.
 
     Args:
         folder: folder to fill the boosted model from; None for a file.
@@ -476,12 +450,14 @@ class _Resumed:
         self.filled = True
 
 
-def unwrapped(model: nn.Module | None) -> nn.Module | None:
-    """The user's module."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def shutdown_alone(size: int) -> None:
-    """Leaves a world of one, which another run of this process has made."""
+    """Leaves a world of one rank that another run of this process has made."""
     if size == 1:
         shutdown()
+
+
+for _name, _options in STRATEGIES.items():
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(
+            _name, GulliverStrategy, description=f"Gulliver: {_name}", **_options
+        )

@@ -1,8 +1,7 @@
-"""Refuses a module that moves or converts its parameters while they lie in chunks.
+"""Refuses modules that move or convert their parameters while these lie in chunks.
 
-Under stage 3 a parameter is a window on memory that comes and goes, within a limit perhaps: what
-``.to`` or ``.cpu()`` would make of it is a whole copy that nobody trains. Below stage 3 the step
-itself refuses parameters that were replaced.
+Under stage 3 a parameter is a view of memory that comes and goes: ``.to`` or ``.cpu()`` would make
+a whole copy that nobody trains. Below stage 3 the step refuses parameters that were replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ AFTER = (
 
 
 class _Unmoved:
-    """Stands in a module for the method that ``.to``, ``.cpu()`` and others call."""
+    """Replaces the method of a module that ``.to``, ``.cpu()`` and others call."""
 
     def __init__(self, module: nn.Module, message: str) -> None:
         self._module, self._message = module, message
@@ -39,16 +38,11 @@ class _Unmoved:
 
 
 def refuse_moves(module: nn.Module, strategy: str, why: str = DURING) -> None:
-    """Lets moves of a module, and of each part that has parameters, be refused.
-
-    Args:
-        module: module whose parameters lie in chunks.
-        strategy: name of the strategy, for the message.
-        why: end of the message.
-    """
+    """Refuses moves of a module and of each part that has parameters."""
     for name, part in module.named_modules():
         if next(part.parameters(), None) is not None:
             told = type(part).__name__ + (f" ({name})" if name else "")
             moves = "is moved or converted (.to, .cpu(), .half() ...)"
             message = f"{told} {moves}, {why.format(strategy=strategy)}"
+            # In the instance, so that its class and other modules of it are left alone.
             vars(part)["_apply"] = _Unmoved(part, message)
