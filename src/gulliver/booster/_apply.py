@@ -111,9 +111,7 @@ def apply_plan(
         fill(model, Path(plan.weights), whole.aliases, world.device)
     names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
 
-    boosted = share_zero(plan, model, inner, names, whole, mesh, stage, manager)
-    boosted.shards.uses = uses
-    boosted.shards.unequal = plan.zero is not None and plan.zero.unequal
+    boosted = share_zero(plan, model, inner, names, whole, mesh, stage, manager, uses)
     take_activations(plan, model, boosted, manager)
     if _is_streamed(plan):
         # Chunk by chunk, so that no more than a chunk of it is whole at any time.

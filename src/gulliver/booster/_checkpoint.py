@@ -175,15 +175,17 @@ class LoadPlan:
             wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
             # What is trained in 16 bits is filled by its float32 copies, and rounded from them.
             reader.check_fits(MODEL, wanted, self.prefix, narrow_dtypes(unwrapped(model)))
-            reader.check_tied(MODEL, holder.canonical_names(unwrapped(model)), self.prefix)
+            reader.check_tied(
+                MODEL, holder.checkpoint.canonical_names(unwrapped(model)), self.prefix
+            )
         rest |= plan_all(reader, plain, self.strict, self.prefix, self.loaded)
         rest |= plan_all(reader, self.state, self.strict, "", self.loaded)
         return rest
 
     def _leaves(self, model: nn.Module, holder: BoostedOptimizer) -> dict[str, Tensor | Part]:
         """Returns what is to be filled, by the checkpoint's names: it may have one of tied ones."""
-        leaves, saved = holder.load_leaves(model), self.reader.tensors(MODEL)
-        for name, known in holder.canonical_names(model).items():
+        leaves, saved = holder.checkpoint.load_leaves(model), self.reader.tensors(MODEL)
+        for name, known in holder.checkpoint.canonical_names(model).items():
             if name in leaves and self.prefix + name not in saved and self.prefix + known in saved:
                 leaf = leaves.pop(name)
                 leaves.setdefault(known, leaf)
@@ -194,12 +196,12 @@ class LoadPlan:
         # Again, because unfreezing has added float32 copies.
         leaves = self._leaves(model, holder)
         wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
-        holder.before_model_load()
+        holder.checkpoint.before_model_load()
         raise_on_any_rank(lambda: self.reader.read_into(MODEL, wanted, self.prefix))
         # Under a memory limit nothing can leave the device that views still refer to.
         leaves.clear()
         wanted.clear()
-        holder.after_model_load()
+        holder.checkpoint.after_model_load()
         # Scales of other weights say nothing about these.
         saved = self.reader.value(FP8) if FP8 in self.reader.entries else {}
         restore_histories(model, saved)
@@ -241,7 +243,12 @@ class OptimizerEntry:
     @classmethod
     def of(cls, reader: StepReader, optimizer: BoostedOptimizer) -> Self:
         """Asks an optimizer for its groups; every rank calls it."""
-        return cls(reader, optimizer, optimizer.all_group_names(), optimizer.frozen_groups())
+        return cls(
+            reader,
+            optimizer,
+            optimizer.checkpoint.all_group_names(),
+            optimizer.checkpoint.frozen_groups(),
+        )
 
     def match(self) -> None:
         """Refuses the entry of another optimizer, or of other parameters."""
@@ -261,7 +268,7 @@ class OptimizerEntry:
         """Makes room for the saved state of parameters that are frozen here."""
         frozen = {name for names in self.frozen for name in names}
         state = self.content["state"]
-        lost = self.optimizer.take_up([n for n, e in state.items() if e and n in frozen])
+        lost = self.optimizer.checkpoint.take_up([n for n, e in state.items() if e and n in frozen])
         if lost and init_world().is_main:
             logging.getLogger("gulliver").warning(
                 "%s: the optimizer state of %s is left out: only stage 3 unfreezes after boost",
@@ -293,8 +300,8 @@ def _check_shapes(
     """Whether the state is of parameters of the same shapes."""
     # Where every rank has all of it, it may have any shape itself: then the step tells the
     # parameters'.
-    shapes = {name: whole_shape(p) for p, name in optimizer.trainable.items()}
-    known = _stepped(reader, content) if optimizer.has_whole_state else {}
+    shapes = {name: whole_shape(p) for p, name in optimizer.checkpoint.trainable.items()}
+    known = _stepped(reader, content) if optimizer.checkpoint.has_whole_state else {}
     for name, entries in content["state"].items():
         ours = shapes.get(name)
         if ours is not None and name in known and known[name][0] != ours:

@@ -48,7 +48,6 @@ from gulliver.checkpoint import (
 from gulliver.comm import broadcast_object, init_world, raise_on_any_rank
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
-from gulliver.parallel.zero import exact_parameters
 
 
 class CheckpointIO:
@@ -113,7 +112,7 @@ class CheckpointIO:
         if model not in self._optimizers:
             check_whole(model)
         content = boosted_state(model, optimizer, holder, lr_scheduler, state, frozen)
-        limit = None if holder is None else holder.copy_limit
+        limit = None if holder is None else holder.checkpoint.copy_limit
         # Under a memory limit the copy that is written in the background is limited as well.
         checkpointer = self._checkpointer(Path(folder), options, limit)
         if self._last is not None:
@@ -264,7 +263,7 @@ class CheckpointIO:
             state = whole_model(plain)
             if isinstance(holder, ZeroOptimizer):
                 # Where updates travel packed, parameters differ from the shards that are trained.
-                state |= exact_parameters(holder, plain)
+                state |= holder.checkpoint.exact_parameters(plain)
             on_main(lambda: write_tensors(place, state))
 
     def _await_model(self) -> None:
@@ -357,7 +356,7 @@ class CheckpointIO:
 
 def _is_spread(holder: BoostedOptimizer) -> bool:
     """Whether a model is written tensor by tensor: no rank has, or has room for, all of it."""
-    return not holder.has_whole_model or holder.copy_limit is not None
+    return not holder.checkpoint.has_whole_model or holder.checkpoint.copy_limit is not None
 
 
 def boosted_only(optimizer: Any) -> BoostedOptimizer:

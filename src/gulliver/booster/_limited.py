@@ -61,7 +61,7 @@ class LimitedManager(Manager):
         self.spare = spare
         # Sets the budget of the next step.
         self.controller: BudgetController | None = None
-        self._kept = set[Placed]()
+        self._kept = set[ManagedTensor]()
         # What parameters leave must go back at once: it and the chunks would be more than either.
         self._freed, self._added = FreedMemory(), 0
         weakref.finalize(self, self._freed.close)
@@ -72,7 +72,7 @@ class LimitedManager(Manager):
         self._before: dict[str, tuple[int, int]] = {}
         self._clock = (0.0, 0.0)
 
-    def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
+    def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> ManagedTensor:
         """Adds an object, and pins it if its share stays on the device."""
         placed = super().add(name, kind, *arguments, **options)
         if kind == ACTIVATIONS:
@@ -99,7 +99,7 @@ class LimitedManager(Manager):
         self.spare += placed.size if placed.kind == ACTIVATIONS else 0
         super().remove(placed)
 
-    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
+    def use(self, placed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
         """Brings an object to the device; lowers the budget first where memory is scarce."""
         if self.controller is not None:
             self.controller.check(placed.name)

@@ -43,8 +43,8 @@ def write_gathered(holder: BoostedOptimizer, model: nn.Module, path: Path) -> No
 
 def begin_gathered(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
     """Begins to write what `write_gathered` writes, while training goes on."""
-    leaves, dtypes = holder.model_leaves(model), _of_all(dtypes_of(model))
-    return begin_single(leaves, path, dtypes, holder.copy_limit)
+    leaves, dtypes = holder.checkpoint.model_leaves(model), _of_all(dtypes_of(model))
+    return begin_single(leaves, path, dtypes, holder.checkpoint.copy_limit)
 
 
 def write_folder(holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any) -> None:
@@ -84,8 +84,8 @@ def begin_folder(
 ) -> PartsSaver:
     """Begins to write what `write_folder` writes, while training goes on."""
     raise_on_any_rank(lambda: refuse_existing(folder))
-    aliases, dtypes = _of_all(holder.canonical_names(model)), _of_all(dtypes_of(model))
-    leaves, limit = holder.model_leaves(model), holder.copy_limit
+    aliases, dtypes = _of_all(holder.checkpoint.canonical_names(model)), _of_all(dtypes_of(model))
+    leaves, limit = holder.checkpoint.model_leaves(model), holder.checkpoint.copy_limit
     return begin_huggingface(leaves, folder, dtypes, aliases, memory_limit=limit, **options)
 
 
@@ -98,18 +98,18 @@ def read_sharded(
     holder: BoostedOptimizer, model: nn.Module, path: Path, strict: bool, checked: bool = False
 ) -> list[str]:
     """Fills a model from a file or a Hugging Face folder, each rank with what it holds."""
-    leaves, elsewhere = holder.load_leaves(model), names_of_all(model, holder)
-    aliases = holder.canonical_names(model)
+    leaves, elsewhere = holder.checkpoint.load_leaves(model), names_of_all(model, holder)
+    aliases = holder.checkpoint.canonical_names(model)
     narrow = {} if checked else narrow_dtypes(model)
     odd = raise_on_any_rank(
         lambda: match_huggingface(
             leaves, path, strict, "", elsewhere, aliases, dtypes=narrow, like=model
         )
     )
-    holder.before_model_load()
+    holder.checkpoint.before_model_load()
     # Mismatches were found and reported above.
     given = leaves, path, False, "", elsewhere, aliases, True, model
     raise_on_any_rank(lambda: load_huggingface(*given))
-    holder.after_model_load()
+    holder.checkpoint.after_model_load()
     every = gather_objects(odd.missing + odd.unexpected)
     return list(dict.fromkeys(name for names in every for name in names))

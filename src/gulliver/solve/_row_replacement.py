@@ -310,6 +310,7 @@ LEAD = 0.01
 
 class Duel:
     """Half-lives next to each other, each in a cache of its own for a sample of the rows."""
+
     # A sample by a hash of the row, in a cache as much smaller, misses about as often as all rows
     # do in theirs (Waldspurger et al. 2017, "Cache modeling and optimization using miniature
     # simulations"); that the better of two rules is taken is set dueling (Qureshi et al. 2007).
