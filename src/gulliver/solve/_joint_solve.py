@@ -18,15 +18,12 @@ from gulliver.errors import GulliverError
 from gulliver.solve._activations import Choice
 from gulliver.solve._joint import Block, EdgeSeconds, OffloadLink, Operator, Pick, joint_cost
 from gulliver.solve._joint_block import CHOICES
-from gulliver.solve._joint_milp import joint_by_milp
 from gulliver.solve._joint_search import STATES, JointPlan, check, least_memory, possible, searched
 
 ROOMS = (1.0, 1.2, 1.5, 2.0, 3.0, math.inf)
 """Memory of the first stage, in budgets; the least that works is tried, too."""
 NEAR = 1e-3
 """Gap that is good enough in each stage."""
-CLOSED = 1e-6
-"""Relative gap that HiGHS leaves."""
 ENDLESS = 1 << 60
 """Bytes that are never too few."""
 
@@ -38,7 +35,6 @@ def solve_joint(
     allowed: Sequence[Choice] = CHOICES,
     states: int = STATES,
     tolerance: float = 1e-3,
-    milp_s: float = 0.0,
 ) -> JointPlan:
     """Finds the picks with the least seconds that keep within a budget.
 
@@ -51,8 +47,6 @@ def solve_joint(
         allowed: choices for what is saved.
         states: number of states that are kept of one kind; more is closer to exact, and slower.
         tolerance: gap that is good enough; with 0 all rounds are made.
-        milp_s: seconds that HiGHS may take to close a gap that is left (`_joint_milp.py`); for
-            some ten different operators in all. 0: it is not asked.
 
     Raises:
         GulliverError: the budget is below what any picks need; names the least that would do, and
@@ -64,9 +58,7 @@ def solve_joint(
     if not plan.exact:
         staged = _staged(blocks, budget, link, chosen, plan.cost.seconds)
         plan = plan if staged is None else replace(staged, lower=plan.lower, price=plan.price)
-    return (
-        _closed(plan, blocks, budget, link, chosen, milp_s) if milp_s and not plan.exact else plan
-    )
+    return plan
 
 
 def solve_in_stages(
@@ -169,22 +161,3 @@ def fixed(block: Block, picks: Sequence[Pick], entry: int | None) -> Block:
         only = (operator.strategies[pick.strategy],)
         operators.append(replace(operator, strategies=only, conversions=tuple(edges)))
     return Block(tuple(operators))
-
-
-def _closed(
-    plan: JointPlan,
-    blocks: Sequence[Block],
-    budget: int,
-    link: OffloadLink | None,
-    chosen: tuple[Choice, ...],
-    seconds: float,
-) -> JointPlan:
-    """The plan with what HiGHS finds: better picks, a higher bound."""
-    answer = joint_by_milp(blocks, budget, link, chosen, seconds)
-    lower, picks, cost = max(plan.lower, answer.lower), plan.picks, plan.cost
-    if answer.picks is not None:
-        other = joint_cost(blocks, answer.picks, link)
-        if other.peak <= budget and other.seconds < cost.seconds:
-            picks, cost = answer.picks, other
-    exact = cost.seconds <= lower * (1 + CLOSED)
-    return JointPlan(picks, cost, min(lower, cost.seconds), exact, plan.price)
