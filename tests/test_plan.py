@@ -96,7 +96,7 @@ def test_an_edited_plan_loads_with_its_lines(tmp_path: Path) -> None:
     assert plan == replace(PLAN, zero=replace(PLAN.zero, stage=1))
     lines = PLAN.to_yaml().splitlines()
     assert lines[plan.lines["zero.stage"] - 1] == "  stage: 2"
-    assert plan.told("zero.stage") == f"zero.stage: 1 (line {plan.lines['zero.stage']})"
+    assert plan.describe_field("zero.stage") == f"zero.stage: 1 (line {plan.lines['zero.stage']})"
 
 
 def test_the_summary_tells_people_what_matters() -> None:

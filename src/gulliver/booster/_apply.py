@@ -28,15 +28,14 @@ from gulliver.booster._model import (
     no_optimizer,
 )
 from gulliver.booster._ranks import (
-    Stages,
+    ResolvedPlan,
     order_of_use,
     rank_state,
     rank_work,
     state_bytes,
-    tensor_sizes,
 )
 from gulliver.booster._replicas import share_ddp, share_zero, tune
-from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
+from gulliver.booster._resolve import recomputable
 from gulliver.booster.hybrid import (
     HooksLast,
     Vocabulary,
@@ -54,7 +53,7 @@ from gulliver.booster.hybrid import (
     rewrite_groups,
     wire_sequences,
 )
-from gulliver.booster.operators import Program, check_operators, share_operators
+from gulliver.booster.operators import check_operators, share_operators
 from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError
 from gulliver.parallel import (
@@ -66,25 +65,19 @@ from gulliver.parallel import (
     is_boosted,
     named_trainables,
 )
-from gulliver.parallel.tensor import TensorPlan
 from gulliver.plan import Plan
 
 
 def apply_plan(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    world: World,
-    verbose: bool = True,
+    resolved: ResolvedPlan, model: nn.Module, world: World, verbose: bool = True
 ) -> tuple[nn.Module, BoostedOptimizer]:
     """Runs a plan: the model is changed in place, and its optimizer wrapped.
 
     Every rank calls it with the same plan and the same model.
 
     Args:
-        plan: plan that is resolved for this model; see `gulliver.booster._resolve.resolve`.
-        model: whole model, perhaps boosted before with another optimizer.
-        optimizer: optimizer of its parameters; None runs the model without training it.
+        resolved: plan that is resolved for this model; see `resolve`.
+        model: whole model, perhaps boosted before with another optimizer, and wrapped by DDP.
         world: ranks that run it.
         verbose: tell what is chosen on the way.
 
@@ -94,21 +87,19 @@ def apply_plan(
     Raises:
         GulliverError: something that cannot be run so, on all ranks, with nothing done.
     """
+    plan, optimizer = resolved.plan, resolved.optimizer
+    tensor, stages = resolved.tensor, resolved.stages
     agreed(lambda: check_units(plan, model))
     if plan.operators is not None:
-        made = list[Program]()
-        agreed(lambda: made.append(check_operators(plan, model, optimizer)))
-        return share_operators(plan, made[0], model, optimizer, world)
+        program = agreed(lambda: check_operators(plan, model, optimizer))
+        return share_operators(plan, program, model, optimizer, world)
     if plan.ddp is not None:
         use_fp8(plan, model)
         return share_ddp(plan, model, optimizer, world)
     # While the model is whole, and on all ranks, so that none goes on where another cannot.
-    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
-    agreed(lambda: _check_whole(plan, model, optimizer, tensor, stages))
-    managers = list[LimitedManager | None]()
-    agreed(lambda: managers.append(_manager(plan, model, optimizer, tensor, stages)))
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages, _place(plan))
-    uses = state_bytes(plan, sizes).order if plan.stage == 3 else ()
+    agreed(lambda: _check_whole(resolved))
+    manager = agreed(lambda: _manager(resolved))
+    uses = state_bytes(plan, resolved.sizes(_place(plan))).order if plan.stage == 3 else ()
     inner = optimizer or no_optimizer()
     if plan.precision.parameters != "none":
         convert(model, HALVES[plan.precision.parameters], plan.precision.kept)
@@ -118,7 +109,7 @@ def apply_plan(
         model,
         inner,
         Vocabulary.of(model),
-        recomputable(plan, model),
+        recomputable(plan, model, stages),
         drops_by_position(plan, model),
         order_of_use(plan, model),
     )
@@ -138,10 +129,10 @@ def apply_plan(
         fill(model, Path(plan.weights), whole.aliases, world.device)
     names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
 
-    boosted = share_zero(plan, model, inner, names, whole, mesh, stage, managers[0])
+    boosted = share_zero(plan, model, inner, names, whole, mesh, stage, manager)
     boosted.shards.uses = uses
     boosted.shards.unequal = plan.zero is not None and plan.zero.unequal
-    take_activations(plan, model, boosted, managers[0])
+    take_activations(plan, model, boosted, manager)
     if streamed:
         fill_boosted(boosted, model, empty, plan.weights)
     finish(plan, model, boosted, mesh, tensor, stage, whole)
@@ -185,18 +176,13 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
         check_unshared(model, optimizer)
 
 
-def _manager(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-) -> LimitedManager | None:
+def _manager(resolved: ResolvedPlan) -> LimitedManager | None:
     """What state is kept by under a memory limit; it is made before anything is changed."""
-    if plan.zero is None or plan.zero.tiers is None:
+    plan = resolved.plan
+    if not plan.limited:
         return None
-    state = rank_state(plan, model, optimizer, tensor, stages, _place(plan))
-    return manager_of(plan, state, rank_work(plan, model, tensor, stages), current_world().device)
+    state = rank_state(resolved, _place(plan))
+    return manager_of(plan, state, rank_work(resolved), current_world().device)
 
 
 def _place(plan: Plan) -> tuple[int, int]:
@@ -224,20 +210,15 @@ def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
         check_unstepped(optimizer)
 
 
-def _check_whole(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-) -> None:
+def _check_whole(resolved: ResolvedPlan) -> None:
+    plan, model = resolved.plan, resolved.model
     if plan.mesh.names_model:
-        check_cut(plan, model, optimizer, tensor, stages)
+        check_cut(plan, model, resolved.optimizer, resolved.tensor, resolved.stages)
     elif _is_streamed(plan):
         check_meta(model, plan.weights, _checked_here(plan, model))
     if plan.precision.parameters != "none" and plan.weights is None:
         check_range(model, HALVES[plan.precision.parameters], plan.precision.kept)
-    check_recompute(plan, model)
+    check_recompute(plan, model, resolved.stages)
 
 
 def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:

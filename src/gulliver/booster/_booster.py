@@ -150,11 +150,11 @@ class Booster(FileKeeper):
             GulliverError: there is nothing to train; the optimizer cannot be run so; the model
                 is on another device than this rank; ranks have built different models.
         """
-        world, precision = init_world(), self.mixed_precision or "none"
-        agreed(lambda: self._check(model, optimizer, world))
+        world = init_world()
+        choices = agreed(lambda: self._check(model, optimizer, world))
         check_alike(unwrapped(model), optimizer)
         again = next((known for known in self._optimizers if unwrapped(known) is model), model)
-        boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, precision)
+        boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, choices)
         self._last = Running(broadcast_object(plan), wrapped, unwrapped(model))
         release_groups()
         wrapped.watch(unwrapped(model))
@@ -175,8 +175,8 @@ class Booster(FileKeeper):
             self._last.planned.show()
         return boosted, None if optimizer is None else wrapped, criterion, dataloader, lr_scheduler
 
-    def _check(self, model: nn.Module, optimizer: Any, world: World) -> None:
-        """Refuses what cannot be run, before anything is done."""
+    def _check(self, model: nn.Module, optimizer: Any, world: World) -> Plan:
+        """The plugin's choices; refuses what cannot be run, before anything is done."""
         if isinstance(optimizer, type):
             name = optimizer.__name__
             raise GulliverError(
@@ -203,7 +203,7 @@ class Booster(FileKeeper):
                     f"parameter {name!r} is on {parameter.device}, this rank runs on "
                     f"{world.device}: move the model there before its optimizer is made"
                 )
-        self.plugin.check(unwrapped(model), optimizer, self.mixed_precision or "none")
+        return self.plugin.check(unwrapped(model), optimizer, self.mixed_precision or "none")
 
     def noise_scale(self, batch: int) -> NoiseScale | None:
         """Gradient noise scale as it is known by now; None before the first step.

@@ -10,7 +10,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ from gulliver.memory import Part, whole_shape
 from gulliver.parallel import BoostedOptimizer, Counter, ZeroOptimizer
 from gulliver.parallel.zero import import_leaves
 from gulliver.precision.fp8 import fp8_histories, restore_histories
+
+T = TypeVar("T")
 
 MODEL, OPTIMIZER, SCHEDULER, RANDOM = "model", "optimizer", "lr_scheduler", "random"
 FP8 = "fp8_histories"
@@ -403,16 +405,17 @@ def _check_scheduler(reader: StepReader, lr_scheduler: Any) -> None:
         raise GulliverError(f"{reader.folder} is of {kind}, the scheduler is {ours}")
 
 
-def agreed(action: Callable[[], None]) -> None:
-    """Runs something on every rank; none goes on where one could not.
+def agreed(action: Callable[[], T]) -> T:
+    """Runs something on every rank and returns its result; none goes on where one could not.
 
     Raises:
         Exception: what went wrong here.
         GulliverError: what went wrong on another rank.
     """
     failure: Exception | None = None
+    result: T | None = None
     try:
-        action()
+        result = action()
     except Exception as error:
         failure = error
     reasons = gather_objects(None if failure is None else str(failure) or type(failure).__name__)
@@ -421,6 +424,7 @@ def agreed(action: Callable[[], None]) -> None:
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise GulliverError(f"rank {rank} failed: {reason}")
+    return result  # type: ignore[return-value]
 
 
 def random_state() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import nn
 from gulliver.booster._fp8 import fp8_plan
 from gulliver.booster._model import HALVES
 from gulliver.booster._plugins import DEFAULT_CHUNK_MB, MIB, STAGES, Plugin
-from gulliver.booster._resolve import recomputable
+from gulliver.booster._resolve import plan_stages, recomputable
 from gulliver.booster._tiers import TierOptions, plan_tiers
 from gulliver.booster._wires import WireOptions
 from gulliver.booster.hybrid import (
@@ -359,9 +359,11 @@ class HybridParallelPlugin(Plugin):
             chosen, mode = found.plan, "all_to_all" if found.plan.ring == 1 else "ring_attn"
             reasons["sequence"] = found.reason
         sequence = SequenceLayout(mode, chosen.ulysses, chosen.outer, chosen.inner, chosen.layout)
-        blocks = recomputable(plan, model) if self.checkpoint_activations else ()
-        if self.checkpoint_activations and not blocks:
-            raise GulliverError(NO_BLOCKS)
+        blocks = ()
+        if self.checkpoint_activations:
+            blocks = recomputable(plan, model, plan_stages(plan, model))
+            if not blocks:
+                raise GulliverError(NO_BLOCKS)
         plan = replace(plan, sequence=sequence, recompute=blocks, reasons=reasons)
         if self.memory is None:
             return plan

@@ -22,9 +22,9 @@ from gulliver.booster._blocks import offloadable_blocks
 from gulliver.booster._estimate import estimate_sample
 from gulliver.booster._measure import follow_sample, measure_work, with_peaks
 from gulliver.booster._packed_messages import in_parts, packed, rates_of_packing
-from gulliver.booster._ranks import largest_residency, rank_states, rank_work
+from gulliver.booster._ranks import ResolvedPlan, largest_residency, rank_states, rank_work
 from gulliver.booster._residency import other_bytes, priced
-from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
+from gulliver.booster._resolve import recomputable
 from gulliver.booster.hybrid import attention_shape, sequence_plan
 from gulliver.families import family_of, hugging_face_of, is_hugging_face
 from gulliver.hardware import (
@@ -50,22 +50,15 @@ from gulliver.precision.wire import PackRates, WireFormat
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def predict(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    cluster: Cluster | None = None,
-) -> Plan:
+def predict(resolved: ResolvedPlan, cluster: Cluster | None = None) -> ResolvedPlan:
     """A resolved plan with the predicted seconds of a step.
 
     Args:
-        plan: resolved for the model; without `work` its seconds are those of messages alone.
-        model: whole model.
-        optimizer: optimizer of its parameters.
+        resolved: plan; without `work` its seconds are those of messages alone.
         cluster: machines; None for those at hand.
     """
-    tensor = plan_tensors(plan, model)
-    blocks = _blocks(plan, model)
+    plan, model, tensor = resolved.plan, resolved.model, resolved.tensor
+    blocks = _blocks(resolved)
     rates = partial(rates_of_packing, cluster=cluster)
     cluster = cluster or current_cluster(plan.mesh.size)
     links = axis_links(plan, cluster)
@@ -85,7 +78,7 @@ def predict(
     if moved is not None:
         assert plan.zero is not None, "tiers are of ZeRO"
         assert plan.zero.tiers is not None, "there are tiers"
-        moved, seconds, other = tiered_step(plan, model, optimizer, cluster, seconds)
+        moved, seconds, other = tiered_step(resolved, cluster, seconds)
         activations = other + plan.memory.activations
         folder, disk = plan.zero.tiers.disk, cluster.disk
         if folder is not None and disk is not None and not disk.has(folder):
@@ -96,15 +89,14 @@ def predict(
     memory = replace(plan.predicted.bytes, activations=activations)
     sent, fullest = int(costs.sent), plan.predicted.fullest
     predicted = Predicted(cluster.name, seconds, sent, memory, moved, fullest)
-    return replace(plan, predicted=predicted, reasons=reasons)
+    return resolved.with_plan(replace(plan, predicted=predicted, reasons=reasons))
 
 
-def with_work(
-    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any
-) -> Plan:
+def with_work(resolved: ResolvedPlan, sample: Any) -> Plan:
     """A plan with what a sample costs: measured here, or estimated for a model on meta."""
+    plan, model, optimizer = resolved.plan, resolved.model, resolved.optimizer
     autocast = PRECISIONS.get(plan.precision.autocast)
-    tensor, blocks = plan_tensors(plan, model), _blocks(plan, model)
+    tensor, blocks = resolved.tensor, _blocks(resolved)
     chosen = (
         plan.zero is not None
         and plan.zero.tiers is not None
@@ -144,29 +136,23 @@ def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
 
 
 def tiered_step(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    cluster: Cluster,
-    seconds: Seconds,
+    resolved: ResolvedPlan, cluster: Cluster, seconds: Seconds
 ) -> tuple[Moved, Seconds, int]:
     """Returns moves between memories, seconds of a step that waits for them, and other bytes.
 
     Args:
-        plan: resolved plan with tiers.
-        model: whole model.
-        optimizer: optimizer of its parameters.
+        resolved: plan with tiers.
         cluster: machines.
         seconds: seconds of a step in which nothing moves.
 
     Raises:
         GulliverError: the limit, or what lies behind, is too small.
     """
+    plan = resolved.plan
     assert plan.zero is not None, "tiers are of ZeRO"
     assert plan.zero.tiers is not None, "there are tiers"
-    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
-    work, tiers = rank_work(plan, model, tensor, stages), plan.zero.tiers
-    found = largest_residency(rank_states(plan, model, optimizer, tensor, stages), tiers, work)
+    work, tiers = rank_work(resolved), plan.zero.tiers
+    found = largest_residency(rank_states(resolved), tiers, work)
     moved, tiered = priced(found, tiers, work, cluster)
     if tiered is None:
         return moved, seconds, other_bytes(tiers, work)
@@ -176,11 +162,9 @@ def tiered_step(
     return moved, seconds, other_bytes(tiers, work)
 
 
-def _blocks(plan: Plan, model: nn.Module) -> tuple[str, ...]:
-    stages = plan_stages(plan, model)
-    if stages is not None:
-        return stages[0].blocks
-    return tuple(path for path in recomputable(plan, model) if path)
+def _blocks(resolved: ResolvedPlan) -> tuple[str, ...]:
+    found = recomputable(resolved.plan, resolved.model, resolved.stages)
+    return found if resolved.stages is not None else tuple(path for path in found if path)
 
 
 def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]]:

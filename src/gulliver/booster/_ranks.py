@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -45,34 +45,55 @@ KEPT_WHOLE = 0.5
 layers by, norms, masks."""
 
 
-def rank_state(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-    place: tuple[int, int],
-) -> StateBytes:
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """A plan and how its model is cut: computed once, and taken by all that predicts and runs it.
+
+    Attributes:
+        plan: choices, and results as far as they are known.
+        model: whole model, perhaps on meta.
+        optimizer: optimizer of its parameters; None where it is not trained.
+        tensor: how tensors are cut over the tensor axis; None where they are not.
+        stages: blocks and their cut; None without a pipeline.
+    """
+
+    plan: Plan
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    tensor: TensorPlan | None = None
+    stages: Stages | None = None
+    _sizes: dict[tuple[int, int], list[TensorSize]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def with_plan(self, plan: Plan) -> ResolvedPlan:
+        """The same cut with a plan that differs in other choices, or in results."""
+        return replace(self, plan=plan)
+
+    def sizes(self, place: tuple[int, int] = (0, 0)) -> list[TensorSize]:
+        """Parameters of the rank at a place on the pipeline and the tensor axis; see below."""
+        if place not in self._sizes:
+            self._sizes[place] = _tensor_sizes(self, place)
+        return self._sizes[place]
+
+
+def rank_state(resolved: ResolvedPlan, place: tuple[int, int]) -> StateBytes:
     """State of one rank, and the order in which a step uses it.
 
     Args:
-        plan: choices of ZeRO.
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters.
-        tensor: how tensors are cut.
-        stages: how blocks are.
+        resolved: plan with choices of ZeRO.
         place: rank on the pipeline axis, and on the tensor axis.
 
     Raises:
         GulliverError: a number of micro-batches that the pipeline's schedule cannot order.
     """
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages, place)
-    found = state_bytes(plan, sizes)
+    plan = resolved.plan
+    found = state_bytes(plan, resolved.sizes(place))
     if plan.mesh.names_model:
         found = replace(found, blocks=plan.recompute)
-    if stages is None:
+    if resolved.stages is None:
         return found
-    return replace(found, passes=_passes(plan, model, stages, place[0]))
+    return replace(found, passes=_passes(plan, resolved.model, resolved.stages, place[0]))
 
 
 def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
@@ -124,15 +145,9 @@ def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
     return [name for child in order for name in children[child]]
 
 
-def rank_states(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-) -> list[StateBytes]:
-    """States of all ranks that differ; arguments as of `rank_state`."""
-    found = (rank_state(plan, model, optimizer, tensor, stages, place) for place in places(plan))
+def rank_states(resolved: ResolvedPlan) -> list[StateBytes]:
+    """States of all ranks that differ."""
+    found = (rank_state(resolved, place) for place in places(resolved.plan))
     return list(dict.fromkeys(found))
 
 
@@ -175,17 +190,9 @@ def _passes(plan: Plan, model: nn.Module, stages: Stages, place: int) -> Passes:
     )
 
 
-def rank_work(
-    plan: Plan, model: nn.Module, tensor: TensorPlan | None, stages: Stages | None
-) -> Work:
-    """Returns the work of a batch on the rank that computes most of it, an upper bound of bytes.
-
-    Args:
-        plan: choices; `Plan.work` is what the whole model costs one process.
-        model: whole model.
-        tensor: how tensors are cut.
-        stages: how blocks are.
-    """
+def rank_work(resolved: ResolvedPlan) -> Work:
+    """Work of a batch on the rank that computes most of it; an upper bound of bytes."""
+    plan, tensor, stages = resolved.plan, resolved.tensor, resolved.stages
     work, degree = plan.work, plan.mesh.of("sequence")
     if plan.zero is not None and plan.zero.unequal:
         degree = 1  # a rank may run a whole sample by itself
@@ -196,7 +203,7 @@ def rank_work(
         _, found, numbers = stages
         own = max(sum(found.times[n] for n in held) for held in numbers) / (sum(found.times) or 1)
     if tensor is not None:
-        cut = 1 - tensor.share_of(model) * (1 - 1 / tensor.size)
+        cut = 1 - tensor.share_of(resolved.model) * (1 - 1 / tensor.size)
         kept *= KEPT_WHOLE + (1 - KEPT_WHOLE) * cut
     return replace(
         work,
@@ -221,31 +228,16 @@ def _again_share(plan: Plan) -> float:
     return (plan.work.share_blocks or 1.0) if plan.recompute else 0.0
 
 
-def tensor_sizes(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-    place: tuple[int, int] = (0, 0),
-) -> list[TensorSize]:
-    """The parameters that a rank will have, in the model's order, before any sharding.
-
-    Args:
-        plan: choices.
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters.
-        tensor: how tensors are cut.
-        stages: how blocks are.
-        place: rank on the pipeline axis, and on the tensor axis; the first one by default.
-    """
-    stepper = optimizer or no_optimizer()
+def _tensor_sizes(resolved: ResolvedPlan, place: tuple[int, int]) -> list[TensorSize]:
+    """The parameters that a rank will have, in the model's order, before any sharding."""
+    plan, model, tensor = resolved.plan, resolved.model, resolved.tensor
+    stepper = resolved.optimizer or no_optimizer()
     groups = {p: group for group in stepper.param_groups for p in group["params"]}
     whole = plan.zero is not None and needs_whole(stepper, plan.zero.assume_elementwise)
-    if stages is None:
+    if resolved.stages is None:
         named = {name: p for name, p in model.named_parameters() if not is_boosted(p)}
     else:
-        named = names_held(model, *stages, place[0])
+        named = names_held(model, *resolved.stages, place[0])
     named = {name: named[name] for name in order_of_use(plan, model) if name in named} or named
     turns, sizes = _turns(plan, model), list[TensorSize]()
     for name, parameter in named.items():

@@ -18,13 +18,13 @@ from gulliver.booster._blocks import has_switch, recomputable_blocks
 from gulliver.booster._fp8 import weight_bytes, with_fp8
 from gulliver.booster._model import modules_kept, no_optimizer, unwrapped
 from gulliver.booster._ranks import (
+    ResolvedPlan,
     Stages,
     largest_residency,
     places,
     rank_state,
     rank_work,
     state_bytes,
-    tensor_sizes,
 )
 from gulliver.booster._residency import least_bytes
 from gulliver.errors import GulliverError, nearest
@@ -43,12 +43,23 @@ from gulliver.parallel.zero import (
 from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, Predicted, join
 
 
+def cut_model(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> ResolvedPlan:
+    """The choices of a plan and how they cut a model, before their results are filled in.
+
+    Raises:
+        GulliverError: the model does not have what the plan names.
+    """
+    return ResolvedPlan(plan, model, optimizer, plan_tensors(plan, model), plan_stages(plan, model))
+
+
 def resolve(
     plan: Plan,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     cluster: Cluster | None = None,
-) -> Plan:
+) -> ResolvedPlan:
     """A plan with all that follows from its choices for a model.
 
     Args:
@@ -63,9 +74,10 @@ def resolve(
     model = unwrapped(model)
     plan = replace(plan, model=_model(plan, model, optimizer))
     if plan.operators is not None:
-        return plan
+        return ResolvedPlan(plan, model, optimizer)
     reasons: dict[str, str] = {}
-    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
+    found = cut_model(plan, model, optimizer)
+    tensor, stages = found.tensor, found.stages
     if tensor is not None:
         # Rules of a program may be for many models; the plan has those that fit this one.
         rules = {k: v for k, v in plan.tensor.rules.items() if k not in _unfit_rules(plan, model)}
@@ -80,42 +92,36 @@ def resolve(
     _check_kept(plan, model)
     if plan.precision.parameters != "none" and not (plan.lines or plan.precision.kept):
         plan = replace(plan, precision=replace(plan.precision, kept=modules_kept(model)))
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
+    found = found.with_plan(plan)
     if plan.zero is not None:
-        plan = _with_chunks(plan, model, sizes)
-        if plan.stage and any(t.whole for t in sizes):
+        plan = _with_chunks(plan, model, found.sizes())
+        if plan.stage and any(t.whole for t in found.sizes()):
             reasons["zero.chunks"] = (
                 f"{plan.model.optimizer} looks at whole parameters: none is cut"
             )
-    predicted = _of_fullest(plan, model, optimizer, tensor, stages)
-    return replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
+    predicted = _of_fullest(found.with_plan(plan))
+    plan = replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
+    return found.with_plan(plan)
 
 
-def _of_fullest(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-) -> Predicted:
+def _of_fullest(resolved: ResolvedPlan) -> Predicted:
     """Bytes of the rank that holds most; cuts of blocks and tensors make ranks differ."""
-    given, held = (plan, model, optimizer, tensor, stages), dict[int, MemoryPlan]()
+    plan, held = resolved.plan, dict[int, MemoryPlan]()
+    if plan.zero is not None and plan.zero.tiers is not None:
+        tiers = plan.zero.tiers
+        states = {rank: rank_state(resolved, place) for place, rank in places(plan).items()}
+        each = list(dict.fromkeys(states.values()))
+        found = largest_residency(each, tiers, rank_work(resolved))
+        fullest = max(states, key=lambda rank: least_bytes(states[rank], tiers))
+        memory = MemoryPlan(**found.bytes)
+        return replace(plan.predicted, bytes=memory, moved=found.moved, fullest=fullest)
     for place, rank in places(plan).items():
-        sizes = tensor_sizes(*given, place)
-        memory = predict_memory(plan, model, sizes)
+        sizes = resolved.sizes(place)
+        memory = predict_memory(plan, resolved.model, sizes)
         copies = weight_bytes(plan, {t.name: t.numel for t in sizes})
         held[rank] = replace(memory, parameters=memory.parameters + copies)
     fullest = max(held, key=lambda rank: held[rank].total)
-    memory, moved = held[fullest], None
-    if plan.zero is not None and plan.zero.tiers is not None:
-        tiers = plan.zero.tiers
-        states = {rank: rank_state(*given, place) for place, rank in places(plan).items()}
-        found = largest_residency(
-            list(dict.fromkeys(states.values())), tiers, rank_work(plan, model, tensor, stages)
-        )
-        fullest = max(states, key=lambda rank: least_bytes(states[rank], tiers))
-        memory, moved = MemoryPlan(**found.bytes), found.moved
-    return replace(plan.predicted, bytes=memory, moved=moved, fullest=fullest)
+    return replace(plan.predicted, bytes=held[fullest], moved=None, fullest=fullest)
 
 
 def _check_kept(plan: Plan, model: nn.Module) -> None:
@@ -143,8 +149,8 @@ def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
     )
     if plan.lines and plan.model.parameters not in (0, found.parameters):
         raise GulliverError(
-            f"{plan.told('model.parameters')}, and the model has {found.parameters}: the plan is "
-            "of another model; without its section model it is taken for any"
+            f"{plan.describe_field('model.parameters')}, and the model has {found.parameters}: the "
+            "plan is of another model; without its section model it is taken for any"
         )
     return found
 
@@ -185,7 +191,7 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     except GulliverError as error:
         path = next((path for path in edited if path in str(error)), next(iter(edited)))
         raise GulliverError(
-            f"{plan.told('mesh.axes.tensor')} and {join('tensor.modules', path)}: "
+            f"{plan.describe_field('mesh.axes.tensor')} and {join('tensor.modules', path)}: "
             f"{edited[path]!r}{_line_of(plan, path)}: {error}"
         ) from error
     _check_edited(plan, styles_of(found), edited)
@@ -240,7 +246,8 @@ def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
     numbers, count = deal(line.schedule, size, chunks), len(stack.blocks)
     if plan.lines and len(line.cut) == size * chunks and sum(line.cut) != count:
         raise GulliverError(
-            f"{plan.told('pipeline.cut')} sums to {sum(line.cut)}, the model has {count} blocks"
+            f"{plan.describe_field('pipeline.cut')} sums to {sum(line.cut)}, the model has {count} "
+            "blocks"
         )
     return stack, cut(model, stack, size * chunks, at=line.cut or None), numbers
 
@@ -251,7 +258,7 @@ def _check_blocks(plan: Plan, model: nn.Module, stack: Stack) -> None:
     known = stack_of(model, line.blocks).extra if line.extra != -1 else -1
     if known not in (-1, line.extra):
         raise GulliverError(
-            f"{plan.told('pipeline.extra')}, and blocks of {type(model).__name__} return "
+            f"{plan.describe_field('pipeline.extra')}, and blocks of {type(model).__name__} return "
             f"{'a plain tensor: null' if known is None else f'{known} more entries: {known}'}, or "
             "-1, would be right"
         )
@@ -326,8 +333,8 @@ def _check_ends(plan: Plan, found: tuple[ChunkPlan, ...], sizes: Mapping[str, in
         if chunk.dtype == after.dtype and fits:
             raise GulliverError(
                 f"{_lined(plan, f'zero.chunks[{number}].tensors')} ends before "
-                f"{after.tensors[0]!r}, and {plan.told('zero.chunk_bytes')}: where a chunk ends "
-                "follows from its size; change the size, or the order of tensors"
+                f"{after.tensors[0]!r}, and {plan.describe_field('zero.chunk_bytes')}: where a "
+                "chunk ends follows from its size; change the size, or the order of tensors"
             )
 
 
@@ -402,12 +409,11 @@ def _differ(given: Plan, found: Plan, name: str) -> bool:
     return any(getattr(one, f.name) != getattr(other, f.name) for f in fields(one))
 
 
-def recomputable(plan: Plan, model: nn.Module) -> tuple[str, ...]:
+def recomputable(plan: Plan, model: nn.Module, stages: Stages | None) -> tuple[str, ...]:
     """Paths of the blocks that backward can be made to compute again.
 
     Those of a pipeline, else of `recomputable_blocks`.
     """
-    stages = plan_stages(plan, model)
     if stages is not None:
         return stages[0].blocks
     # Of a model that is cut, who recomputes has to know what its ranks exchange, and what it drops.

@@ -16,15 +16,9 @@ import torch
 from torch import nn
 
 from gulliver.booster._activations import plan_activations
-from gulliver.booster._ranks import (
-    largest_residency,
-    rank_states,
-    rank_work,
-    state_bytes,
-    tensor_sizes,
-)
+from gulliver.booster._ranks import largest_residency, rank_states, rank_work, state_bytes
 from gulliver.booster._residency import chunk_sizes, tier_rates
-from gulliver.booster._resolve import plan_stages, plan_tensors
+from gulliver.booster._resolve import cut_model
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, current_cluster, memory_bytes, seconds_text
 from gulliver.options import byte_size, size_text
@@ -197,21 +191,20 @@ def plan_tiers(
     """
     assert plan.zero is not None, "tiers are of ZeRO"
     assert plan.zero.tiers is not None, "there are tiers"
-    given, tensor, stages = plan, plan_tensors(plan, model), plan_stages(plan, model)
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
+    given = cut_model(plan, model, optimizer)
     rates = tier_rates(plan.zero.tiers, cluster or current_cluster(plan.mesh.size))
-    plan = plan_activations(plan, model, lambda: state_bytes(given, sizes), rates)
+    plan = plan_activations(plan, model, lambda: state_bytes(given.plan, given.sizes()), rates)
     assert plan.zero is not None, "it has been all along"
     tiers = plan.zero.tiers
     assert tiers is not None, "they have been all along"
     if not chosen:
         return plan
-    work = rank_work(plan, model, tensor, stages)
+    work = rank_work(given.with_plan(plan))
     tried, errors = list[tuple[float, int, str]](), dict[int, GulliverError]()
-    for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in sizes)):
+    for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in given.sizes())):
         one = replace(plan, zero=replace(plan.zero, chunk_bytes=size, chunks=()))
         try:
-            states = rank_states(one, model, optimizer, tensor, stages)
+            states = rank_states(given.with_plan(one))
             found = largest_residency(states, tiers, work, "farthest")
         except GulliverError as error:
             errors[size] = error

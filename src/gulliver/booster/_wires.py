@@ -22,8 +22,8 @@ from gulliver.booster._predict import (
     model_messages,
     shared_messages,
 )
-from gulliver.booster._ranks import places, tensor_sizes
-from gulliver.booster._resolve import plan_stages, plan_tensors, predict_memory
+from gulliver.booster._ranks import ResolvedPlan, places
+from gulliver.booster._resolve import predict_memory
 from gulliver.comm import (
     all_reduce,
     broadcast_object,
@@ -126,30 +126,25 @@ def _kinds(plan: Plan) -> list[str]:
 
 
 def decide(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    options: WireOptions,
-    cluster: Cluster | None = None,
-) -> Plan:
+    resolved: ResolvedPlan, options: WireOptions, cluster: Cluster | None = None
+) -> ResolvedPlan:
     """Leaves off the formats that are predicted to cost more than they spare; says why.
 
     Args:
-        plan: resolved for the model, with the formats that were asked for.
-        model: whole model.
-        optimizer: optimizer of its parameters.
+        resolved: plan with the formats that were asked for.
         options: what was asked for.
         cluster: machines; None for those at hand.
 
     Returns:
         The plan, the same on all ranks of a world of its size.
     """
+    plan = resolved.plan
     asked = {k: wire_format(f) for k, f in plan.wire.formats.items() if f != "identity"}
     if not asked or not (options.formats or options.every):
-        return plan  # one that was read from a file runs as it stands there
+        return resolved  # one that was read from a file runs as it stands there
     links = axis_links(plan, cluster or current_cluster(plan.mesh.size))
     by_kind: dict[str, list[Message]] = {kind: [] for kind in asked}
-    for message in _messages(plan, model, links):
+    for message in _messages(plan, resolved.model, links):
         by_kind.setdefault(wire_kind(message, links), []).append(message)
     formats, reasons = dict(plan.wire.formats), dict(plan.reasons)
     item = 2 if plan.precision.parameters != "none" else 4
@@ -169,22 +164,21 @@ def decide(
     decided = replace(plan.wire, **formats, error_feedback=feedback), reasons
     if current_world().size == plan.mesh.size > 1:
         decided = broadcast_object(decided)  # ranks measure different times
-    return _with_memory(plan, replace(plan, wire=decided[0], reasons=decided[1]), model, optimizer)
+    return _with_memory(resolved, replace(plan, wire=decided[0], reasons=decided[1]))
 
 
-def _with_memory(
-    asked: Plan, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> Plan:
+def _with_memory(asked: ResolvedPlan, plan: Plan) -> ResolvedPlan:
     """A plan without the bytes that parameters would have taken in a format that stays off."""
-    if plan.wire.gather == asked.wire.gather or plan.stage == 3:
-        return plan
-    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
+    found = asked.with_plan(plan)
+    if plan.wire.gather == asked.plan.wire.gather or plan.stage == 3:
+        return found
     place = next(p for p, rank in places(plan).items() if rank == plan.predicted.fullest)
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages, place)
-    before, after = (predict_memory(p, model, sizes).parameters for p in (asked, plan))
+    before, after = (
+        predict_memory(r.plan, r.model, r.sizes(place)).parameters for r in (asked, found)
+    )
     predicted, held = plan.predicted, plan.predicted.bytes
     held = replace(held, parameters=held.parameters - before + after)
-    return replace(plan, predicted=replace(predicted, bytes=held))
+    return found.with_plan(replace(plan, predicted=replace(predicted, bytes=held)))
 
 
 def _messages(

@@ -1,7 +1,7 @@
 """The plan: how a model runs, as values that are read, edited, checked and compared."""
 
 from gulliver.plan._checks import check_plan
-from gulliver.plan._compare import Comparison, Row
+from gulliver.plan._compare import Comparison, ComparisonRow
 from gulliver.plan._plan import VERSION, Plan
 from gulliver.plan._predicted import MemoryPlan, Moved, Predicted, Seconds
 from gulliver.plan._reading import join
@@ -42,6 +42,7 @@ __all__ = [
     "BlockWork",
     "ChunkPlan",
     "Comparison",
+    "ComparisonRow",
     "DDPPlan",
     "Fp8Plan",
     "MemoryPlan",
@@ -55,7 +56,6 @@ __all__ = [
     "Plan",
     "Precision",
     "Predicted",
-    "Row",
     "Seconds",
     "SequenceLayout",
     "TensorLayout",

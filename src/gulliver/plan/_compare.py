@@ -9,7 +9,7 @@ TOLERATED = 0.15
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One kind of cost.
 
     Attributes:
@@ -46,9 +46,9 @@ class Comparison:
             step, then those that it holds.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
 
-    def __getitem__(self, kind: str) -> Row:
+    def __getitem__(self, kind: str) -> ComparisonRow:
         found = {row.kind: row for row in self.rows}
         if kind not in found:
             raise KeyError(f"{kind!r} was not measured: {', '.join(found)} were")

@@ -116,7 +116,7 @@ class Plan:
             return f"{self.precision.parameters} with float32 copies"
         return self.precision.autocast
 
-    def told(self, name: str) -> str:
+    def describe_field(self, name: str) -> str:
         """A value by its name, with its line where it was read from a file: for messages."""
         value: Any = self
         for part in name.split("."):

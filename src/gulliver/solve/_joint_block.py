@@ -42,7 +42,7 @@ PRICES = np.array(
 """Prices of memory: multiples of the one that is about right, and the peak's share of them."""
 
 
-class Sizes(NamedTuple):
+class StateSizes(NamedTuple):
     """What states are priced by: seconds, and bytes at the peak, that stay, that are moved."""
 
     seconds: Floats
@@ -92,7 +92,7 @@ class Rules:
             columns += [values[:, RUN], values[:, REPLAYED]]
         return np.stack(columns, axis=1)
 
-    def best(self, kinds: Ints, measures: Floats, sizes: Sizes) -> tuple[Ints, bool]:
+    def best(self, kinds: Ints, measures: Floats, sizes: StateSizes) -> tuple[Ints, bool]:
         """Numbers of the states to go on with, and whether that is exact.
 
         Args:
@@ -107,12 +107,12 @@ class Rules:
         for group in groups_of(kinds):
             some = group[undominated(measures[group])]
             if len(some) > self.most:
-                one = Sizes(*(column[some] for column in sizes))
+                one = StateSizes(*(column[some] for column in sizes))
                 some, exact = some[self._boxed(np.zeros(len(some), np.int64), one)], False
             kept.append(some)
         return np.concatenate(kept), exact
 
-    def _boxed(self, kinds: Ints, sizes: Sizes) -> Ints:
+    def _boxed(self, kinds: Ints, sizes: StateSizes) -> Ints:
         count = min(len(PRICES), max(2, int(1.5 * math.sqrt(self.most))))
         price, share = (PRICES[:count, n, None] for n in (0, 1))
         bytes_ = (1 - share) * sizes.held + share * sizes.peak
@@ -198,13 +198,13 @@ def block_plans(
     return Plans(values[:, :RUN], strategies, choices, exact)
 
 
-def _sizes(values: Floats) -> Sizes:
+def _sizes(values: Floats) -> StateSizes:
     """What states of a block are priced by; what is open counts as if more were to come."""
     state, under = values[:, STATE], values[:, LEFT] + values[:, MOVED]
     ahead = under + values[:, RUN] + values[:, REPLAYED]
     seconds = values[:, FORWARD] + values[:, BACKWARD]
     peak = state + np.maximum(values[:, PEAK], ahead)
-    return Sizes(seconds, peak, state + values[:, LEFT], values[:, MOVED])
+    return StateSizes(seconds, peak, state + values[:, LEFT], values[:, MOVED])
 
 
 def _guided(values: Floats) -> GuidedStates:

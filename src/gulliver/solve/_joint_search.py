@@ -37,7 +37,7 @@ from gulliver.solve._joint_block import (
     Bytes,
     Plans,
     Rules,
-    Sizes,
+    StateSizes,
     block_plans,
 )
 from gulliver.solve._joint_bound import Bound, Guide, Relaxation
@@ -98,7 +98,9 @@ def searched(
     Raises:
         GulliverError: the budget is below what any picks need.
     """
-    lean, _ = _Chain(blocks, Rules(allowed, max(states, STATES), timed=False), link).best(math.inf)
+    lean, _ = _BlockChain(blocks, Rules(allowed, max(states, STATES), timed=False), link).best(
+        math.inf
+    )
     least = joint_cost(blocks, lean, link)
     if least.peak > budget:
         raise GulliverError(_too_little(blocks, budget, least))
@@ -117,7 +119,7 @@ def searched(
                 break
             hope = min(cost.seconds, bound.seconds * (1 + above))
             rules = Rules(allowed, most, price=price, moved_s=moved_s)
-            found, whole = _Chain(blocks, rules, link, guides, hope).best(budget, bound, hope)
+            found, whole = _BlockChain(blocks, rules, link, guides, hope).best(budget, bound, hope)
             if whole and not found:
                 lower = max(lower, hope)
             last = bool(found) or hope == cost.seconds
@@ -147,7 +149,7 @@ def least_memory(
     """
     chosen = possible(allowed, link)
     check(blocks, chosen)
-    picks, _ = _Chain(blocks, Rules(chosen, STATES, timed=False), link).best(math.inf)
+    picks, _ = _BlockChain(blocks, Rules(chosen, STATES, timed=False), link).best(math.inf)
     return joint_cost(blocks, picks, link)
 
 
@@ -215,7 +217,7 @@ class _States:
         return _States(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
-class _Chain:
+class _BlockChain:
     """The search through the blocks.
 
     Args:
@@ -356,6 +358,6 @@ class _Chain:
             measures.append(state.moving)
         if self._rules.timed:
             measures.append(rounded(state.seconds))
-        sizes = Sizes(state.seconds, state.peak, state.held, state.moving)
+        sizes = StateSizes(state.seconds, state.peak, state.held, state.moving)
         kinds = state.strategy.astype(np.int64)
         return self._rules.best(kinds, np.stack(measures, axis=1), sizes)

@@ -102,13 +102,13 @@ def check_cut(
         check_sequence(hugging_face_of(model))
 
 
-def check_recompute(plan: Plan, model: nn.Module) -> None:
+def check_recompute(plan: Plan, model: nn.Module, stages: Stages | None) -> None:
     """Refuses blocks that cannot be recomputed.
 
     Raises:
         GulliverError: a path is of no block that can be recomputed; it names the nearest that is.
     """
-    known = recomputable(plan, model) if plan.recompute else ()
+    known = recomputable(plan, model, stages) if plan.recompute else ()
     if plan.recompute and not known:
         raise GulliverError(NO_BLOCKS)
     for number, path in enumerate(plan.recompute):

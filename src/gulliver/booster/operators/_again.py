@@ -41,7 +41,7 @@ class Origin(NamedTuple):
     place: int
 
 
-class Runner(Protocol):
+class CallRunner(Protocol):
     """Function that runs a call again."""
 
     def kept(self, tensor: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Runner(Protocol):
 
 
 @dataclass
-class _Run:
+class _RecomputedRun:
     """A run of calls in one forward.
 
     Attributes:
@@ -75,7 +75,7 @@ class _Run:
 
 
 class _Handle(NamedTuple):
-    run: _Run
+    run: _RecomputedRun
     origin: Origin
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -107,9 +107,9 @@ class Again:
         store: Callable[[Tensor], Callable[[], Tensor]],
     ) -> None:
         self._numbers, self._stays, self._away = runs, stays, away
-        self._store, self._runs = store, dict[int, _Run]()
+        self._store, self._runs = store, dict[int, _RecomputedRun]()
         self._moved: dict[Origin, Callable[[], Tensor]] = {}
-        self.runner: Runner | None = None
+        self.runner: CallRunner | None = None
 
     def begin(self, planned: Any, taken: Sequence[Tensor], parts: Sequence[Tensor]) -> Made:
         """Begins a call; see `Made`."""
@@ -123,9 +123,9 @@ class Again:
             run.tape.append((planned, sources))
         return Made(self, planned, parts, origins)
 
-    def run_of(self, call: int) -> _Run:
+    def run_of(self, call: int) -> _RecomputedRun:
         """The run of a call."""
-        return self._runs.setdefault(self._numbers[call], _Run())
+        return self._runs.setdefault(self._numbers[call], _RecomputedRun())
 
     def packed(self, origin: Origin | None, tensor: Tensor) -> Any:
         """Object that autograd keeps in the place of a tensor."""
@@ -170,7 +170,7 @@ class Again:
             return source
         return Origin(call, "changed", number)
 
-    def _source(self, run: _Run, number: int, tensor: Tensor) -> Tensor | Origin:
+    def _source(self, run: _RecomputedRun, number: int, tensor: Tensor) -> Tensor | Origin:
         given = vars(tensor).get("_gulliver_given")
         if given is not None and self._numbers.get(given.call) == self._numbers[number]:
             return given
@@ -187,7 +187,7 @@ class Again:
             origin = aliases.get(_storage(_own(tensor)), own)
             vars(tensor)["_gulliver_origin"] = None if value in self._stays else origin
 
-    def _replay(self, run: _Run) -> None:
+    def _replay(self, run: _RecomputedRun) -> None:
         assert self.runner is not None, "a forward has run"
         run.done = True
         env: dict[Origin, DTensor] = {}

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from gulliver._compat import fake_mode
 from gulliver.booster.operators._layouts import Layout, local_shape
 from gulliver.booster.operators._rules import run_local
-from gulliver.booster.operators._trace import Call, Value
+from gulliver.booster.operators._trace import OperatorCall, Value
 from gulliver.hardware import (
     Device,
     operator_bytes,
@@ -30,7 +30,7 @@ from gulliver.memory import StorageCounter
 
 
 @dataclass(frozen=True)
-class Measured:
+class OperatorCosts:
     """Costs of the calls of an operator on a device.
 
     Attributes:
@@ -86,15 +86,15 @@ class Costs:
 
     def __init__(self, device: Device, sizes: tuple[int, ...]) -> None:
         self.device, self.sizes = device, sizes
-        self._known: dict[Any, tuple[Measured, tuple[int, ...]]] = {}
+        self._known: dict[Any, tuple[OperatorCosts, tuple[int, ...]]] = {}
 
     def of(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[OperatorCall],
         values: Sequence[Value],
         layouts: Mapping[int, Layout],
         gives: Sequence[int],
-    ) -> Measured:
+    ) -> OperatorCosts:
         """Costs of some calls.
 
         Args:
@@ -119,11 +119,11 @@ class Costs:
 
     def _follow(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[OperatorCall],
         values: Sequence[Value],
         layouts: Mapping[int, Layout],
         gives: Sequence[int],
-    ) -> Measured:
+    ) -> OperatorCosts:
         with fake_mode(), torch.enable_grad():
             there = dict[int, Tensor]()
             for value in dict.fromkeys(v for call in calls for v in call.takes):
@@ -158,7 +158,7 @@ class Costs:
                 if outs:
                     torch.autograd.backward(outs, grads)
             del sources
-            return Measured(
+            return OperatorCosts(
                 *(forward_s, meter.seconds, inner, forward_peak), meter.recent - start, saved
             )
 
@@ -167,13 +167,13 @@ class Costs:
         return torch.empty(shape, dtype=value.dtype, requires_grad=value.trains)
 
 
-def _form(call: Call, short: Mapping[int, int]) -> Any:
+def _form(call: OperatorCall, short: Mapping[int, int]) -> Any:
     numbers = tuple(short[v] for v in call.takes), tuple(short[v] for v in call.gives)
     return call.name, repr((call.args, dict(call.kwargs))), numbers
 
 
 def _run(
-    call: Call,
+    call: OperatorCall,
     there: dict[int, Tensor],
     values: Sequence[Value],
     layouts: Mapping[int, Layout],

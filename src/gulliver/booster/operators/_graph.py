@@ -20,7 +20,7 @@ from math import prod
 
 from gulliver.booster.operators._layouts import SUMMED, Layout, divides
 from gulliver.booster.operators._rules import FORK, HARD, Way, ways
-from gulliver.booster.operators._trace import Call, Ref, Trace
+from gulliver.booster.operators._trace import OperatorCall, Ref, Trace
 from gulliver.errors import GulliverError
 
 PRODUCTS = HARD - {FORK, "embedding", "cross_entropy"}
@@ -42,7 +42,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Shared:
+class OperatorSharding:
     """A way to share an operator over all axes.
 
     Attributes:
@@ -135,13 +135,13 @@ class Graph:
         ]
         return len(past) == 1 and self.maker(past[0]) == number - 1
 
-    def ways(self, node: int) -> list[Shared]:
+    def ways(self, node: int) -> list[OperatorSharding]:
         """The ways to share an operator over all axes."""
         if not self.trains(node):
             along = [self._along(node)[:1] for _ in self.sizes]
         else:
             along = [self._along(node)] * len(self.sizes)
-        found = list[tuple[int, Shared]]()
+        found = list[tuple[int, OperatorSharding]]()
         several = sum(size > 1 for size in self.sizes)
         for chosen in product(*along):
             words = tuple(word for word, _ in chosen)
@@ -150,7 +150,7 @@ class Graph:
             layouts = {v: tuple(one[v] for _, one in chosen) for v in values}
             shapes = self.trace.values
             if all(divides(shapes[v].shape, layout, self.sizes) for v, layout in layouts.items()):
-                found.append((idle, Shared(words, layouts)))
+                found.append((idle, OperatorSharding(words, layouts)))
         # What one axis does not share, all ranks of it do again: only where there is no better way.
         full = [way for idle, way in found if idle in (0, several)]
         full = full if len(full) > 1 else [way for _, way in found]
@@ -164,7 +164,7 @@ class Graph:
         first = next((c for c in calls if not c.view), calls[0])
         found: dict[str, dict[int, str]] = {}
 
-        def grown(rest: Sequence[Call], known: dict[int, str], word: str) -> None:
+        def grown(rest: Sequence[OperatorCall], known: dict[int, str], word: str) -> None:
             if not rest:
                 found.setdefault(word, known)
                 return
@@ -178,7 +178,7 @@ class Graph:
         return list(found.items())
 
     def _fitting(
-        self, call: Call, way: Way, known: dict[int, str], node: int
+        self, call: OperatorCall, way: Way, known: dict[int, str], node: int
     ) -> dict[int, str] | None:
         """Layouts with those of one more call; None where they contradict each other."""
         more = dict(known)
@@ -233,7 +233,7 @@ def with_forks(trace: Trace) -> Trace:
             made.values.append(replace(own, maker=len(made.calls)))
             shapes = (own.shape,)
             made.calls.append(
-                Call(
+                OperatorCall(
                     FORK,
                     call.path,
                     _same,
@@ -282,7 +282,11 @@ def _leaves(trace: Trace) -> frozenset[str]:
 
 
 def _joined_to(
-    trace: Trace, call: Call, found: list[Node], node_of: dict[int, int], leaves: frozenset[str]
+    trace: Trace,
+    call: OperatorCall,
+    found: list[Node],
+    node_of: dict[int, int],
+    leaves: frozenset[str],
 ) -> int | None:
     """Number of the operator that a call may join; None for a new one."""
     values = [trace.values[v] for v in call.takes]

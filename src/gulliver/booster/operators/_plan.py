@@ -14,7 +14,7 @@ from gulliver.booster._blocks import blocks_of
 from gulliver.booster.operators._graph import Graph, Node, graph_of
 from gulliver.booster.operators._layouts import Layout, gradient_placements, placements
 from gulliver.booster.operators._problem import Problem, stored_layout
-from gulliver.booster.operators._run import Planned
+from gulliver.booster.operators._run import PlannedCall
 from gulliver.booster.operators._trace import trace_calls
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster
@@ -48,7 +48,7 @@ class Program:
     """
 
     graph: Graph
-    calls: tuple[Planned, ...]
+    calls: tuple[PlannedCall, ...]
     parameters: Mapping[str, Layout]
     runs: Mapping[int, int]
     stays: frozenset[int]
@@ -94,7 +94,7 @@ def batch_from(plan: Plan) -> Batch:
             shape = [int(size) for size in sizes.split(" x ")] if sizes else []
             made = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         except (ValueError, AttributeError, TypeError) as error:
-            told = plan.told(join("operators.batch", name))
+            told = plan.describe_field(join("operators.batch", name))
             raise GulliverError(f"{told}: write dtype and sizes, such as int64 8 x 128") from error
         if name.isdigit():
             args.append(made)
@@ -308,7 +308,7 @@ class _Compiler:
         """The program."""
         layouts = [self._layouts(node) for node in range(len(self.graph.nodes))]
         runs, stays, away = self._fates()
-        calls, parameters = list[Planned](), dict[str, Layout]()
+        calls, parameters = list[PlannedCall](), dict[str, Layout]()
         values = self.graph.trace.values
         home: dict[int, Layout] = {}
         for node, known in enumerate(layouts):
@@ -329,7 +329,7 @@ class _Compiler:
                 for v in call.takes
             )
             choice = self.chosen[node].saved
-            calls.append(Planned(call, number, takes, gives, tuple(homes), choice))
+            calls.append(PlannedCall(call, number, takes, gives, tuple(homes), choice))
         parameters = {
             values[v].parameter: layout for v, layout in home.items() if values[v].parameter
         }
@@ -341,7 +341,8 @@ class _Compiler:
             place = f"{where}.along"
             raise GulliverError(
                 f"{place}: {', '.join(choice.along)}{self._at(place)} and "
-                f"{self.plan.told('mesh.axes')}: an operator lies along {', '.join(self.names)}"
+                f"{self.plan.describe_field('mesh.axes')}: an operator lies along "
+                f"{', '.join(self.names)}"
             )
         words = tuple(choice.along.values())
         ways = {way.words: way.layouts for way in self.graph.ways(node)}
@@ -352,8 +353,9 @@ class _Compiler:
             if words[number] not in possible:
                 told = self._line(f"{where}.along.{name}", words[number])
                 raise GulliverError(
-                    f"{told} and {self.plan.told(f'mesh.axes.{name}')}: {choice.operator} cannot "
-                    f"lie so over that many ranks: {nearest(words[number], possible)}"
+                    f"{told} and {self.plan.describe_field(f'mesh.axes.{name}')}: "
+                    f"{choice.operator} cannot lie so over that many ranks: "
+                    f"{nearest(words[number], possible)}"
                 )
         lines = " and ".join(
             self._line(f"{where}.along.{name}", word)

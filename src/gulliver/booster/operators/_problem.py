@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gulliver.booster.operators._costs import Costs, Measured, nbytes
-from gulliver.booster.operators._graph import Graph, Shared
+from gulliver.booster.operators._costs import Costs, OperatorCosts, nbytes
+from gulliver.booster.operators._graph import Graph, OperatorSharding
 from gulliver.booster.operators._layouts import (
     Layout,
     gradient_placements,
@@ -56,7 +56,7 @@ class Problem:
     _converted: dict[object, tuple[float, int]] = field(default_factory=dict)
 
     @cached_property
-    def ways(self) -> list[list[Shared]]:
+    def ways(self) -> list[list[OperatorSharding]]:
         """Ways of each operator."""
         return [self.graph.ways(n) for n in range(len(self.graph.nodes))]
 
@@ -136,11 +136,13 @@ class Problem:
         reads = (v for v in self.graph.takes(node) if values[v].flows)
         return self.graph.trains(node) and all(v in self.graph.saved for v in reads)
 
-    def _measured(self, costs: Costs, node: int, way: Shared) -> Measured:
+    def _measured(self, costs: Costs, node: int, way: OperatorSharding) -> OperatorCosts:
         calls = [self.graph.trace.calls[n] for n in self.graph.nodes[node].calls]
         return costs.of(calls, self.graph.trace.values, way.layouts, self.graph.gives(node))
 
-    def _strategy(self, node: int, way: Shared, found: Measured, last: bool) -> Strategy:
+    def _strategy(
+        self, node: int, way: OperatorSharding, found: OperatorCosts, last: bool
+    ) -> Strategy:
         values, saved = self.graph.trace.values, self.graph.saved
         forward_s = backward_s = 0.0
         state = inner = room = back_room = step = 0
@@ -212,7 +214,9 @@ class Problem:
                 found.setdefault(root, value)
         return list(found.values())
 
-    def _edge(self, value: int, maker: int, node: int, measured: Sequence[Measured]) -> EdgeSeconds:
+    def _edge(
+        self, value: int, maker: int, node: int, measured: Sequence[OperatorCosts]
+    ) -> EdgeSeconds:
         """Costs of a value's change of layout, by the ways of who gives and who takes it."""
         one = self.graph.trace.values[value]
         rows: list[list[tuple[float, float, int]]] = []
@@ -232,7 +236,7 @@ class Problem:
     def _is_fork(self, node: int) -> bool:
         return self.graph.trace.calls[self.graph.nodes[node].calls[0]].name == FORK
 
-    def _rooms(self, node: int, way: Shared, backward: bool) -> list[int]:
+    def _rooms(self, node: int, way: OperatorSharding, backward: bool) -> list[int]:
         """Most bytes of the changes of layout of what is taken, one after the other."""
         found = [0]
         for value in self.graph.takes(node):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gulliver.booster.operators._layouts import SUMMED, TERMS, WHOLE, cut, cut_dim
-from gulliver.booster.operators._trace import Call, Ref
+from gulliver.booster.operators._trace import OperatorCall, Ref
 
 
 class Way(NamedTuple):
@@ -29,7 +29,7 @@ class Way(NamedTuple):
     gives: tuple[str, ...]
 
 
-def ways(call: Call) -> Iterator[Way]:
+def ways(call: OperatorCall) -> Iterator[Way]:
     """Yields the ways to share a call, that of all ranks doing the same first."""
     yield Way("whole", (WHOLE,) * len(call.takes), (WHOLE,) * len(call.gives))
     rule = _RULES.get(call.name)
@@ -37,7 +37,7 @@ def ways(call: Call) -> Iterator[Way]:
         yield from rule(call)
 
 
-def _element_wise(call: Call) -> Iterator[Way]:
+def _element_wise(call: OperatorCall) -> Iterator[Way]:
     (shape,) = call.shapes_given
     for dim, size in enumerate(shape):
         if size > 1:
@@ -51,10 +51,10 @@ def _along(shape: Sequence[int], output: Sequence[int], dim: int) -> str:
     return cut(own) if own >= 0 and shape[own] == output[dim] else SUMMED
 
 
-def _leading(count: Callable[[Call], int]) -> Callable[[Call], Iterator[Way]]:
+def _leading(count: Callable[[OperatorCall], int]) -> Callable[[OperatorCall], Iterator[Way]]:
     """A rule: dims of the first tensor are cut but for so many last ones; others are whole."""
 
-    def rule(call: Call) -> Iterator[Way]:
+    def rule(call: OperatorCall) -> Iterator[Way]:
         shape = call.shapes_taken[0]
         for dim in range(len(shape) - count(call)):
             rest = (SUMMED,) * (len(call.takes) - 1)
@@ -63,7 +63,7 @@ def _leading(count: Callable[[Call], int]) -> Callable[[Call], Iterator[Way]]:
     return rule
 
 
-def _softmax(call: Call) -> Iterator[Way]:
+def _softmax(call: OperatorCall) -> Iterator[Way]:
     (shape,) = call.shapes_given
     own = call.argument(1, "dim", None)
     if isinstance(own, int):
@@ -72,7 +72,7 @@ def _softmax(call: Call) -> Iterator[Way]:
                 yield Way(f"dim {dim}", (cut(dim),), (cut(dim),))
 
 
-def _reduced(call: Call) -> Iterator[Way]:
+def _reduced(call: OperatorCall) -> Iterator[Way]:
     shape, dims = call.shapes_taken[0], call.argument(1, "dim", None)
     if dims is None or len(call.gives) != 1:
         return
@@ -84,7 +84,7 @@ def _reduced(call: Call) -> Iterator[Way]:
             yield Way(f"dim {dim}", (cut(dim),), (cut(given),))
 
 
-def _linear(call: Call) -> Iterator[Way]:
+def _linear(call: OperatorCall) -> Iterator[Way]:
     last = len(call.shapes_taken[0]) - 1
     bias = len(call.takes) > 2
     rest = (SUMMED,) * (2 if bias else 1)
@@ -94,7 +94,7 @@ def _linear(call: Call) -> Iterator[Way]:
     yield Way("rows", (cut(last), cut(1), *([TERMS] if bias else [])), (TERMS,))
 
 
-def _addmm(call: Call) -> Iterator[Way]:
+def _addmm(call: OperatorCall) -> Iterator[Way]:
     if call.constants_besides():
         return
     bias = len(call.shapes_taken[0])
@@ -103,7 +103,7 @@ def _addmm(call: Call) -> Iterator[Way]:
     yield Way("rows", (TERMS, cut(1), cut(0)), (TERMS,))
 
 
-def _matmul(call: Call) -> Iterator[Way]:
+def _matmul(call: OperatorCall) -> Iterator[Way]:
     one, other = call.shapes_taken
     if len(one) < 2 or len(other) < 2:
         return
@@ -117,7 +117,7 @@ def _matmul(call: Call) -> Iterator[Way]:
     yield Way("rows", (cut(inner), cut(len(other) - 2)), (TERMS,))
 
 
-def _attention(call: Call) -> Iterator[Way]:
+def _attention(call: OperatorCall) -> Iterator[Way]:
     query, key, value = (call.argument(n, k, None) for n, k in enumerate(("query", "key", "value")))
     mask = call.argument(3, "attn_mask", None)
     shape = call.shapes_taken[query.index]
@@ -132,14 +132,14 @@ def _attention(call: Call) -> Iterator[Way]:
         )
 
 
-def _embedding(call: Call) -> Iterator[Way]:
+def _embedding(call: OperatorCall) -> Iterator[Way]:
     shape = call.shapes_taken[0]
     for dim in range(len(shape)):
         yield Way(f"dim {dim}", (cut(dim), SUMMED), (cut(dim),))
     yield Way("columns", (WHOLE, cut(1)), (cut(len(shape)),))
 
 
-def _cross_entropy(call: Call) -> Iterator[Way]:
+def _cross_entropy(call: OperatorCall) -> Iterator[Way]:
     logits, target = call.shapes_taken[:2]
     plain = len(call.takes) == 2 and len(logits) == 2 and len(target) == 1
     mean = call.argument(6, "reduction", "mean") == "mean"
@@ -147,7 +147,7 @@ def _cross_entropy(call: Call) -> Iterator[Way]:
         yield Way("dim 0", (cut(0), WHOLE), (TERMS,))
 
 
-def _viewed(call: Call) -> Iterator[Way]:
+def _viewed(call: OperatorCall) -> Iterator[Way]:
     """A view in which whole dims, or the outermost of several, stay together."""
     given, found = call.shapes_taken[0], call.shapes_given[0]
     for dim, other in _kept_dims(given, found):
@@ -177,8 +177,10 @@ def _kept_dims(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, 
             yield first, second
 
 
-def _permuted(order: Callable[[Call], Sequence[int]]) -> Callable[[Call], Iterator[Way]]:
-    def rule(call: Call) -> Iterator[Way]:
+def _permuted(
+    order: Callable[[OperatorCall], Sequence[int]],
+) -> Callable[[OperatorCall], Iterator[Way]]:
+    def rule(call: OperatorCall) -> Iterator[Way]:
         for given, dim in enumerate(order(call)):
             yield Way(f"dim {dim}", (cut(dim),), (cut(given),))
         yield Way("terms", (TERMS,), (TERMS,))
@@ -186,7 +188,7 @@ def _permuted(order: Callable[[Call], Sequence[int]]) -> Callable[[Call], Iterat
     return rule
 
 
-def _transposed(call: Call) -> list[int]:
+def _transposed(call: OperatorCall) -> list[int]:
     count = len(call.shapes_taken[0])
     order = list(range(count))
     one, other = (
@@ -197,13 +199,13 @@ def _transposed(call: Call) -> list[int]:
     return order
 
 
-def _order(call: Call) -> list[int]:
+def _order(call: OperatorCall) -> list[int]:
     dims = call.argument(1, "dims", ())
     given = [dims, *call.args[2:]] if isinstance(dims, int) else list(dims)
     return [d % len(given) for d in given]
 
 
-def _apart(call: Call) -> Iterator[Way]:
+def _apart(call: OperatorCall) -> Iterator[Way]:
     """Several tensors along a dim, which is not cut itself."""
     shape = call.shapes_taken[0]
     own = call.argument(2, "dim", 0) % len(shape)
@@ -214,7 +216,7 @@ def _apart(call: Call) -> Iterator[Way]:
     yield Way("terms", (TERMS,), (TERMS,) * many)
 
 
-def _unbound(call: Call) -> Iterator[Way]:
+def _unbound(call: OperatorCall) -> Iterator[Way]:
     shape, many = call.shapes_taken[0], len(call.gives)
     own = call.argument(1, "dim", 0) % len(shape)
     for dim in range(len(shape)):
@@ -223,7 +225,7 @@ def _unbound(call: Call) -> Iterator[Way]:
     yield Way("terms", (TERMS,), (TERMS,) * many)
 
 
-def _joined(call: Call) -> Iterator[Way]:
+def _joined(call: OperatorCall) -> Iterator[Way]:
     shape = call.shapes_taken[0]
     own = call.argument(1, "dim", 0) % len(shape)
     for dim in range(len(shape)):
@@ -231,7 +233,7 @@ def _joined(call: Call) -> Iterator[Way]:
             yield Way(f"dim {dim}", (cut(dim),) * len(call.takes), (cut(dim),))
 
 
-def _indexed(call: Call) -> Iterator[Way]:
+def _indexed(call: OperatorCall) -> Iterator[Way]:
     index = call.args[1]
     parts = list(index) if isinstance(index, tuple) else [index]
     count = len(call.shapes_taken[0])
@@ -251,7 +253,7 @@ def _indexed(call: Call) -> Iterator[Way]:
     yield Way("terms", (TERMS,), (TERMS,))
 
 
-def _expanded(call: Call) -> Iterator[Way]:
+def _expanded(call: OperatorCall) -> Iterator[Way]:
     given, found = call.shapes_taken[0], call.shapes_given[0]
     more = len(found) - len(given)
     for dim, size in enumerate(given):
@@ -259,7 +261,7 @@ def _expanded(call: Call) -> Iterator[Way]:
             yield Way(f"dim {dim}", (cut(dim),), (cut(dim + more),))
 
 
-def _passed(call: Call) -> Iterator[Way]:
+def _passed(call: OperatorCall) -> Iterator[Way]:
     """A change of layout that a plan has put in: see `with_forks`."""
     for dim in range(len(call.shapes_taken[0])):
         yield Way(f"dim {dim}", (cut(dim),), (cut(dim),))
@@ -287,7 +289,7 @@ HARD = frozenset(
     )
 )
 """Functions that are an operator of their own."""
-_RULES: dict[str, Callable[[Call], Iterator[Way]]] = {
+_RULES: dict[str, Callable[[OperatorCall], Iterator[Way]]] = {
     **dict.fromkeys(ELEMENT_WISE, _element_wise),
     **dict.fromkeys(SHAPED, _viewed),
     **dict.fromkeys(STRETCHED, _expanded),
@@ -312,7 +314,7 @@ _RULES: dict[str, Callable[[Call], Iterator[Way]]] = {
 
 
 def run_local(
-    call: Call,
+    call: OperatorCall,
     tensors: Sequence[Any],
     layouts: Sequence[tuple[str, ...]],
     shapes: Sequence[Sequence[int]],

@@ -32,7 +32,7 @@ from gulliver.booster.operators._layouts import (
     placements,
 )
 from gulliver.booster.operators._rules import FORK, run_local
-from gulliver.booster.operators._trace import Call, Ref, Trace, name_of
+from gulliver.booster.operators._trace import OperatorCall, Ref, Trace, name_of
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster
 from gulliver.layout import convert
@@ -45,7 +45,7 @@ FORKED = "_gulliver_fork"
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCall:
     """A call as it is to run.
 
     Attributes:
@@ -57,7 +57,7 @@ class Planned:
         choice: fate of what it saves.
     """
 
-    call: Call
+    call: OperatorCall
     number: int
     takes: tuple[Layout, ...]
     gives: tuple[Layout, ...]
@@ -78,7 +78,7 @@ class OperatorMode(TorchFunctionMode):
 
     def __init__(
         self,
-        calls: Sequence[Planned],
+        calls: Sequence[PlannedCall],
         trace: Trace,
         mesh: DeviceMesh,
         cluster: Cluster | None,
@@ -123,7 +123,7 @@ class OperatorMode(TorchFunctionMode):
         whole = (Replicate(),) * len(self._sizes)
         return self._entered(tensor, whole, whole, gradient_placements(layout))
 
-    def _other(self, name: str, planned: Planned | None) -> GulliverError:
+    def _other(self, name: str, planned: PlannedCall | None) -> GulliverError:
         wanted = "nothing more" if planned is None else _told(planned.call)
         return GulliverError(
             f"the forward differs from the one that was planned: {name} comes where {wanted} was "
@@ -131,7 +131,9 @@ class OperatorMode(TorchFunctionMode):
             "makes otherwise when it is traced (transformers: an attention_mask of four dims)"
         )
 
-    def _check(self, planned: Planned, name: str, leaves: list[Any], taken: list[Tensor]) -> None:
+    def _check(
+        self, planned: PlannedCall, name: str, leaves: list[Any], taken: list[Tensor]
+    ) -> None:
         call = planned.call
         wanted, _ = pytree.tree_flatten((call.args, dict(call.kwargs)))
         plain = [x for x in leaves if not isinstance(x, Tensor)]
@@ -146,7 +148,7 @@ class OperatorMode(TorchFunctionMode):
         if not same or any(getattr(t, VALUE, number) != number for t, number in pairs):
             raise self._other(f"{name} with other arguments", planned)
 
-    def _ran(self, planned: Planned, taken: list[Tensor]) -> Any:
+    def _ran(self, planned: PlannedCall, taken: list[Tensor]) -> Any:
         call, values = planned.call, self._trace.values
         again = self._again if torch.is_grad_enabled() else None
         parts = [self._part(planned, n, t) for n, t in enumerate(taken)]
@@ -176,17 +178,17 @@ class OperatorMode(TorchFunctionMode):
         self._at += 1
         vars(source)[FORKED] = self._ran(planned, [source])
 
-    def _shapes(self, planned: Planned) -> list[tuple[int, ...]]:
+    def _shapes(self, planned: PlannedCall) -> list[tuple[int, ...]]:
         whole = (self._trace.values[v].shape for v in planned.call.gives)
         return [local_shape(s, g, self._sizes) for s, g in zip(whole, planned.gives, strict=True)]
 
-    def _first(self, planned: Planned) -> int:
+    def _first(self, planned: PlannedCall) -> int:
         shape = planned.call.shapes_taken[0]
         if not shape:
             return 0
         return first_index(0, shape[0], planned.takes[0], self._sizes, self._here)
 
-    def _part(self, planned: Planned, number: int, tensor: Tensor) -> Tensor:
+    def _part(self, planned: PlannedCall, number: int, tensor: Tensor) -> Tensor:
         """Returns this rank's part of a tensor, in the layout that the call wants."""
         layout = planned.takes[number]
         whole = (Replicate(),) * len(self._sizes)
@@ -218,7 +220,7 @@ class OperatorMode(TorchFunctionMode):
         """A tensor without its graph."""
         return plain(tensor) if isinstance(tensor, DTensor) else tensor
 
-    def replayed(self, planned: Planned, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    def replayed(self, planned: PlannedCall, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """Parts of a call's tensors, changed again, and a function that runs it on them."""
         with torch.no_grad():
             parts = [self._part(planned, n, t) for n, t in enumerate(sources)]
@@ -227,7 +229,7 @@ class OperatorMode(TorchFunctionMode):
         shapes, first = self._shapes(planned), self._first(planned)
         return parts, lambda: run_local(planned.call, parts, planned.takes, shapes, first)
 
-    def spread_given(self, planned: Planned, out: Any) -> list[DTensor]:
+    def spread_given(self, planned: PlannedCall, out: Any) -> list[DTensor]:
         """Returns the results of a call that ran again, as DTensors."""
         leaves = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         rows = zip(leaves, planned.call.gives, planned.gives, strict=True)
@@ -331,7 +333,7 @@ def _has_tensor(out: Any) -> bool:
     return any(isinstance(t, Tensor) for t in pytree.tree_leaves(out))
 
 
-def _told(call: Call) -> str:
+def _told(call: OperatorCall) -> str:
     return f"{call.name} of {call.path or 'the model'}"
 
 

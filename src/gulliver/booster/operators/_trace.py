@@ -1,8 +1,8 @@
 """The calls of functions of torch that the forward of a model makes, followed with fake tensors.
 
-A `Call` is what a person wrote, such as ``F.linear(x, w)``, above autograd: that is what is shared
-and computed again. Values are numbered as they come; each call says which it takes and gives, which
-it saves for backward, and until which call somebody refers to them.
+An `OperatorCall` is what a person wrote, such as ``F.linear(x, w)``, above autograd: that is what
+is shared and computed again. Values are numbered as they come; each call says which it takes and
+gives, which it saves for backward, and until which call somebody refers to them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """A call of a function.
 
     Attributes:
@@ -132,7 +132,7 @@ class Trace:
         dies: number of the first call at which nobody refers to a value any more.
     """
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[OperatorCall] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
     dies: dict[int, int] = field(default_factory=dict)
@@ -273,7 +273,7 @@ class Tracer(TorchFunctionMode):
         saves = frozenset(storages[s] for s in map(_storage, self._saving) if s in storages)
         self._saving = []
         self.trace.calls.append(
-            Call(
+            OperatorCall(
                 *(name, self.path, func, tuple(args), kwargs, takes),
                 tuple(self.number(t, at) for t in given),
                 tuple(tuple(t.shape) for t in taken),

@@ -43,7 +43,7 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Enough:
+class MinimumResources:
     """Memory and ranks that would be enough.
 
     Attributes:
@@ -135,7 +135,7 @@ def saved_by_a_gib(prices: Sequence[Price], limit: int) -> float:
     return steps[limit] - steps[limit + GIB]
 
 
-def enough(found: Found, samples: int) -> Enough:
+def enough(found: Found, samples: int) -> MinimumResources:
     """The least memory that would do on this cluster, and the fewest ranks that would."""
     least, grid = least_bytes(found.facts, found.cluster, samples)
     offloaded = _offloaded(found, samples)
@@ -161,7 +161,7 @@ def _scorer(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[
     return scorer, [axes for axes in meshes if not scorer.refuses(axes)]
 
 
-def _enough(found: Found, samples: int, least: int, grid: Grid) -> Enough:
+def _enough(found: Found, samples: int, least: int, grid: Grid) -> MinimumResources:
     ranks, most = found.cluster.size, found.cluster.size
     if least <= found.limit:
         while most % 2 == 0 and _fits(found, samples, most // 2):
@@ -175,8 +175,8 @@ def _enough(found: Found, samples: int, least: int, grid: Grid) -> Enough:
     last = min(most or ranks << DOUBLINGS, first + COUNTS)
     for number in range(first, last):
         if _fits(found, samples, number):
-            return Enough(least, grid, number)
-    return Enough(least, grid, most, unlooked=(last, most - 1) if last < most else None)
+            return MinimumResources(least, grid, number)
+    return MinimumResources(least, grid, most, unlooked=(last, most - 1) if last < most else None)
 
 
 def _fewest(found: Found) -> int:

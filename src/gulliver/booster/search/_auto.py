@@ -22,8 +22,8 @@ from gulliver.booster._pipelined import own_loss
 from gulliver.booster._predict import predict
 from gulliver.booster._resolve import resolve
 from gulliver.booster.operators import find_operators
-from gulliver.booster.search._behind import Behind
 from gulliver.booster.search._grids import Grid
+from gulliver.booster.search._offload_tiers import OffloadTiers
 from gulliver.booster.search._plugin import plugin_of
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.booster.search._search import Found, search_grids
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Engine:
+class AutoEngine:
     """A model that runs as a search has chosen.
 
     Attributes:
@@ -115,7 +115,7 @@ def auto_engine(
     operators: bool = False,
     host: int | str | None = None,
     disk: str | None = None,
-) -> Engine:
+) -> AutoEngine:
     """Searches how a model lies best over the ranks, and boosts it so; every rank calls it.
 
     Args:
@@ -148,7 +148,7 @@ def auto_engine(
             )
         return _of_operators(model, optimizer, cluster, batch, samples, memory, precision, verbose)
     kind = precision or ("bf16" if world.device.type == "cuda" else "fp32")
-    behind = _on_all(lambda: Behind.of(host, disk))
+    behind = _on_all(lambda: OffloadTiers.of(host, disk))
 
     def search() -> Found:
         found = search_grids(model, optimizer, batch, cluster, samples, memory, kind, behind=behind)
@@ -172,7 +172,7 @@ def auto_engine(
         axes, micro = scored.grid.axes, scored.grid.micro_batches
         accumulate = 1 if axes.pipeline > 1 else micro
         each = samples // axes.data
-        return Engine(
+        return AutoEngine(
             booster, boosted, stepper, found, scored.grid, accumulate, each, tuple(left_out)
         )
     reasons = "; ".join(f"{grid}: {why}" for grid, why in left_out[:3])
@@ -214,7 +214,7 @@ def _of_operators(
     memory: int | str | None,
     precision: str | None,
     verbose: bool,
-) -> Engine:
+) -> AutoEngine:
     """The best plan of operators along one axis, or along two where the cluster has several."""
 
     def search() -> Plan:
@@ -232,7 +232,7 @@ def _of_operators(
     plan = broadcast_object(_on_all(search))
     booster = Booster(plan=plan, verbose=verbose)
     boosted, stepper, *_ = booster.boost(model, optimizer)
-    return Engine(booster, boosted, stepper, None, None, 1, samples, ())
+    return AutoEngine(booster, boosted, stepper, None, None, 1, samples, ())
 
 
 def _parts(batch: Any, count: int) -> list[Any]:
@@ -284,7 +284,7 @@ def plan_of(
         count, every = grid.recomputed, len(plan.recompute)
         chosen = sorted({number * every // count for number in range(count)})
         paths = tuple(plan.recompute[number] for number in chosen)
-        plan = resolve(replace(plan, recompute=paths), model, optimizer)
-        plan = predict(plan, model, optimizer, found.cluster)
+        resolved = resolve(replace(plan, recompute=paths), model, optimizer)
+        plan = predict(resolved, found.cluster).plan
     told = f"the fastest of {found.looked:,} grids that fit: {grid}"
     return replace(plan, reasons={**plan.reasons, "grid": told})

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from gulliver.booster.search._facts import Facts, Shared
+from gulliver.booster.search._facts import Facts, TensorShares
 from gulliver.booster.search._grids import CHUNKS_MB, Grid
 from gulliver.errors import GulliverError
 from gulliver.parallel.zero import IN_FLIGHT
@@ -49,7 +49,7 @@ WIDE = 4
 
 
 @dataclass(frozen=True)
-class Stage:
+class RankBlocks:
     """The blocks of a rank.
 
     Attributes:
@@ -127,7 +127,7 @@ class RankBytes:
         self._learns = facts.trained / max(1, facts.parameters)
 
     def held(
-        self, grid: Grid, stage: Stage, flying: float, waiting: int = 0
+        self, grid: Grid, stage: RankBlocks, flying: float, waiting: int = 0
     ) -> tuple[MemoryPlan, int]:
         """Bytes of a rank by kind when they are most, and those that it works with besides.
 
@@ -148,14 +148,14 @@ class RankBytes:
         held, grads, kept, working = map(int, max(found, key=sum))
         return MemoryPlan(held, grads, int(state), kept), working
 
-    def _inputs(self, grid: Grid, stage: Stage) -> float:
+    def _inputs(self, grid: Grid, stage: RankBlocks) -> float:
         """Bytes of a step's samples on a rank, and of what generating keeps of them."""
         samples = self.batch // grid.axes.data
         inputs = samples * self.facts.analysis.inputs / self.facts.samples / grid.axes.sequence
         return inputs + samples * self._cached(grid, stage)
 
     def _fullest(
-        self, grid: Grid, stage: Stage, gradients: _Gradients, others: float, waiting: int
+        self, grid: Grid, stage: RankBlocks, gradients: _Gradients, others: float, waiting: int
     ) -> tuple[float, float, float]:
         """Bytes of gradients, kept and worked with, at the fullest moment of a backward."""
         axes, learns = grid.axes, self._learns
@@ -181,13 +181,13 @@ class RankBytes:
                 most, grads, fullest = held, now, moment
         return grads, kept + micro * fullest.kept, micro * fullest.working
 
-    def beside(self, grid: Grid, stage: Stage, flying: float, waiting: int = 0) -> int:
+    def beside(self, grid: Grid, stage: RankBlocks, flying: float, waiting: int = 0) -> int:
         """Most bytes of a rank that are no state: inputs, what is kept, what is worked with."""
         none = _Gradients(0.0, 0.0, 0.0, 0.0, 0.0)
         held = sum(self._fullest(grid, stage, none, flying - 1, waiting))
         return int(max(held, self._inputs(grid, stage) + self._embedded(grid, stage)))
 
-    def moments(self, grid: Grid, stage: Stage) -> list[tuple[float, int]]:
+    def moments(self, grid: Grid, stage: RankBlocks) -> list[tuple[float, int]]:
         """Bytes that are no state through a backward of a whole batch, and through the update.
 
         Each with the elements whose gradients are there by then; in their order.
@@ -200,7 +200,7 @@ class RankBytes:
         held = [(moment.after, int(inputs + samples * moment.all)) for moment in found]
         return [*held, (own, int(inputs + self._updating(replace(grid, stage=3), stage)))]
 
-    def resting(self, grid: Grid, stage: Stage) -> tuple[int, int]:
+    def resting(self, grid: Grid, stage: RankBlocks) -> tuple[int, int]:
         """Bytes of a rank's state between two steps at stage 3, and of that which learns."""
         own = self._sums(stage, grid.axes.tensor)[0]
         parts = grid.axes.data * grid.axes.sequence
@@ -210,7 +210,7 @@ class RankBytes:
         return int((home + self.facts.item * (own - learned)) / parts), int(home / parts)
 
     def _backwards(
-        self, grid: Grid, stage: Stage, flying: float
+        self, grid: Grid, stage: RankBlocks, flying: float
     ) -> Iterator[tuple[_Gradients, float]]:
         """Yields backwards of a step, and how many micro-batches are kept besides their own."""
         several, ranks = grid.micro_batches > 1, grid.axes.pipeline
@@ -229,7 +229,7 @@ class RankBytes:
         else:
             yield self._gradients(grid, stage), flying - 1
 
-    def state(self, grid: Grid, stage: Stage) -> MemoryPlan:
+    def state(self, grid: Grid, stage: RankBlocks) -> MemoryPlan:
         """Bytes of parameters, gradients and optimizer state of a rank when they are most."""
         parameters, window, state = self._state(grid, stage)
         gradients = self._gradients(grid, stage)
@@ -243,7 +243,7 @@ class RankBytes:
     def _parts(self, grid: Grid) -> int:
         return grid.axes.data * grid.axes.sequence if grid.stage else 1
 
-    def _state(self, grid: Grid, stage: Stage) -> tuple[float, float, float]:
+    def _state(self, grid: Grid, stage: RankBlocks) -> tuple[float, float, float]:
         """Bytes of parameters that stay, that come and go, and of optimizer state."""
         facts, parts = self.facts, self._parts(grid)
         own = self._sums(stage, grid.axes.tensor)[0]
@@ -257,7 +257,7 @@ class RankBytes:
         window = self._windows(stage, grid.axes.tensor, _chunk_bytes(self.facts, grid))[0]
         return facts.item * shards / parts, window, state
 
-    def _gradients(self, grid: Grid, stage: Stage, backwards: int = 0) -> _Gradients:
+    def _gradients(self, grid: Grid, stage: RankBlocks, backwards: int = 0) -> _Gradients:
         """Bytes of gradients over the last of some backwards; see the note above."""
         facts, parts = self.facts, self._parts(grid)
         learned = self._learns * self._sums(stage, grid.axes.tensor)[0]
@@ -284,12 +284,12 @@ class RankBytes:
         ahead = min(1.0, AHEAD / COLLECTED * window / max(whole, 1)) if grid.stage == 3 else 0.0
         return _Gradients(begin, rate, window, shards * (1 - ahead) + window, shards)
 
-    def _embedded(self, grid: Grid, stage: Stage) -> float:
+    def _embedded(self, grid: Grid, stage: RankBlocks) -> float:
         """Bytes of the gradient of what is embedded, as the backward makes it."""
         before, *_ = self._shared(grid.axes.tensor).ends
         return self.facts.item * max(before, default=0) * stage.first * self._learns
 
-    def _updating(self, grid: Grid, stage: Stage) -> float:
+    def _updating(self, grid: Grid, stage: RankBlocks) -> float:
         """Bytes that an update works with: one number for each it steps at once, on a CPU two."""
         facts, parts = self.facts, self._parts(grid)
         if facts.states < 2:
@@ -305,12 +305,12 @@ class RankBytes:
 
     # What a rank has.
 
-    def _shared(self, tensor: int) -> Shared:
+    def _shared(self, tensor: int) -> TensorShares:
         shared = self.facts.shared(tensor)
         assert shared is not None, "grids are counted whose tensors can be cut"
         return shared
 
-    def _sizes_of(self, stage: Stage, tensor: int) -> tuple[int, ...]:
+    def _sizes_of(self, stage: RankBlocks, tensor: int) -> tuple[int, ...]:
         """Elements of the rank's parameters, in order, before they are sharded."""
         shared = self._shared(tensor)
         before, after, both = shared.ends
@@ -324,12 +324,12 @@ class RankBytes:
             (*found[: len(found) - len(after)], *both) if stage.first and stage.last else (*found,)
         )
 
-    def _sums_of(self, stage: Stage, tensor: int) -> tuple[int, int]:
+    def _sums_of(self, stage: RankBlocks, tensor: int) -> tuple[int, int]:
         """Elements of all of the rank's parameters, and of the largest one."""
         sizes = self._sizes(stage, tensor)
         return sum(sizes), max(sizes, default=0)
 
-    def _windows_of(self, stage: Stage, tensor: int, capacity: int) -> tuple[int, int]:
+    def _windows_of(self, stage: RankBlocks, tensor: int, capacity: int) -> tuple[int, int]:
         """Most bytes of chunks that are whole at once at stage 3, and of gradients from 2 on."""
         chunks = _chunks(self._sizes(stage, tensor), capacity // self.facts.item)
         gathered, collected = (_most_together(chunks, n) for n in (GATHERED, COLLECTED))
@@ -337,7 +337,7 @@ class RankBytes:
 
     # Activations.
 
-    def _cached(self, grid: Grid, stage: Stage) -> float:
+    def _cached(self, grid: Grid, stage: RankBlocks) -> float:
         """Bytes of keys and values of a sample that blocks of a rank keep to generate after it."""
         axes, facts = grid.axes, self.facts
         ranks = min(axes.tensor, facts.cached_heads) * axes.sequence
@@ -353,7 +353,13 @@ class RankBytes:
         return (1 - shared.saved * rest) / sequence, (1 - shared.outside * rest) / sequence
 
     def _moments_of(
-        self, stage: Stage, tensor: int, sequence: int, by_tensor: bool, recomputed: int, parts: int
+        self,
+        stage: RankBlocks,
+        tensor: int,
+        sequence: int,
+        by_tensor: bool,
+        recomputed: int,
+        parts: int,
     ) -> tuple[tuple[_Moment, ...], float, float]:
         """Moments of a backward at which a rank may hold most, what a micro-batch keeps, and notes.
 

@@ -27,7 +27,7 @@ from gulliver.plan.analysis import BACKWARD, FORWARD, Operator
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A block, or what is outside of all, for one sample on one device.
 
     Attributes:
@@ -50,7 +50,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Shared:
+class TensorShares:
     """What ranks of a tensor axis share of a model.
 
     Attributes:
@@ -112,7 +112,7 @@ class Facts:
     cached_heads: int = 1
     optimizer: torch.optim.Optimizer | None = None
     refused: dict[int, str] = field(default_factory=dict)
-    _shared: dict[int, Shared | None] = field(default_factory=dict)
+    _shared: dict[int, TensorShares | None] = field(default_factory=dict)
 
     def on(self, device: Device) -> Facts:
         """The same model on another device."""
@@ -147,9 +147,9 @@ class Facts:
         return frozenset(self.blocks) & frozenset(recomputable_blocks(self.model))
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ModelPart, ...]:
         """The blocks in order; equal ones are summed once."""
-        known: dict[str, Part] = {}
+        known: dict[str, ModelPart] = {}
         found = []
         for path in self.blocks:
             stands = self.analysis.followed(path)
@@ -159,7 +159,7 @@ class Facts:
         return tuple(found)
 
     @cached_property
-    def outside(self) -> Part:
+    def outside(self) -> ModelPart:
         """What is in no block: embeddings, head and loss."""
         whole, n = self.analysis, self.samples
 
@@ -168,7 +168,7 @@ class Facts:
 
         launched = (sum(o.count for o in self._of(p) if not o.view) for p in (FORWARD, BACKWARD))
         forward, backward = launched
-        return Part(
+        return ModelPart(
             rest(self._each(whole.seconds(self.device, FORWARD), forward), "forward_s"),
             rest(self._each(whole.seconds(self.device, BACKWARD), backward), "backward_s"),
             int(rest(whole.saved.activations / n, "saved")),
@@ -215,7 +215,7 @@ class Facts:
         first = min((n for n in inside if operators[n].phase != FORWARD), default=len(operators))
         return max((o.live for o in operators[last + 1 : first]), default=0)
 
-    def _part(self, path: str) -> Part:
+    def _part(self, path: str) -> ModelPart:
         analysis, n = self.analysis, self.samples
         costs = analysis.module(path)
         elements = sum(p.numel() for p in self.model.get_submodule(path).parameters())
@@ -224,7 +224,7 @@ class Facts:
         if not analysis.saved.activations:
             working += self._before(path)
         forward, backward = costs.forward.operators, costs.backward.operators
-        return Part(
+        return ModelPart(
             self._each(analysis.seconds(self.device, FORWARD, path), forward),
             self._each(analysis.seconds(self.device, BACKWARD, path), backward),
             costs.saved // n,
@@ -290,7 +290,7 @@ class Facts:
         """Seconds of a step of the optimizer on one device."""
         return update_seconds(self.device, 4 * self.trained, self.states)
 
-    def shared(self, size: int) -> Shared | None:
+    def shared(self, size: int) -> TensorShares | None:
         """What `size` tensor ranks share; None where the model cannot be cut so: see `refused`."""
         if size not in self._shared:
             try:
@@ -299,16 +299,16 @@ class Facts:
                 self.refused[size], self._shared[size] = str(error), None
         return self._shared[size]
 
-    def _shares(self, tensor: TensorPlan) -> Shared:
+    def _shares(self, tensor: TensorPlan) -> TensorShares:
         sizes, ends = self._elements(tensor)
         if tensor.size == 1:
-            return Shared(1, sizes=sizes, ends=ends)
+            return TensorShares(1, sizes=sizes, ends=ends)
         inside = _within(self.analysis, shared_paths(tensor))
         seconds = [(self._time(o), inside(o)) for o in self._of(FORWARD)]
         forward = [p for p, placed in tensor.modules.items() if placed.how.kind in ADDED_UP]
         again = [p for p in forward if any(p.startswith(f"{block}.") for block in self.blocks)]
         kept, outside = self._divided(tensor)
-        return Shared(
+        return TensorShares(
             tensor.size,
             _share(seconds),
             kept,

@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from gulliver.booster._plugins import Plugin
 from gulliver.booster._predict import tiered_step
 from gulliver.booster._ranks import (
+    ResolvedPlan,
     largest_residency,
     rank_state,
     rank_states,
     rank_work,
-    tensor_sizes,
 )
 from gulliver.booster._residency import chunk_sizes, least_bytes, other_bytes, tier_rates
-from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable, resolve
+from gulliver.booster._resolve import cut_model, recomputable, resolve
 from gulliver.booster._state_bytes import BACKWARD, FORWARD
-from gulliver.booster.search._behind import Behind
 from gulliver.booster.search._grids import Axes, Grid, grids_of
+from gulliver.booster.search._offload_tiers import OffloadTiers
 from gulliver.booster.search._plugin import plugin_of
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.errors import GulliverError
@@ -64,7 +64,7 @@ class Least:
         return f"{self.grid}, {size_text(self.leaves)} behind it"
 
 
-def offloaded_grids(scorer: Scorer, axes: Axes, behind: Behind) -> Iterator[Grid]:
+def offloaded_grids(scorer: Scorer, axes: Axes, behind: OffloadTiers) -> Iterator[Grid]:
     """Every grid of a mesh that off-loads, with all of its blocks recomputed or none.
 
     State leaves in chunks of ZeRO's stage 3. Backwards that accumulate are left out, as what moves
@@ -91,7 +91,7 @@ class Offloader:
         limit: bytes that a rank may hold.
     """
 
-    def __init__(self, scorer: Scorer, behind: Behind, limit: int) -> None:
+    def __init__(self, scorer: Scorer, behind: OffloadTiers, limit: int) -> None:
         self.scorer, self.behind, self.limit = scorer, behind, limit
         self.looked = self.replayed = 0
 
@@ -120,26 +120,24 @@ class Offloader:
         self._count(grid, grid.axes.pipeline * grid.axes.tensor)
         facts, cluster = self.scorer.facts, self.scorer.cluster
         try:
-            plan = resolve(self.plan(grid), facts.model, facts.optimizer, cluster)
+            resolved = resolve(self.plan(grid), facts.model, facts.optimizer, cluster)
             known = self.scorer.score(grid)
-            found = tiered_step(plan, facts.model, facts.optimizer, cluster, known.seconds)
+            found = tiered_step(resolved, cluster, known.seconds)
         except GulliverError:
             return None
         moved, seconds, other = found
-        memory = replace(plan.predicted.bytes, activations=other)
+        memory = replace(resolved.plan.predicted.bytes, activations=other)
         if grid.axes.pipeline == 1:
-            memory = self._fullest(grid, plan)
+            memory = self._fullest(grid, resolved)
         return Scored(known.grid, seconds, memory, 0, known.samples, moved)
 
-    def _fullest(self, grid: Grid, plan: Plan) -> MemoryPlan:
+    def _fullest(self, grid: Grid, resolved: ResolvedPlan) -> MemoryPlan:
         """Bytes of state and of all else at the moment at which they are most together."""
-        facts = self.scorer.facts
-        tensor = plan_tensors(plan, facts.model)
-        states = rank_states(plan, facts.model, facts.optimizer, tensor, None)
+        facts, plan = self.scorer.facts, resolved.plan
         assert plan.zero is not None, "off-loaded state is of ZeRO"
         assert plan.zero.tiers is not None, "there are tiers"
-        work = rank_work(plan, facts.model, tensor, None)
         # It was asked for before, and is remembered.
+        states, work = rank_states(resolved), rank_work(resolved)
         found = largest_residency(states, plan.zero.tiers, work)
         moments, come, most = self.scorer.moments(grid), 0.0, MemoryPlan()
         for seen in found.visits:
@@ -167,22 +165,20 @@ class Offloader:
         self._count(grid, 1)
         try:
             _, plan = self._choices(grid)
-            again = recomputable(plan, model) if grid.recomputed else ()
+            found = cut_model(plan, model, facts.optimizer)
+            again = recomputable(plan, model, found.stages) if grid.recomputed else ()
             plan = replace(plan, recompute=again)
-            tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
-            sizes = tensor_sizes(plan, model, facts.optimizer, tensor, stages)
             assert plan.zero is not None, "off-loaded state is of ZeRO"
             tiers = plan.zero.tiers
             assert tiers is not None, "there are tiers"
-            smallest = chunk_sizes(sum(t.numel * t.dtype.itemsize for t in sizes))[0]
-            plan = replace(plan, zero=replace(plan.zero, chunk_bytes=smallest))
+            smallest = chunk_sizes(sum(t.numel * t.dtype.itemsize for t in found.sizes()))[0]
+            found = found.with_plan(replace(plan, zero=replace(plan.zero, chunk_bytes=smallest)))
             # Embedding and head are the largest, and are there.
             ends = sorted({0, grid.axes.pipeline - 1})
-            asked = plan, model, facts.optimizer, tensor, stages
-            states = [rank_state(*asked, (place, 0)) for place in ends]
+            states = [rank_state(found, (place, 0)) for place in ends]
         except GulliverError:
             return None
-        other = other_bytes(tiers, rank_work(plan, model, tensor, stages))
+        other = other_bytes(tiers, rank_work(found))
         held = max(least_bytes(state, tiers) for state in states)
         leaves = max(state.reserved for state in states)
         return Least(smallest_limit(held, other), replace(grid, offload=""), leaves)
@@ -252,7 +248,9 @@ def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> Least | None:
     another one needs in all end the search, or `ASKED` micro-batches.
     """
     on_host = host_rates(scorer.cluster.device) is not None
-    behind = Behind(host=ENDLESS) if on_host else Behind(disk="a disk", disk_bytes=ENDLESS)
+    behind = (
+        OffloadTiers(host=ENDLESS) if on_host else OffloadTiers(disk="a disk", disk_bytes=ENDLESS)
+    )
     asked = Offloader(scorer, behind, ENDLESS)
     grids = [grid for axes in meshes for grid in offloaded_grids(scorer, axes, behind)]
     best: Least | None = None

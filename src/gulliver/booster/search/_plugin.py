@@ -7,8 +7,8 @@ from typing import Any
 from gulliver.booster._gemini import GeminiPlugin
 from gulliver.booster._hybrid_plugin import HybridParallelPlugin
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin
-from gulliver.booster.search._behind import Behind
 from gulliver.booster.search._grids import Grid
+from gulliver.booster.search._offload_tiers import OffloadTiers
 from gulliver.errors import GulliverError
 from gulliver.plan import SHARED_BY_TENSOR
 
@@ -16,7 +16,7 @@ HALVES = ("bf16", "fp16")
 
 
 def plugin_of(
-    grid: Grid, precision: str = "fp32", limit: int = 0, behind: Behind | None = None
+    grid: Grid, precision: str = "fp32", limit: int = 0, behind: OffloadTiers | None = None
 ) -> Plugin:
     """The plugin that a person would write for a grid.
 
@@ -34,7 +34,7 @@ def plugin_of(
     limits: dict[str, Any] = {}
     if grid.offload:
         _check_offload(grid, limit)
-        behind = behind or Behind()
+        behind = behind or OffloadTiers()
         disk = None if behind.disk is None else f"{behind.disk}:{behind.disk_bytes}"
         limits = {"memory_limit": limit, "host_limit": behind.host or None, "disk": disk}
         if not axes.cuts_model:

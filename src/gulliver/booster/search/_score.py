@@ -27,8 +27,8 @@ from gulliver.booster._predict import (
     passes,
     zero_messages,
 )
-from gulliver.booster.search._bytes import MIB, RankBytes, Stage, put_off, stages_of, under_way
-from gulliver.booster.search._facts import Facts, Shared
+from gulliver.booster.search._bytes import MIB, RankBlocks, RankBytes, put_off, stages_of, under_way
+from gulliver.booster.search._facts import Facts, TensorShares
 from gulliver.booster.search._grids import CHUNKS_MB, Axes, Grid
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
@@ -112,7 +112,7 @@ class Scorer:
         self._held = lru_cache(256)(self._held_of)
         self._bytes = RankBytes(facts, batch)
 
-    def shared(self, axes: Axes) -> Shared | None:
+    def shared(self, axes: Axes) -> TensorShares | None:
         """What the tensor ranks of a mesh share; None where they cannot."""
         return self.facts.shared(axes.tensor)
 
@@ -246,7 +246,7 @@ class Scorer:
     def _again(self, grid: Grid) -> float:
         return grid.recomputed / max(1, len(self.facts.blocks))
 
-    def _share(self, axes: Axes, shared: Shared) -> float:
+    def _share(self, axes: Axes, shared: TensorShares) -> float:
         return (1 - shared.seconds * (1 - 1 / axes.tensor)) / axes.sequence
 
     def settled(self, grid: Grid) -> Grid:
@@ -369,7 +369,7 @@ class Scorer:
         every = [self._bytes.state(grid, stage) for stage in self._stages(grid)]
         return max(every, key=lambda found: found.total)
 
-    def _stages(self, grid: Grid) -> list[Stage]:
+    def _stages(self, grid: Grid) -> list[RankBlocks]:
         return self._summed(grid.axes.pipeline, grid.chunks, self._folded(grid))
 
     def _folded(self, grid: Grid) -> bool:
@@ -382,16 +382,16 @@ class Scorer:
         every = [held(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends]
         return max(every, key=lambda found: sum(vars(found[0]).values()) + found[1])
 
-    def _ends_of(self, ranks: int, chunks: int, folded: bool) -> list[tuple[int, Stage]]:
+    def _ends_of(self, ranks: int, chunks: int, folded: bool) -> list[tuple[int, RankBlocks]]:
         """The ranks of a pipeline that may hold most: both ends, and the one of most blocks."""
         stages = self._summed(ranks, chunks, folded)
         fullest = max(range(len(stages)), key=lambda n: stages[n].count)
         return [(n, stages[n]) for n in sorted({0, len(stages) - 1, fullest})]
 
-    def _summed_of(self, ranks: int, chunks: int, folded: bool) -> list[Stage]:
+    def _summed_of(self, ranks: int, chunks: int, folded: bool) -> list[RankBlocks]:
         """The blocks of each rank of a pipeline."""
         if ranks == 1:
-            return [Stage(tuple(range(len(self.facts.parts))), True, True)]
+            return [RankBlocks(tuple(range(len(self.facts.parts))), True, True)]
         sizes, _ = self._dealt(ranks * chunks)
         starts = [sum(sizes[:n]) for n in range(len(sizes))]
         found, last = [], ranks * chunks - 1
@@ -402,7 +402,7 @@ class Scorer:
                 for stage in mine
                 for block in range(starts[stage], starts[stage] + sizes[stage])
             )
-            found.append(Stage(blocks, 0 in mine, last in mine, len(mine) - (last in mine)))
+            found.append(RankBlocks(blocks, 0 in mine, last in mine, len(mine) - (last in mine)))
         return found
 
 

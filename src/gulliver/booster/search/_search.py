@@ -22,11 +22,11 @@ from torch import nn
 
 from gulliver.booster._predict import free_share
 from gulliver.booster.hybrid import families, family_of
-from gulliver.booster.search._behind import NOTHING, Behind
 from gulliver.booster.search._facts import Facts
 from gulliver.booster.search._followed import facts_of
 from gulliver.booster.search._grids import Axes, Grid, axes_of, grids_of
 from gulliver.booster.search._offload import Least, Offloader, least_offloaded, with_offload
+from gulliver.booster.search._offload_tiers import NOTHING, OffloadTiers
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, rate_text, seconds_text
@@ -65,7 +65,7 @@ class Found:
     seconds: tuple[float, float]
     facts: Facts
     cluster: Cluster
-    behind: Behind = NOTHING
+    behind: OffloadTiers = NOTHING
     offloaded: Least | None = None
     unlooked: int = 0
 
@@ -116,7 +116,7 @@ def search_grids(
     precision: str = "bf16",
     best: int = BEST,
     facts: Facts | None = None,
-    behind: Behind = NOTHING,
+    behind: OffloadTiers = NOTHING,
     explain: bool = True,
 ) -> Found:
     """Searches all grids that a plugin of ours can run.

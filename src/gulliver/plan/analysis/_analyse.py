@@ -140,7 +140,7 @@ class _Step:
             recorder = self._recorder(self.model, args, kwargs, known)
             ran.recorder = recorder
             with ExitStack() as stack:
-                stack.enter_context(known.told())
+                stack.enter_context(known.answering())
                 if equal is not None:
                     stack.enter_context(equal.replaying(recorder))
                 stack.enter_context(left_out(self.model, recorder, opaque))

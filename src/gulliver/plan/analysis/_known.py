@@ -80,7 +80,7 @@ class Known:
             vars(fake)[KEPT] = value
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def answering(self) -> Iterator[None]:
         """Lets transformers ask for values that are known, as it does outside of a trace."""
         module = sys.modules.get("transformers.utils.import_utils")
         if module is None or not hasattr(module, "is_fake_tensor"):

@@ -59,7 +59,7 @@ class Moment:
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """A call of a module.
 
     Attributes:
@@ -79,7 +79,7 @@ class Call:
     """
 
     path: str
-    parent: Call | None
+    parent: ModuleCall | None
     phase: str
     begun: int
     before: int
@@ -135,7 +135,7 @@ class Recorder(StorageCounter):
         self.known = known
         self.operators: list[Operator] = []
         self.moments: list[Moment] = []
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self.packed: list[Packed] = []
         self.kept: dict[int, Packed] = {}
         self.claims: dict[int, int] = {}
@@ -145,16 +145,16 @@ class Recorder(StorageCounter):
         self.saved = 0
         self._model = model
         self._paths = {module: path for path, module in model.named_modules()}
-        self._running: list[Call] = []
+        self._running: list[ModuleCall] = []
         self._serials: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._next = 0
         self._writers: dict[int, int] = {}
         self._views: dict[int, dict[tuple[Any, ...], int]] = {}
-        self._first_calls: dict[str, Call] = {}
+        self._first_calls: dict[str, ModuleCall] = {}
         self._nodes: dict[int, int] = {}
         self._node = newest_node()
-        self._operator_calls: list[Call | None] = []
+        self._operator_calls: list[ModuleCall | None] = []
         self._before = 0
         self._replayed = False
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -196,7 +196,7 @@ class Recorder(StorageCounter):
         return hooks is not None and hooks[0] == self.pack
 
     @property
-    def running(self) -> Call | None:
+    def running(self) -> ModuleCall | None:
         """The innermost call of a module that runs."""
         return self._running[-1] if self._running else None
 
@@ -296,7 +296,7 @@ class Recorder(StorageCounter):
             else ""
         )
 
-    def _region(self, phase: str) -> Call | None:
+    def _region(self, phase: str) -> ModuleCall | None:
         """The call in whose forward the checkpoint lies that is computed again now."""
         if phase != RECOMPUTE:
             return None
@@ -306,7 +306,7 @@ class Recorder(StorageCounter):
             owner = owner.parent
         return owner
 
-    def _spans(self, owner: Call | None, phase: str) -> None:
+    def _spans(self, owner: ModuleCall | None, phase: str) -> None:
         """Notes the moment in the backward of a call and of those around it."""
         if phase == FORWARD:
             return
@@ -420,9 +420,9 @@ class Recorder(StorageCounter):
             call = self.enter(self._paths[module])
             call.taken = frozenset((t.shape, t.dtype) for t in args if isinstance(t, Tensor))
 
-    def enter(self, path: str) -> Call:
+    def enter(self, path: str) -> ModuleCall:
         """Begins the call of a module."""
-        call = Call(path, self.running, self.phase, len(self.moments), self.live, self.saved)
+        call = ModuleCall(path, self.running, self.phase, len(self.moments), self.live, self.saved)
         call.open = torch.is_grad_enabled() and self.saves
         if call.parent is None:
             call.parent = self._region(call.phase)
@@ -456,7 +456,7 @@ class Recorder(StorageCounter):
             self.gradients += parameter.grad.untyped_storage().nbytes()
             self.drop_tensor(parameter.grad)
 
-    def replayed(self, what: Any, backward: bool, owner: Call | None = None) -> None:
+    def replayed(self, what: Any, backward: bool, owner: ModuleCall | None = None) -> None:
         """Notes that a call is replayed.
 
         Args:

@@ -36,7 +36,7 @@ PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, to
 
 
 @dataclass
-class Kind:
+class CallKind:
     """Calls that are equal.
 
     Attributes:
@@ -72,7 +72,7 @@ class Repeats:
 
     def __post_init__(self) -> None:
         self._forms: dict[Any, int] = {}
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds: dict[Any, CallKind] = {}
         self._candidates = dict(self._equal_modules())
 
     @contextmanager
@@ -141,7 +141,7 @@ class Repeats:
             return run(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         context = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        kind = self._kinds.setdefault((form, context, spec, _signature(leaves)), Kind())
+        kind = self._kinds.setdefault((form, context, spec, _signature(leaves)), CallKind())
         if kind.template is not None:
             self.alike[path] = kind.template.path
             for name in kind.template.own:
@@ -157,7 +157,7 @@ class Repeats:
             self._busy = False
 
     def _followed(
-        self, kind: Kind, module: nn.Module, path: str, leaves: list[Any], run: Any
+        self, kind: CallKind, module: nn.Module, path: str, leaves: list[Any], run: Any
     ) -> Any:
         """Follows a call, and keeps what it leaves if it is the second of its kind."""
         recorder = self._recorder

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gulliver.plan.analysis._recorder import Call, Recorder
+from gulliver.plan.analysis._recorder import ModuleCall, Recorder
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Template:
     inside: int = 0
     own: list[str] = field(default_factory=list)
     gradients: int = 0
-    call: Call | None = None
+    call: ModuleCall | None = None
     operators: tuple[int, int] = (0, 0)
     forwards: int = 0
     backwards: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from gulliver.plan.analysis._recorder import Call, Moment, Packed, Recorder
+from gulliver.plan.analysis._recorder import ModuleCall, Moment, Packed, Recorder
 from gulliver.plan.analysis._records import (
     BACKWARD,
     FORWARD,
@@ -78,11 +78,11 @@ class Peaks:
         part = self._above[first:end]
         return max((p[0] for p in part), default=0), max((p[1] for p in part), default=0)
 
-    def forward(self, call: Call) -> int:
+    def forward(self, call: ModuleCall) -> int:
         """Most bytes of the forward of a call above what was there as it began."""
         return max(0, self.most(call.begun, call.ended)[0] - call.before)
 
-    def backward(self, call: Call) -> int:
+    def backward(self, call: ModuleCall) -> int:
         """Most bytes of the backward of a call above what was there as it began."""
         if not call.span:
             return 0
@@ -115,7 +115,7 @@ class Peaks:
         return self._known[key]
 
 
-def _extend(call: Call, moments: Sequence[Moment], operators: Sequence[Operator]) -> None:
+def _extend(call: ModuleCall, moments: Sequence[Moment], operators: Sequence[Operator]) -> None:
     """Takes in what autograd adds up right after the backward of a call."""
     while call.span and call.span[1] + 1 < len(moments):
         after = moments[call.span[1] + 1]
@@ -174,7 +174,7 @@ def _modules(
 ) -> Iterator[tuple[str, ModuleCosts]]:
     """Yields the costs of the modules that were called, in the order of their first call."""
     work = _work(operators, templates)
-    calls = dict[str, list[Call]]()
+    calls = dict[str, list[ModuleCall]]()
     for call in recorder.calls:
         if call.phase == FORWARD and call.ended >= 0:
             calls.setdefault(call.path, []).append(call)

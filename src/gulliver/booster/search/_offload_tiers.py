@@ -12,7 +12,7 @@ from gulliver.options import byte_size, size_text
 
 
 @dataclass(frozen=True)
-class Behind:
+class OffloadTiers:
     """Memory behind that of a rank's device, for what does not fit.
 
     Attributes:
@@ -74,5 +74,5 @@ class Behind:
             )
 
 
-NOTHING = Behind()
+NOTHING = OffloadTiers()
 """No memory behind the ranks'."""
