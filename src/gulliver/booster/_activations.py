@@ -221,14 +221,7 @@ def _pass_costs(
 def take_activations(
     plan: Plan, model: nn.Module, optimizer: ZeroOptimizer, manager: Manager | None
 ) -> None:
-    """Lets a manager have the activations that a plan says.
-
-    Args:
-        plan: plan that is run.
-        model: boosted model.
-        optimizer: optimizer whose parameters come and go.
-        manager: manager of the state; None without a limit.
-    """
+    """Lets a manager have the activations that a plan says."""
     if manager is None or plan.zero is None or plan.zero.tiers is None:
         return
     tiers = plan.zero.tiers

@@ -44,19 +44,7 @@ def estimate_work(
     room: int | None = None,
     limited: bool = False,
 ) -> Work:
-    """Estimates what a step of a model of tokens computes.
-
-    Args:
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters.
-        device: device that computes.
-        batch: number of samples.
-        length: tokens of a sample.
-        precision: ``fp32``, ``bf16`` or ``fp16``, of the products.
-        activations: what may become of activations, as `GeminiPlugin` takes it.
-        room: bytes of memory that blocks may be timed in; None where they run elsewhere.
-        limited: whether they run under a memory limit.
-    """
+    """Estimates what a step of a model of tokens computes."""
     work = _computed(model, optimizer, device, batch, length, precision)
     if getattr(model, "config", None) is None:
         return work
@@ -94,14 +82,7 @@ def _timed(work: Work, model: nn.Module, seconds: Mapping[str, tuple[float, floa
 def estimate_sample(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any, precision: str
 ) -> Work:
-    """Estimates what a sample costs a model on meta, for which nothing can be measured.
-
-    Args:
-        model: whole model.
-        optimizer: optimizer of its parameters.
-        sample: keyword arguments, a tuple of arguments, or one.
-        precision: ``bf16`` or ``fp16`` of autocast, or none.
-    """
+    """Estimates what a sample costs a model on meta, for which nothing can be measured."""
     batch = samples_of(sample)
     # Rows that matrices multiply: numbers of words, or vectors.
     rows = (t.numel() // (t.shape[-1] if t.is_floating_point() else 1) for t in tensors_of(sample))

@@ -42,19 +42,7 @@ def measure_work(
     each: bool = False,
     fp8: Fp8Plan | None = None,
 ) -> Work:
-    """Runs a batch a few times.
-
-    Args:
-        model: whole model; gradients, buffers and random state are put back.
-        optimizer: optimizer of its parameters, which is not stepped; a small one like it is.
-        sample: keyword arguments, a tuple of arguments, or one.
-        tensor: how it will be cut over tensor ranks.
-        blocks: paths of its blocks, of which the first tells the size of a hidden state.
-        autocast: dtype of autocast.
-        each: whether to say the seconds of each block.
-        fp8: layers that will compute in FP8, and so keep their inputs in FP8; their seconds here
-            are those without.
-    """
+    """Runs a batch a few times."""
     sizes: dict[str, list[int]] = {"forward": [], "backward": [], "hidden": [], "again": []}
     watched = _sizes_of(model, tensor, blocks, sizes)
     with _put_back(model), watched, _in_fp8(model, fp8), _counted(model) as kept:
@@ -95,17 +83,8 @@ def samples_of(sample: Any) -> int:
 def with_peaks(
     work: Work, model: nn.Module, sample: Any, autocast: torch.dtype | None, activations: str
 ) -> Work:
-    """Returns the work of a batch, with the most bytes of a step that are no state.
-
-    The step is followed with shapes alone; 0 is what cannot be followed, or not recomputed.
-
-    Args:
-        work: what it costs besides, with the seconds of blocks if they were measured.
-        model: whole model, perhaps on meta.
-        sample: batch, as of `measure_work`, perhaps on meta.
-        autocast: dtype of autocast.
-        activations: what may become of activations, as `GeminiPlugin` takes it.
-    """
+    """Returns the work of a batch, with the most bytes of a step that are no state."""
+    # The step is followed with shapes alone; 0 is what cannot be followed, or not recomputed.
     plain = follow_sample(model, sample, autocast)
     seconds = {block.path: block.forward_s for block in work.blocks}
     work = replace(work, peak=plain.bytes or 0, unfollowed=plain.reason, blocks=())

@@ -51,12 +51,7 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def predict(resolved: ResolvedPlan, cluster: Cluster | None = None) -> ResolvedPlan:
-    """A resolved plan with the predicted seconds of a step.
-
-    Args:
-        resolved: plan; without `work` its seconds are those of messages alone.
-        cluster: machines; None for those at hand.
-    """
+    """A resolved plan with the predicted seconds of a step."""
     plan, model, tensor = resolved.plan, resolved.model, resolved.tensor
     blocks = _blocks(resolved)
     rates = partial(rates_of_packing, cluster=cluster)
@@ -138,16 +133,7 @@ def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
 def tiered_step(
     resolved: ResolvedPlan, cluster: Cluster, seconds: Seconds
 ) -> tuple[Moved, Seconds, int]:
-    """Returns moves between memories, seconds of a step that waits for them, and other bytes.
-
-    Args:
-        resolved: plan with tiers.
-        cluster: machines.
-        seconds: seconds of a step in which nothing moves.
-
-    Raises:
-        GulliverError: the limit, or what lies behind, is too small.
-    """
+    """Returns moves between memories, seconds of a step that waits for them, and other bytes."""
     plan = resolved.plan
     assert plan.zero is not None, "tiers are of ZeRO"
     assert plan.zero.tiers is not None, "there are tiers"
@@ -184,12 +170,7 @@ def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]
 
 
 def free_share(device: Device, ranks: int) -> float:
-    """Share of messages that travel without a core that computes.
-
-    Args:
-        device: device of every rank.
-        ranks: number of ranks.
-    """
+    """Share of messages that travel without a core that computes."""
     if device.overlap is not None:
         return device.overlap
     busy = ranks * torch.get_num_threads()
@@ -198,12 +179,10 @@ def free_share(device: Device, ranks: int) -> float:
 
 
 def _computed(plan: Plan, share: float) -> float:
-    """Share of one process's seconds that a rank computes, all stages together.
-
-    [Note: what tensor ranks do not divide] Norms, sums with what passes a block by, and rotary
-    embeddings see whole hidden states on every tensor rank. They have few parameters and take a
-    tenth of a forward's seconds or more, so seconds are divided by where they were spent.
-    """
+    """Share of one process's seconds that a rank computes, all stages together."""
+    # [Note: what tensor ranks do not divide] Norms, sums with what passes a block by, and rotary
+    # embeddings see whole hidden states on every tensor rank. They have few parameters and take a
+    # tenth of a forward's seconds or more, so seconds are divided by where they were spent.
     tensor, measured = plan.mesh.of("tensor"), plan.work.share_cut
     if tensor == 1 or not measured:
         return share
@@ -264,17 +243,9 @@ def _costs(
 
 
 def passes(work: Work, share: float, tensor: int, times: int) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of a batch in parts, all stages together.
-
-    [Note: what does not shrink] Ranks that share a model, and micro-batches, divide what is
-    multiplied. Each of them launches every operation all the same, and reads all weights of its.
-
-    Args:
-        work: work of the whole batch in one process.
-        share: share of its seconds that the ranks of a stage have each.
-        tensor: number of ranks that share the weights.
-        times: number of parts.
-    """
+    """Seconds of the forward and of the backward of a batch in parts, all stages together."""
+    # [Note: what does not shrink] Ranks that share a model, and micro-batches, divide what is
+    # multiplied. Each of them launches every operation all the same, and reads all weights of its.
     least = times * work.weights_s / tensor
     return (
         max(share * work.forward_s, least) + times * work.launch_forward_s,
@@ -318,12 +289,7 @@ def _pipelined(
 
 
 def hop_message(links: dict[str, list[tuple[int, Link]]], count: int) -> Message:
-    """A message between two stages, which the later one waits for while others compute.
-
-    Args:
-        links: size and link of each axis, of `axis_links`.
-        count: bytes of the message.
-    """
+    """A message between two stages, which the later one waits for while others compute."""
     return Message("sends", count, links["pipeline"])
 
 
@@ -335,16 +301,7 @@ def model_messages(
     own: float,
     attention: Volume,
 ) -> Iterator[Message]:
-    """Messages between ranks that share a model, of the whole batch.
-
-    Args:
-        plan: plan with its work.
-        links: size and link of each axis, of `axis_links`.
-        again: share of the blocks that are computed again.
-        blocks: number of blocks that this rank runs.
-        own: share of the work that this rank has.
-        attention: bytes that a rank sends in one attention.
-    """
+    """Messages between ranks that share a model, of the whole batch."""
     work, sequence, degree = plan.work, plan.sequence, plan.mesh.of("sequence")
     if "tensor" in links:
         line = links["tensor"]
@@ -400,13 +357,7 @@ def model_messages(
 
 
 def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) -> Iterator[Message]:
-    """Messages of the replicas: gradients, and parameters where they are sharded.
-
-    Args:
-        plan: resolved plan.
-        line: size and link of each axis of the replicas.
-        times: number of backwards of a step.
-    """
+    """Messages of the replicas: gradients, and parameters where they are sharded."""
     if not line or plan.model.trainable == 0:
         return
     if plan.ddp is not None:
@@ -428,16 +379,7 @@ def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) ->
 def zero_messages(
     stage: int, kind: str, size: int, number: float, line: Sequence[tuple[int, Link]], times: int
 ) -> Iterator[Message]:
-    """Equal messages of ZeRO, by the pass that they travel beside.
-
-    Args:
-        stage: stage of ZeRO.
-        kind: collective.
-        size: bytes of the whole tensor.
-        number: number of them in a step of one backward.
-        line: size and link of each axis of the replicas.
-        times: number of backwards of a step.
-    """
+    """Equal messages of ZeRO, by the pass that they travel beside."""
     gathers = kind == "all_gather"
     # Stages that keep no whole gradients reduce them after every backward.
     once = stage < 2 or (stage == 2 and gathers)

@@ -47,20 +47,17 @@ layers by, norms, masks."""
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A plan and how its model is cut: computed once, and taken by all that predicts and runs it.
+    """A plan and how its model is cut, computed once; all that predicts and runs takes it."""
 
-    Attributes:
-        plan: choices, and results as far as they are known.
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters; None where it is not trained.
-        tensor: how tensors are cut over the tensor axis; None where they are not.
-        stages: blocks and their cut; None without a pipeline.
-    """
-
+    # Choices, and results as far as they are known.
     plan: Plan
+    # Whole model, perhaps on meta.
     model: nn.Module
+    # Optimizer of its parameters; None where it is not trained.
     optimizer: torch.optim.Optimizer | None = None
+    # How tensors are cut over the tensor axis; None where they are not.
     tensor: TensorPlan | None = None
+    # Blocks and their cut; None without a pipeline.
     stages: Stages | None = None
     _sizes: dict[tuple[int, int], list[TensorSize]] = field(
         default_factory=dict, compare=False, repr=False
@@ -78,15 +75,7 @@ class ResolvedPlan:
 
 
 def rank_state(resolved: ResolvedPlan, place: tuple[int, int]) -> StateBytes:
-    """State of one rank, and the order in which a step uses it.
-
-    Args:
-        resolved: plan with choices of ZeRO.
-        place: rank on the pipeline axis, and on the tensor axis.
-
-    Raises:
-        GulliverError: a number of micro-batches that the pipeline's schedule cannot order.
-    """
+    """State of one rank, and the order in which a step uses it."""
     plan = resolved.plan
     found = state_bytes(plan, resolved.sizes(place))
     if plan.mesh.names_model:
@@ -97,12 +86,10 @@ def rank_state(resolved: ResolvedPlan, place: tuple[int, int]) -> StateBytes:
 
 
 def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
-    """Names of a model's parameters as a forward reads them, where chunks are to lie so.
-
-    A tied one is there at each of its names. That is where several ranks gather them, which they do
-    in one order: a chunk that is used before others that precede it brings those along, so the
-    first step, of whose order nothing is known, would hold nearly the whole model.
-    """
+    """Names of a model's parameters as a forward reads them, where chunks are to lie so."""
+    # A tied one is there at each of its names. That is where several ranks gather them, which they
+    # do in one order: a chunk that is used before others that precede it brings those along, so the
+    # first step, of whose order nothing is known, would hold nearly the whole model.
     if plan.limited and not plan.mesh.names_model:
         return []
     if not plan.limited and (plan.stage != 3 or plan.mesh.replicas == 1):
@@ -113,11 +100,9 @@ def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def _forward_order(model: nn.Module) -> list[str]:
-    """Names of parameters as a forward reads them, a tied one at each of its names.
-
-    Blocks of transformers have norms that are registered behind the layers before or around which
-    they run.
-    """
+    """Names of parameters as a forward reads them, a tied one at each of its names."""
+    # Blocks of transformers have norms that are registered behind the layers before or around which
+    # they run.
     named = list(model.named_parameters(remove_duplicate=False))
     blocks = dict[str, list[tuple[str, nn.Parameter]]]()
     for name, parameter in named:
@@ -162,12 +147,7 @@ def places(plan: Plan) -> dict[tuple[int, int], int]:
 def largest_residency(
     states: Sequence[StateBytes], tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> Residency:
-    """Finds the residency of the rank that needs most memory at once; the others are tried as well.
-
-    Raises:
-        GulliverError: the limit, or what lies behind, is too small for a rank; the least that all
-            of them can do with is named.
-    """
+    """Residency of the rank that needs most memory at once; an error names the least for all."""
     ordered = sorted(states, key=lambda state: -least_bytes(state, tiers))
     first, *_ = (find_residency(state, tiers, work, policy) for state in ordered)
     return first
@@ -371,11 +351,9 @@ def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
 
 
 def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], ...]:
-    """Sizes of the activations that leave, by the last chunk that their block uses.
-
-    A block is known by the size of all its activations and of the largest: they are taken for
-    equal ones of that size.
-    """
+    """Sizes of the activations that leave, by the last chunk that their block uses."""
+    # A block is known by the size of all its activations and of the largest: they are taken for
+    # equal ones of that size.
     assert plan.zero is not None, "there are chunks"
     tiers = plan.zero.tiers
     if tiers is None or not tiers.takes_activations:

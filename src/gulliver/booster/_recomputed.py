@@ -30,16 +30,7 @@ from gulliver.parallel.pipeline import Stage
 
 
 class RecomputeSwitch:
-    """Says of the next forward which blocks its backward computes again, and which move away.
-
-    Args:
-        model: boosted model.
-        kinds: name and number of the blocks of each kind, in the order in which they are counted.
-        offload: takes what blocks save that move; None: none does.
-
-    Raises:
-        GulliverError: the model has other blocks, or compiled ones.
-    """
+    """Says of the next forward which blocks its backward computes again, and which move away."""
 
     def __init__(
         self,
@@ -70,12 +61,7 @@ class RecomputeSwitch:
             wrap_call(module, self._around(path, module))
 
     def set(self, counts: Sequence[int], offloaded: Sequence[int] = ()) -> None:
-        """Lets blocks go their ways in forwards from here on.
-
-        Args:
-            counts: blocks of each kind that are computed again.
-            offloaded: blocks of each kind whose activations move; none by default.
-        """
+        """Lets blocks go their ways in forwards from here on."""
         self.settle()
         if any(offloaded) and self._offload is None:
             raise GulliverError("blocks are to move to the host, and there is no memory for them")
@@ -124,31 +110,14 @@ class RecomputeSwitch:
 
 
 def spread(count: int, chosen: int, shift: float = 0.0) -> list[int]:
-    """Places of so many of a row that lie evenly.
-
-    Args:
-        count: length of the row.
-        chosen: number of places.
-        shift: share of the distance between two by which all lie later, for another row to lie
-            between them.
-    """
+    """Places of so many of a row that lie evenly."""
     return [int((number + shift) * count / chosen) for number in range(chosen)]
 
 
 def offload_for(
     planner: Any, optimizer: ZeroOptimizer, copier: Copier | None
 ) -> ActivationOffload | None:
-    """Takes activations for the host memory that a planner plans with; None where it has none.
-
-    Args:
-        planner: planner whose costs may have a `HostRoom`.
-        optimizer: optimizer that gathers parameters.
-        copier: copies between both memories; None: on streams of the GPU.
-
-    Raises:
-        GulliverError: there is no GPU, whose memory would be another one than the host's; a memory
-            limit has what moves under its own budget.
-    """
+    """Takes activations for the host memory that a planner plans with; None where it has none."""
     host = getattr(planner.costs, "host", None)
     if host is None or not getattr(planner, "pac", True):
         return None
@@ -169,16 +138,7 @@ def offload_for(
 
 
 class StageSwitch:
-    """The same for the blocks that a stage of a pipeline has.
-
-    Args:
-        stage: stage of this rank.
-        kinds: name and number of the blocks of each kind of the whole model.
-        offload: has to be None: blocks of stages do not move.
-
-    Raises:
-        GulliverError: the model has other blocks, or some are to move.
-    """
+    """The same for the blocks that a stage of a pipeline has."""
 
     def __init__(
         self,

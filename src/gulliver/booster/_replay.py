@@ -35,39 +35,32 @@ WINDOW = 2
 
 @dataclass
 class Coming:
-    """A move of an object.
-
-    Attributes:
-        key: object.
-        nbytes: bytes that are moved, in whole pages; 0 where memory is made, and nothing is read.
-        write: whether it leaves the first memory.
-        room: bytes of writes under way beside which there is memory for it.
-        until: number of visits until it is used.
-    """
+    """A move of an object."""
 
     key: Key
+    # Bytes that are moved, in whole pages; 0 where memory is made, and nothing is read.
     nbytes: int
+    # Whether it leaves the first memory.
     write: bool
+    # Bytes of writes under way beside which there is memory for it.
     room: int = 0
+    # Number of visits until it is used.
     until: int = 0
 
 
 @dataclass
 class Seen:
-    """A visit as it was replayed.
+    """A visit as it was replayed."""
 
-    Attributes:
-        phase: part of the step.
-        chunk: number of the chunk.
-        moves: what is read and written, in order.
-        behind: the same between a second and a third memory.
-        held: bytes in the first memory by kind, when they are most until the next visit.
-    """
-
+    # Part of the step.
     phase: str
+    # Number of the chunk.
     chunk: int
+    # What is read and written, in order.
     moves: list[Coming] = field(default_factory=list)
+    # The same between a second and a third memory.
     behind: list[Coming] = field(default_factory=list)
+    # Bytes in the first memory by kind, when they are most until the next visit.
     held: dict[str, int] = field(default_factory=dict)
 
     def note(self, counter: ByteCounter) -> None:
@@ -78,20 +71,16 @@ class Seen:
 
 @dataclass
 class Held:
-    """What a memory holds while it is replayed.
-
-    Attributes:
-        core: decides.
-        keys: objects in it.
-        left: objects that have left it in the last step.
-        bytes: bytes of the objects in it.
-        coming: moves of objects that were not used since, and the visits in which they began.
-    """
+    """What a memory holds while it is replayed."""
 
     core: Replacement
+    # Objects in it.
     keys: set[Key] = field(default_factory=set)
+    # Objects that have left it in the last step.
     left: set[Key] = field(default_factory=set)
+    # Bytes of the objects in it.
     bytes: int = 0
+    # Moves of objects that were not used since, and the visits in which they began.
     coming: dict[Key, tuple[Coming, int]] = field(default_factory=dict)
 
     def move(self, move: Move, key: Key, size: int, visits: int) -> Coming | None:
@@ -119,24 +108,7 @@ class Held:
 
 
 class Replay:
-    """Replays steps of training.
-
-    Args:
-        state: state of a rank.
-        budget: bytes that state may have in the first memory.
-        backed: whether there is memory behind it.
-        tiers: how the state is used.
-        policy: policy of replacement; one without a plan is faster found, and moves a little more.
-        in_flight: number of chunks whose gradients travel between ranks at once, where there is
-            room for them.
-
-    Attributes:
-        counter: bytes in the first memory, by kind.
-        held: what the first memory holds.
-        behind: what a second one holds that has a third behind it; None where there is none.
-        decides: number of the chunk that needed most at once.
-        most: bytes that were in the first memory at once, in use or not.
-    """
+    """Replays steps of training."""
 
     def __init__(
         self,
@@ -149,14 +121,17 @@ class Replay:
     ) -> None:
         self.state, self.tiers = state, tiers
         self.counter, self.decides = ByteCounter(), 0
+        # Bytes that were in the first memory at once, in use or not.
         self.most = 0
         ahead = tiers.ahead or None
         self._core = Replacement(budget, backed=backed, ahead=ahead, policy=policy)
+        # What the first memory holds.
         self.held = Held(self._core)
         self._middle = None
         if tiers.host and tiers.disk is not None:
             host, disk = (n // BLOCK * BLOCK for n in (tiers.host, tiers.disk_bytes))
             self._middle = MiddleReplacement(host, disk, self._run_behind, policy)
+        # What a second one holds that has a third behind it; None where there is none.
         self.behind = None if self._middle is None else Held(self._middle.core)
         self._seen: list[Seen] = []
         self._visits = 0
@@ -430,6 +405,7 @@ class Replay:
             actions = decide()
         self._run(actions)
         if self._core.minimum > before:
+            # Number of the chunk that needed most at once.
             self.decides = self._seen[-1].chunk
 
     def visit(self, phase: str, number: int) -> None:

@@ -38,12 +38,7 @@ class Replay(Protocol):
 
 
 class SeveralRanks(StepReplay):
-    """Steps of a rank that has others, by the rules of the engines that gather and reduce.
-
-    Args:
-        replay: replay whose objects are used.
-        in_flight: number of chunks whose gradients travel at once.
-    """
+    """Steps of a rank that has others, by the rules of the engines that gather and reduce."""
 
     def __init__(self, replay: Replay, in_flight: int) -> None:
         state = replay.state

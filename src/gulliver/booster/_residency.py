@@ -45,20 +45,17 @@ FEW, MANY = 8, 96
 
 @dataclass(frozen=True)
 class Residency:
-    """What a step does with the state of a rank, under a limit.
+    """What a step does with the state of a rank, under a limit."""
 
-    Attributes:
-        state: state of a rank.
-        visits: uses of state, as they were replayed.
-        bytes: bytes in the first memory at the fullest moment, by kind.
-        budget: bytes that state may have in the first memory.
-        moved: what stays, leaves and moves.
-    """
-
+    # State of a rank.
     state: StateBytes
+    # Uses of state, as they were replayed.
     visits: Sequence[Seen]
+    # Bytes in the first memory at the fullest moment, by kind.
     bytes: dict[str, int]
+    # Bytes that state may have in the first memory.
     budget: int
+    # What stays, leaves and moves.
     moved: Moved
 
     def seconds(self, work: Work, rates: TierRates) -> TieredSeconds:
@@ -102,17 +99,7 @@ def _least(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
 def find_residency(
     state: StateBytes, tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> Residency:
-    """Replays a step under a limit.
-
-    Args:
-        state: state of a rank.
-        tiers: memories, and how state uses them.
-        work: what a batch costs.
-        policy: policy of replacement; to compare sizes a simpler one than the manager's will do.
-
-    Raises:
-        GulliverError: the limit, or what lies behind, is too small; the least is named.
-    """
+    """Replays a step under a limit."""
     other = other_bytes(tiers, work)
     least, deciding, most = _least(state, tiers)
     behind = tiers.disk_bytes + tiers.host
@@ -173,19 +160,15 @@ def _needs(replay: Replay) -> int:
 
 
 def _again(state: StateBytes) -> int:
-    """Bytes that several ranks need beside, where modules run in another order than is planned.
-
-    Then a chunk comes again and stays. The rest of what stays so has the room of gradients that
-    would travel, which land early where there is none.
-    """
+    """Bytes that several ranks need beside, where modules run in another order than is planned."""
+    # Then a chunk comes again and stays. The rest of what stays so has the room of gradients that
+    # would travel, which land early where there is none.
     return max((c.whole + c.shard for c in state.chunks), default=0) if state.parts > 1 else 0
 
 
 def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, needed: bool) -> None:
-    """Refuses a disk, or host memory, without a place for each object: any may have to leave.
-
-    So may whole gradients, where those of several backwards are added up.
-    """
+    """Refuses a disk, or host memory, without a place for each object: any may have to leave."""
+    # So may whole gradients, where those of several backwards are added up.
     named = [f"disk={tiers.disk!r}"] if tiers.disk is not None else []
     named += ["host_limit"] if tiers.host else []
     gives, each = ("gives", "it") if len(named) == 1 else ("give", "them")
@@ -247,11 +230,9 @@ def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit
 
 
 def _passed(chunk: ChunkBytes, phase: str) -> int:
-    """Bytes of a chunk that are copied or compared in a visit, beside what computes with them.
-
-    Parameters are summed as they come and as they go, to notice writes to them; gradients are
-    copied to their places: what is written without having been read counts twice.
-    """
+    """Bytes of a chunk that are copied or compared in a visit, beside what computes with them."""
+    # Parameters are summed as they come and as they go, to notice writes to them; gradients are
+    # copied to their places: what is written without having been read counts twice.
     gathered = (chunk.shard + 2 * chunk.whole) * chunk.copied
     if phase == FORWARD:
         return 2 * chunk.whole + gathered
@@ -268,14 +249,7 @@ def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
 def priced(
     found: Residency, tiers: Tiers, work: Work, cluster: Cluster
 ) -> tuple[Moved, TieredSeconds | None]:
-    """Returns the moves with their seconds, what a step waits for and the price of memory.
-
-    Args:
-        found: what a step does.
-        tiers: memories of the plan.
-        work: what a batch costs; without any, seconds are those of transfers.
-        cluster: machines whose disk and copies are used.
-    """
+    """Returns the moves with their seconds, what a step waits for and the price of memory."""
     rates = tier_rates(tiers, cluster)
     if rates is None:
         return found.moved, None
@@ -288,10 +262,6 @@ def priced(
 
 
 def chunk_sizes(whole: int) -> list[int]:
-    """Sizes of chunks to try, in bytes: powers of two, so that there are neither few nor many.
-
-    Args:
-        whole: bytes of all parameters.
-    """
+    """Sizes of chunks to try, in bytes: powers of two, so that there are neither few nor many."""
     sizes = [2**power for power in range(12, 31)]
     return [size for size in sizes if FEW <= whole / size <= MANY] or sizes[:1]

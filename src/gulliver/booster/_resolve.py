@@ -46,11 +46,7 @@ from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, Predicted, join
 def cut_model(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> ResolvedPlan:
-    """The choices of a plan and how they cut a model, before their results are filled in.
-
-    Raises:
-        GulliverError: the model does not have what the plan names.
-    """
+    """The choices of a plan and how they cut a model, before their results are filled in."""
     return ResolvedPlan(plan, model, optimizer, plan_tensors(plan, model), plan_stages(plan, model))
 
 
@@ -60,17 +56,7 @@ def resolve(
     optimizer: torch.optim.Optimizer | None,
     cluster: Cluster | None = None,
 ) -> ResolvedPlan:
-    """A plan with all that follows from its choices for a model.
-
-    Args:
-        plan: choices.
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters; None where it is not trained.
-        cluster: machines whose rates say which layers pay in FP8; None for those at hand.
-
-    Raises:
-        GulliverError: the model does not have what the plan names.
-    """
+    """A plan with all that follows from its choices for a model."""
     model = unwrapped(model)
     plan = replace(plan, model=_model(plan, model, optimizer))
     if plan.operators is not None:
@@ -156,10 +142,8 @@ def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
-    """How tensors are cut over the tensor axis; None where they are not.
-
-    Styles that differ from what is known of the model are a person's, and become rules.
-    """
+    """How tensors are cut over the tensor axis; None where they are not."""
+    # Styles that differ from what is known of the model are a person's, and become rules.
     size, layout = plan.mesh.of("tensor"), plan.tensor
     if size == 1:
         return None
@@ -343,13 +327,7 @@ def _lined(plan: Plan, name: str) -> str:
 
 
 def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> MemoryPlan:
-    """Bytes of model state that a rank holds at the peak.
-
-    Args:
-        plan: plan with its chunks.
-        model: whole model.
-        sizes: parameters that the rank has.
-    """
+    """Bytes of model state that a rank holds at the peak."""
     trained = [t for t in sizes if t.trained]
     zero = plan.zero
     if zero is None:
@@ -410,10 +388,8 @@ def _differ(given: Plan, found: Plan, name: str) -> bool:
 
 
 def recomputable(plan: Plan, model: nn.Module, stages: Stages | None) -> tuple[str, ...]:
-    """Paths of the blocks that backward can be made to compute again.
-
-    Those of a pipeline, else of `recomputable_blocks`.
-    """
+    """Paths of the blocks that backward can be made to compute again."""
+    # Those of a pipeline, else of `recomputable_blocks`.
     if stages is not None:
         return stages[0].blocks
     # Of a model that is cut, who recomputes has to know what its ranks exchange, and what it drops.

@@ -18,49 +18,43 @@ Passes = tuple[tuple[str, tuple[str, ...]], ...]
 
 @dataclass(frozen=True)
 class StateObject:
-    """State that has a place of its own.
+    """State that has a place of its own."""
 
-    Attributes:
-        key: what it is, and of which chunk.
-        kind: kind of state.
-        nbytes: size, in bytes.
-        chunk: number of its chunk.
-    """
-
+    # What it is, and of which chunk.
     key: Key
+    # Kind of state.
     kind: str
+    # Size, in bytes.
     nbytes: int
+    # Number of its chunk.
     chunk: int
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """State of a rank in numbers.
+    """State of a rank in numbers."""
 
-    Attributes:
-        chunks: chunks in the order of use.
-        moments: bytes of each tensor that the optimizer keeps of a chunk, by chunk.
-        parts: number of shards of a chunk.
-        ahead: number of chunks that are gathered from other ranks ahead of use.
-        order: names of the parameters in the order of use; a tied one is there at each use.
-        beside: whether the first step of a chunk has its new moments beside those that are placed.
-        activations: bytes of each activation that leaves, by the chunk that is used before it.
-        later: bytes that there would be more if what the optimizer may step were all unfrozen.
-        passes: forwards and backwards of a step, where a pipeline has several of each.
-        blocks: paths of the blocks that backward computes again.
-        unequal: whether ranks run unequal work: inside a step each has copies of whole chunks.
-    """
-
+    # Chunks in the order of use.
     chunks: tuple[ChunkBytes, ...]
+    # Bytes of each tensor that the optimizer keeps of a chunk, by chunk.
     moments: tuple[tuple[int, ...], ...]
+    # Number of shards of a chunk.
     parts: int
+    # Number of chunks that are gathered from other ranks ahead of use.
     ahead: int
+    # Names of the parameters in the order of use; a tied one is there at each use.
     order: tuple[str, ...] = ()
+    # Whether the first step of a chunk has its new moments beside those that are placed.
     beside: bool = False
+    # Bytes of each activation that leaves, by the chunk that is used before it.
     activations: tuple[tuple[int, ...], ...] = ()
+    # Bytes that there would be more if what the optimizer may step were all unfrozen.
     later: int = 0
+    # Forwards and backwards of a step, where a pipeline has several of each.
     passes: Passes = ()
+    # Paths of the blocks that backward computes again.
     blocks: tuple[str, ...] = ()
+    # Whether ranks run unequal work: inside a step each has copies of whole chunks.
     unequal: bool = False
 
     @property
@@ -132,11 +126,7 @@ class StateBytes:
 
 
 class Shares:
-    """Decides by the order of objects alone which of them must stay: the policy ``static``.
-
-    Args:
-        leaving: share of the bytes of each kind that may leave.
-    """
+    """Decides by the order of objects alone which of them must stay: the policy ``static``."""
 
     def __init__(self, leaving: Mapping[str, float]) -> None:
         self._leaving = leaving

@@ -96,11 +96,7 @@ class TierOptions:
     def within(
         cls, stage: int, right: str, limit: Any, disk: Any, host: Any = None, **options: Any
     ) -> Self | None:
-        """The limit of a plugin that has other uses; None where none is set.
-
-        Raises:
-            GulliverError: it is not of stage 3, or there is a disk without a limit.
-        """
+        """The limit of a plugin that has other uses; None where none is set."""
         if limit is None and disk is not None:
             raise GulliverError(f"disk={str(disk)!r} needs a memory_limit: what fits it stays")
         if limit is None and host is not None:
@@ -115,14 +111,7 @@ class TierOptions:
         return cls(limit, host, disk, **options)
 
     def tiers(self, device: str) -> Tiers:
-        """The section of a plan.
-
-        Args:
-            device: kind of device that the ranks compute on.
-
-        Raises:
-            GulliverError: memory of the host is asked for where it is the first memory.
-        """
+        """The section of a plan."""
         if self.host_limit is not None and device == "cpu":
             raise GulliverError(
                 f"host_limit={self.host_limit!r}: ranks run on cpu, where memory_limit is of the "
@@ -148,11 +137,7 @@ class TierOptions:
 
 
 def split_disk(text: str) -> tuple[str, str]:
-    """Folder and size of ``/scratch:100GiB``; the folder may have colons.
-
-    Raises:
-        GulliverError: there is no size, or it makes no sense.
-    """
+    """Folder and size of ``/scratch:100GiB``; the folder may have colons."""
     folder, _, size = text.rpartition(":")
     right = f"give a folder and a size, such as disk='{folder or text}:100GiB'"
     if not folder:
@@ -177,18 +162,7 @@ def plan_tiers(
     cluster: Cluster | None,
     chosen: bool,
 ) -> Plan:
-    """Chooses the fate of activations and the size of chunks by the seconds of a step.
-
-    Args:
-        plan: choices, with tiers.
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters.
-        cluster: machines to plan for; None for those at hand.
-        chosen: whether the size of chunks is to be chosen; else it is as the plan has it.
-
-    Raises:
-        GulliverError: no size of chunks fits the limit; the least limit is named.
-    """
+    """Chooses the fate of activations and the size of chunks by the seconds of a step."""
     assert plan.zero is not None, "tiers are of ZeRO"
     assert plan.zero.tiers is not None, "there are tiers"
     given = cut_model(plan, model, optimizer)

@@ -48,18 +48,7 @@ class _Call(nn.Module):
 def time_blocks(
     model: nn.Module, sample: Mapping[str, Any], room: int, limited: bool
 ) -> dict[str, Seconds]:
-    """Times the blocks of a model, one of each kind.
-
-    Args:
-        model: whole model on meta, in the dtypes that it computes in.
-        sample: batch on meta.
-        room: bytes of memory that there are.
-        limited: whether freed memory is given back, as under a limit.
-
-    Returns:
-        Seconds by path; nothing where the model has no blocks, they are too large, or a forward
-        cannot be followed.
-    """
+    """Times the blocks of a model, one of each kind."""
     paths = offloadable_blocks(model)
     kinds = dict[Any, list[str]]()
     for path in paths:

@@ -28,11 +28,7 @@ def _feedback(optimizer: BoostedOptimizer) -> Any:
 
 
 def wire_entry(optimizer: BoostedOptimizer) -> dict[str, PerRank]:
-    """The entry of what packing has lost, where gradients or parameters travel so.
-
-    Args:
-        optimizer: boosted.
-    """
+    """The entry of what packing has lost, where gradients or parameters travel so."""
     feedback = _feedback(optimizer)
     lost = feedback.lost() if feedback is not None and feedback.feeds else None
     shown = shown_parts(optimizer) if isinstance(optimizer, ZeroOptimizer) else {}

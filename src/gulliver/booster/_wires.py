@@ -62,11 +62,7 @@ class WireOptions(Options):
 
     @classmethod
     def of(cls, communication_dtype: Any, force: bool, feedback: bool, gate: bool) -> WireOptions:
-        """Reads the arguments of a plugin.
-
-        Raises:
-            GulliverError: an unknown kind or format; feedback without anything to feed back.
-        """
+        """Reads the arguments of a plugin."""
         if communication_dtype is None:
             if force or feedback:
                 name = "force_communication_dtype" if force else "error_feedback"
@@ -84,11 +80,7 @@ class WireOptions(Options):
         return cls(formats, None, force, feedback, gate)
 
     def agree(self) -> None:
-        """Refuses what ranks ask for differently; every rank calls it.
-
-        Raises:
-            GulliverError: on all ranks.
-        """
+        """Refuses what ranks ask for differently; every rank calls it."""
         every = [str(asked) for asked in gather_objects((self.formats, self.every, *self.switches))]
         other = next((rank for rank, asked in enumerate(every) if asked != every[0]), None)
         if other is not None:
@@ -128,16 +120,7 @@ def _kinds(plan: Plan) -> list[str]:
 def decide(
     resolved: ResolvedPlan, options: WireOptions, cluster: Cluster | None = None
 ) -> ResolvedPlan:
-    """Leaves off the formats that are predicted to cost more than they spare; says why.
-
-    Args:
-        resolved: plan with the formats that were asked for.
-        options: what was asked for.
-        cluster: machines; None for those at hand.
-
-    Returns:
-        The plan, the same on all ranks of a world of its size.
-    """
+    """Leaves off the formats that are predicted to cost more than they spare; says why."""
     plan = resolved.plan
     asked = {k: wire_format(f) for k, f in plan.wire.formats.items() if f != "identity"}
     if not asked or not (options.formats or options.every):
@@ -215,12 +198,7 @@ def zero_wires(plan: Plan) -> ZeroWires:
 
 
 class BucketHook:
-    """Reduces the buckets of torch's DDP in a wire format.
-
-    Args:
-        wire: formats.
-        names: names of the parameters.
-    """
+    """Reduces the buckets of torch's DDP in a wire format."""
 
     def __init__(self, wire: Wire, names: Mapping[Any, str]) -> None:
         self.wire, self.names = wire_format(wire.reduce), names

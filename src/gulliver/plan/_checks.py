@@ -35,11 +35,7 @@ WHOLE_MODELS = {
 
 
 def check_plan(plan: Plan, ranks: int) -> None:
-    """Refuses a plan that cannot be run by so many ranks, whatever the model is.
-
-    Raises:
-        GulliverError: the values that contradict each other, with their lines where they have some.
-    """
+    """Refuses a plan that cannot be run by so many ranks, whatever the model is."""
     checks = [_mesh(plan, ranks)]
     if plan.operators is not None:
         checks.append(_operators(plan))

@@ -10,20 +10,17 @@ TOLERATED = 0.15
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One kind of cost.
+    """One kind of cost."""
 
-    Attributes:
-        kind: name of the value in the plan.
-        unit: ``s``, ``bytes`` that are held, or ``sent bytes``.
-        predicted: value in the plan.
-        measured: value of the run.
-        source: what the prediction stands on, and how that is measured; empty where nothing is.
-    """
-
+    # Name of the value in the plan.
     kind: str
+    # ``s``, ``bytes`` that are held, or ``sent bytes``.
     unit: str
+    # Value in the plan.
     predicted: float
+    # Value of the run.
     measured: float
+    # What the prediction stands on, and how that is measured; empty where nothing is.
     source: str = ""
 
     @property
@@ -39,13 +36,10 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted and measured costs of a run, by kind.
+    """Predicted and measured costs of a run, by kind."""
 
-    Attributes:
-        rows: seconds first, of the step and of its phases, then bytes that this rank sends in a
-            step, then those that it holds.
-    """
-
+    # Seconds first, of the step and of its phases, then bytes that this rank sends in a step, then
+    # those that it holds.
     rows: tuple[ComparisonRow, ...]
 
     def __getitem__(self, kind: str) -> ComparisonRow:

@@ -16,10 +16,8 @@ def choice(
     most: float | None = None,
     size: bool = False,
 ) -> Any:
-    """A field with the values that it may have, or the least and most of them.
-
-    With `size` it counts bytes, and a file may say ``6GiB``.
-    """
+    """A field with the values that it may have, or the least and most of them."""
+    # With `size` it counts bytes, and a file may say ``6GiB``.
     limits = {"known": known, "least": least, "most": most, "size": size}
     return field(default=default, metadata=limits)
 

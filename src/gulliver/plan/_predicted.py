@@ -7,18 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a rank holds at the peak; of the fullest rank where ranks differ.
+    """Bytes that a rank holds at the peak; of the fullest rank where ranks differ."""
 
-    Attributes:
-        parameters: size of the parameters, of those gathered at once where they are sharded.
-        gradients: size of gradients, shards and those under way.
-        optimizer_state: size of the optimizer's state, float32 copies included.
-        activations: size of what forward keeps for backward; 0 where it was not measured.
-    """
-
+    # Size of the parameters, of those gathered at once where they are sharded.
     parameters: int = 0
+    # Size of gradients, shards and those under way.
     gradients: int = 0
+    # Size of the optimizer's state, float32 copies included.
     optimizer_state: int = 0
+    # Size of what forward keeps for backward; 0 where it was not measured.
     activations: int = 0
 
     @property
@@ -62,54 +59,48 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Moved:
-    """What lies behind the first memory, and moves in a step; a result.
+    """What lies behind the first memory, and moves in a step; a result."""
 
-    Attributes:
-        minimum: least limit that would do.
-        needed: bytes of state that are in use at once.
-        decides: chunk that needs that much.
-        stays: bytes of state that never leave the first memory.
-        leaves: bytes of state that lie behind it, at least at times.
-        read: bytes that a step reads from there.
-        written: bytes that a step writes there.
-        on_disk: bytes of state that lie on a disk behind host memory, at least at times.
-        disk_read: bytes that a step reads from that disk.
-        disk_written: bytes that it writes there.
-        bottleneck: what the step waits for.
-        price: what more memory would save.
-    """
-
+    # Least limit that would do.
     minimum: int = 0
+    # Bytes of state that are in use at once.
     needed: int = 0
+    # Chunk that needs that much.
     decides: str = ""
+    # Bytes of state that never leave the first memory.
     stays: MemoryPlan = field(default_factory=MemoryPlan)
+    # Bytes of state that lie behind it, at least at times.
     leaves: MemoryPlan = field(default_factory=MemoryPlan)
+    # Bytes that a step reads from there.
     read: int = 0
+    # Bytes that a step writes there.
     written: int = 0
+    # Bytes of state that lie on a disk behind host memory, at least at times.
     on_disk: MemoryPlan = field(default_factory=MemoryPlan)
+    # Bytes that a step reads from that disk.
     disk_read: int = 0
+    # Bytes that it writes there.
     disk_written: int = 0
+    # What the step waits for.
     bottleneck: str = ""
+    # What more memory would save.
     price: str = ""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a step should take and hold; a result.
+    """What a step should take and hold; a result."""
 
-    Attributes:
-        cluster: name of the machines that seconds are of.
-        seconds: seconds of a step, by kind.
-        sent: bytes that the first rank sends in a step; without a sample those that do not depend
-            on the batch.
-        bytes: bytes of the fullest rank, by kind.
-        moved: bytes between memories; None where all lies in one.
-        fullest: number of that rank; the first of several that hold as much.
-    """
-
+    # Name of the machines that seconds are of.
     cluster: str = ""
+    # Seconds of a step, by kind.
     seconds: Seconds = field(default_factory=Seconds)
+    # Bytes that the first rank sends in a step; without a sample those that do not depend on the
+    # batch.
     sent: int = 0
+    # Bytes of the fullest rank, by kind.
     bytes: MemoryPlan = field(default_factory=MemoryPlan)
+    # Bytes between memories; None where all lies in one.
     moved: Moved | None = None
+    # Number of that rank; the first of several that hold as much.
     fullest: int = 0

@@ -40,11 +40,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
-    """Values of a YAML text, and the line of each by its name.
-
-    Raises:
-        GulliverError: the text is no YAML, or gives a value twice.
-    """
+    """Values of a YAML text, and the line of each by its name."""
     import yaml
 
     try:
@@ -85,22 +81,13 @@ def join(name: str, key: str) -> str:
 
 
 class Reader:
-    """Builds dataclasses from plain values.
-
-    Args:
-        where: beginning of every message.
-        lines: line of each value by its name.
-    """
+    """Builds dataclasses from plain values."""
 
     def __init__(self, where: str, lines: dict[str, int]) -> None:
         self.where, self.lines = where, lines
 
     def read(self, kind: Any, values: Any, name: str = "") -> Any:
-        """A dataclass of some kind from its entries.
-
-        Raises:
-            GulliverError: an entry is unknown, missing, or no value of its kind.
-        """
+        """A dataclass of some kind from its entries."""
         if not isinstance(values, dict):
             self._refuse(name, values, f"it must have the entries {', '.join(_fields(kind))}")
         known, hints = _fields(kind), typing.get_type_hints(kind)

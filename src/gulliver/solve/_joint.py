@@ -21,13 +21,6 @@ of operator t, forward and backward, need at once
 
 An operator leaves `output` whatever becomes of it, and `saved` if that is kept. What is offloaded
 stays while its own block runs.
-
-[Note: runs] What is recomputed comes back in runs, as with activation checkpointing: from the first
-recomputed operator on, a run goes on while one of its values is still to be used further up, by a
-backward or, where its output does not stay, by any operator. All of a run is computed again when
-the backward first needs any of it, and each value goes with the backward of its own operator. So
-operator t finds the bytes of the whole open run below it, and may need the transient bytes of any
-forward in it. Runs end where blocks end: a block's output is kept or moved.
 """
 
 from __future__ import annotations
@@ -43,6 +36,12 @@ ENTRY = -1
 """Number of the input of a block: the output of the block before."""
 
 
+# [Note: runs] What is recomputed comes back in runs, as with activation checkpointing: from the
+# first recomputed operator on, a run goes on while one of its values is still to be used further
+# up, by a backward or, where its output does not stay, by any operator. All of a run is computed
+# again when the backward first needs any of it, and each value goes with the backward of its own
+# operator. So operator t finds the bytes of the whole open run below it, and may need the transient
+# bytes of any forward in it. Runs end where blocks end: a block's output is kept or moved.
 @dataclass(frozen=True)
 class Strategy:
     """One way to shard an operator, as one device sees it.
@@ -77,16 +76,13 @@ class Strategy:
 
 @dataclass(frozen=True)
 class EdgeSeconds:
-    """Costs of an input, by the strategies of its producer (rows) and its consumer (columns).
+    """Costs of an input, by the strategies of its producer (rows) and its consumer (columns)."""
 
-    Attributes:
-        forward_s: seconds of its conversion, forward.
-        backward_s: seconds of the conversion of its gradient.
-        saved: bytes of the converted copy, which the consumer saves; None: nothing.
-    """
-
+    # Seconds of its conversion, forward.
     forward_s: tuple[tuple[float, ...], ...]
+    # Seconds of the conversion of its gradient.
     backward_s: tuple[tuple[float, ...], ...]
+    # Bytes of the converted copy, which the consumer saves; None: nothing.
     saved: tuple[tuple[int, ...], ...] | None = None
 
 
@@ -131,14 +127,11 @@ class Block:
 
 @dataclass(frozen=True)
 class OffloadLink:
-    """Link to the slower tier.
+    """Link to the slower tier."""
 
-    Attributes:
-        write_s: seconds per byte that is written.
-        read_s: seconds per byte that is read.
-    """
-
+    # Seconds per byte that is written.
     write_s: float = 0.0
+    # Seconds per byte that is read.
     read_s: float = 0.0
 
 
@@ -151,22 +144,19 @@ class Pick(NamedTuple):
 
 @dataclass(frozen=True)
 class JointCost:
-    """What picks take.
+    """What picks take."""
 
-    Attributes:
-        seconds: seconds of forward and backward.
-        peak: most bytes at once.
-        at: block and operator whose passes need them.
-        state: bytes of state among them.
-        below: bytes that operators below have left, among them.
-        serial_s: seconds if nothing that is moved overlapped with anything.
-    """
-
+    # Seconds of forward and backward.
     seconds: float
+    # Most bytes at once.
     peak: int
+    # Block and operator whose passes need them.
     at: tuple[int, int]
+    # Bytes of state among them.
     state: int
+    # Bytes that operators below have left, among them.
     below: int
+    # Seconds if nothing that is moved overlapped with anything.
     serial_s: float
 
 
@@ -179,16 +169,7 @@ class _Pass(NamedTuple):
 def joint_cost(
     blocks: Sequence[Block], picks: Sequence[Sequence[Pick]], link: OffloadLink | None = None
 ) -> JointCost:
-    """Walks through a network with given picks.
-
-    Args:
-        blocks: blocks in the order of forward.
-        picks: picks of each block's operators.
-        link: link to the slower tier; None: nothing is offloaded.
-
-    Raises:
-        GulliverError: a block's output is recomputed, or something offloaded without a link.
-    """
+    """Walks through a network with given picks."""
     needs, given = list[tuple[int, int, tuple[int, int]]](), link
     link = link or OffloadLink()
     below = state = moved = waiting = 0

@@ -53,28 +53,21 @@ class StateSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What a search may choose.
+    """What a search may choose."""
 
-    Attributes:
-        allowed: choices for what is saved.
-        most: number of states that are kept of one frontier.
-        timed: whether seconds matter; without, memory alone is looked at.
-        price: seconds that a byte is worth, about.
-        moved_s: seconds that moving a byte takes, about, in what overlapping leaves of it.
-    """
-
+    # Choices for what is saved.
     allowed: tuple[Choice, ...]
+    # Number of states that are kept of one frontier.
     most: int
+    # Whether seconds matter; without, memory alone is looked at.
     timed: bool = True
+    # Seconds that a byte is worth, about.
     price: float = 0.0
+    # Seconds that moving a byte takes, about, in what overlapping leaves of it.
     moved_s: float = 0.0
 
     def measures(self, values: Floats) -> Floats:
-        """What states are compared by.
-
-        Args:
-            values: columns of the states, as named at the top of this module.
-        """
+        """What states are compared by."""
         columns = [
             values[:, STATE],
             values[:, STATE] + values[:, PEAK],
@@ -93,13 +86,7 @@ class Rules:
         return np.stack(columns, axis=1)
 
     def best(self, kinds: Ints, measures: Floats, sizes: StateSizes) -> tuple[Ints, bool]:
-        """Numbers of the states to go on with, and whether that is exact.
-
-        Args:
-            kinds: kind of each state; those of different kinds are not compared.
-            measures: what they are compared by [states, measures], of which less is better.
-            sizes: what they are priced by.
-        """
+        """Numbers of the states to go on with, and whether that is exact."""
         if self.timed and len(kinds) > COMPARED * self.most:
             some = self._boxed(kinds, sizes)
             return some, len(some) == len(kinds)
@@ -123,18 +110,15 @@ class Rules:
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans of a block, by the strategy of what comes before it and of its last operator.
+    """Plans of a block, by the strategy of what comes before it and of its last operator."""
 
-    Attributes:
-        values: columns `FORWARD` to `PEAK` of each plan.
-        strategies: strategy of the entry and of each operator [plans, 1 + operators].
-        choices: choice of each operator, by its number in `CHOICES` [plans, operators].
-        exact: whether no undominated plan is missing.
-    """
-
+    # Columns `FORWARD` to `PEAK` of each plan.
     values: Floats
+    # Strategy of the entry and of each operator [plans, 1 + operators].
     strategies: Bytes
+    # Choice of each operator, by its number in `CHOICES` [plans, operators].
     choices: Bytes
+    # Whether no undominated plan is missing.
     exact: bool
 
     @property
@@ -160,15 +144,7 @@ def block_plans(
     guide: Guide | None = None,
     known: float = math.inf,
 ) -> Plans:
-    """Finds the undominated plans of a block.
-
-    Args:
-        block: block.
-        entries: number of strategies of the operator before it; 0: nothing comes before.
-        rules: what may be chosen.
-        guide: tells the least priced seconds of the whole network with given picks in this block.
-        known: seconds of picks that are known; what cannot be below them is dropped.
-    """
+    """Finds the undominated plans of a block."""
     starts = max(1, entries)
     values = np.zeros((starts, 8))
     until = np.full(starts, -1)

@@ -41,32 +41,22 @@ NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound and where it comes from.
+    """A lower bound and where it comes from."""
 
-    Attributes:
-        seconds: seconds that no picks can be below.
-        price: seconds that a byte more would save, about.
-        hidden: share of the link in the longer of compute and moves.
-        rest: least priced seconds from each block on, by the strategy of what comes before it.
-        moments: parts of the price, by the operator of the block whose passes count.
-    """
-
+    # Seconds that no picks can be below.
     seconds: float
+    # Seconds that a byte more would save, about.
     price: float
+    # Share of the link in the longer of compute and moves.
     hidden: float
+    # Least priced seconds from each block on, by the strategy of what comes before it.
     rest: tuple[Floats, ...]
+    # Parts of the price, by the operator of the block whose passes count.
     moments: tuple[float, ...]
 
 
 class Relaxation:
-    """Bounds of one network.
-
-    Args:
-        blocks: blocks in the order of forward.
-        budget: bytes of a device.
-        link: link to the slower tier; None: nothing is offloaded.
-        allowed: choices for what is saved.
-    """
+    """Bounds of one network."""
 
     def __init__(
         self,
@@ -81,11 +71,7 @@ class Relaxation:
         self._known_for: tuple[float, float] | None = None
 
     def bound(self, at: int | None = None) -> Bound:
-        """The best bound for the moments of a block.
-
-        Args:
-            at: number of the block; None: the last one.
-        """
+        """The best bound for the moments of a block."""
         at = len(self.blocks) - 1 if at is None else at
         shares = (0.0, 0.5, 1.0) if "offload" in self.choices else (0.0,)
         found = [self._best(at, hidden) for hidden in shares]
@@ -185,11 +171,7 @@ class Relaxation:
         return _Cost(block, here, later, last, hidden, price, self.link, self.choices)
 
     def guides(self, bound: Bound) -> dict[tuple[Block, int, bool], Guide]:
-        """Least priced seconds of the whole network, by block, with any beginning of it.
-
-        Args:
-            bound: bound for the last moment.
-        """
+        """Least priced seconds of the whole network, by block, with any beginning of it."""
         at = len(self.blocks) - 1
         around: dict[tuple[Block, int, bool], tuple[_Cost, Floats]] = {}
         known: dict[tuple[Block, int, bool], Floats] = {}
@@ -209,13 +191,7 @@ class Relaxation:
 
 
 class Guide:
-    """Least priced seconds of all picks that begin with given ones, for each kind of block.
-
-    Args:
-        cost: priced seconds of the block.
-        outside: those of all other blocks, by the strategy of the entry and of the last operator.
-        entries: number of strategies of the entry.
-    """
+    """Least priced seconds of all picks that begin with given ones, for each kind of block."""
 
     def __init__(self, cost: _Cost, outside: Floats, entries: int) -> None:
         self._cost = cost
@@ -237,18 +213,11 @@ class Guide:
         self._tables = tables[::-1]
 
     def seconds(self, number: int, states: GuidedStates, strategies: NDArray[np.int16]) -> Floats:
-        """Least priced seconds of states after an operator.
-
-        [Note: a peak for each moment] Of the last block all moments have a price. Those that are
-        behind may each be as high as the peak so far, which has to be within the budget just as
-        they have: so it stands for all of them. Those ahead hold what is left by now, and the next
-        one an open run.
-
-        Args:
-            number: number of the operator.
-            states: what the states took so far.
-            strategies: strategies of the entry and of each operator so far.
-        """
+        """Least priced seconds of states after an operator."""
+        # [Note: a peak for each moment] Of the last block all moments have a price. Those that are
+        # behind may each be as high as the peak so far, which has to be within the budget just as
+        # they have: so it stands for all of them. Those ahead hold what is left by now, and the
+        # next one an open run.
         ahead = self._tables[number][tuple(strategies[:, 1 + a] for a in self._after[number])]
         cost = self._cost
         link = cost.link or OffloadLink()
@@ -275,26 +244,22 @@ class GuidedStates(NamedTuple):
 
 @dataclass(frozen=True)
 class _Cost:
-    """Priced seconds of a block.
-
-    Attributes:
-        block: block.
-        moments: price of a byte in the passes of each operator.
-        later: price of a byte in all passes of later blocks.
-        last: whether it is the last of all.
-        hidden: share of the link in the longer of compute and moves.
-        price: price of a byte of state.
-        link: link to the slower tier.
-        choices: choices for what is saved.
-    """
+    """Priced seconds of a block."""
 
     block: Block
+    # Price of a byte in the passes of each operator.
     moments: tuple[float, ...]
+    # Price of a byte in all passes of later blocks.
     later: float
+    # Whether it is the last of all.
     last: bool
+    # Share of the link in the longer of compute and moves.
     hidden: float
+    # Price of a byte of state.
     price: float
+    # Link to the slower tier.
     link: OffloadLink | None
+    # Choices for what is saved.
     choices: Sequence[Choice]
 
     def matrix(self, entries: int) -> Floats:
@@ -364,14 +329,7 @@ class _Cost:
         return self._with_runs(number, stays, seconds + shown * forward, saved)
 
     def _with_runs(self, number: int, stays: Floats, again: Floats, saved: Floats) -> _Parts:
-        """Adds what becomes of it in a run, by the end of that.
-
-        Args:
-            number: number of the operator.
-            stays: priced seconds if what is saved is kept or moved.
-            again: priced seconds if it is recomputed, what is saved aside.
-            saved: bytes that are saved.
-        """
+        """Adds what becomes of it in a run, by the end of that."""
         operator, count = self.block.operators[number], len(self.block.operators)
         if "recompute" not in self.choices or not operator.recomputable:
             return _Parts(stays, stays, [])
@@ -386,14 +344,11 @@ class _Cost:
 
 
 class _Parts(NamedTuple):
-    """Priced seconds of an operator, by the strategies of its inputs and its own.
+    """Priced seconds of an operator, by the strategies of its inputs and its own."""
 
-    Attributes:
-        stays: seconds if what it saves is kept or moved.
-        least: least seconds of all choices, in a run that is as short as it can be.
-        again: seconds if it is recomputed, by the end of the run, from its own number on.
-    """
-
+    # Seconds if what it saves is kept or moved.
     stays: Floats
+    # Least seconds of all choices, in a run that is as short as it can be.
     least: Floats
+    # Seconds if it is recomputed, by the end of the run, from its own number on.
     again: list[Floats]

@@ -55,20 +55,17 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class JointPlan:
-    """The picks that were found.
+    """The picks that were found."""
 
-    Attributes:
-        picks: picks of each block's operators.
-        cost: seconds and bytes that they take.
-        lower: seconds that no picks can be below.
-        exact: whether no picks take less.
-        price: seconds that a byte more would save, about.
-    """
-
+    # Picks of each block's operators.
     picks: tuple[tuple[Pick, ...], ...]
+    # Seconds and bytes that they take.
     cost: JointCost
+    # Seconds that no picks can be below.
     lower: float
+    # Whether no picks take less.
     exact: bool
+    # Seconds that a byte more would save, about.
     price: float
 
     @property
@@ -85,19 +82,7 @@ def searched(
     states: int,
     tolerance: float,
 ) -> JointPlan:
-    """Finds picks that keep within a budget, in rounds that look at more and more.
-
-    Args:
-        blocks: blocks in the order of forward.
-        budget: bytes of a device.
-        link: link to the slower tier.
-        allowed: choices for what is saved.
-        states: number of states that are kept of one kind in the last round.
-        tolerance: gap that is good enough.
-
-    Raises:
-        GulliverError: the budget is below what any picks need.
-    """
+    """Finds picks that keep within a budget, in rounds that look at more and more."""
     lean, _ = _BlockChain(blocks, Rules(allowed, max(states, STATES), timed=False), link).best(
         math.inf
     )
@@ -160,11 +145,7 @@ def possible(allowed: Sequence[Choice], link: OffloadLink | None) -> tuple[Choic
 
 
 def check(blocks: Sequence[Block], chosen: Sequence[Choice]) -> None:
-    """Refuses what contradicts itself.
-
-    Raises:
-        GulliverError: what is wrong, and where.
-    """
+    """Refuses what contradicts itself."""
     if "keep" not in chosen:
         raise GulliverError("what is saved can always be kept: allow 'keep'")
     if not blocks or not all(block.operators for block in blocks):
@@ -218,15 +199,7 @@ class _States:
 
 
 class _BlockChain:
-    """The search through the blocks.
-
-    Args:
-        blocks: blocks in the order of forward.
-        rules: what may be chosen.
-        link: link to the slower tier.
-        guides: tells what cannot become better, by kind of block.
-        known: seconds of picks that are known already.
-    """
+    """The search through the blocks."""
 
     def __init__(
         self,
@@ -259,13 +232,7 @@ class _BlockChain:
     def best(
         self, budget: float, bound: Bound | None = None, known: float = math.inf
     ) -> tuple[tuple[tuple[Pick, ...], ...], bool]:
-        """The best picks within a budget, none if none are better, and whether that is exact.
-
-        Args:
-            budget: bytes of a device.
-            bound: lower bound, whose parts show what cannot become better.
-            known: seconds of picks that are known already.
-        """
+        """The best picks within a budget, none if none are better, and whether that is exact."""
         zeros = np.zeros(1)
         start, none = np.zeros(1, np.int16), np.zeros(1, np.intp)
         state = _States(zeros, zeros, zeros, zeros, zeros, start, none, none)
@@ -333,11 +300,9 @@ class _BlockChain:
         )
 
     def _raise_peaks(self, number: int, part: _States, budget: float) -> None:
-        """Makes peaks equal that make no difference, so that more states are dominated.
-
-        Later blocks need at least so much above what is held, which hides any lower peak; and what
-        is within the budget with the most state that they can add is never too much.
-        """
+        """Makes peaks equal that make no difference, so that more states are dominated."""
+        # Later blocks need at least so much above what is held, which hides any lower peak; and
+        # what is within the budget with the most state that they can add is never too much.
         hidden = part.held + self._least_need[number]
         if self._rules.timed:
             hidden = np.maximum(hidden, budget - self._most_state[number])

@@ -138,13 +138,7 @@ def _second(
 
 
 def fixed(block: Block, picks: Sequence[Pick], entry: int | None) -> Block:
-    """A block whose operators have one strategy each.
-
-    Args:
-        block: block.
-        picks: picks of its operators.
-        entry: strategy of what comes before; None: nothing does.
-    """
+    """A block whose operators have one strategy each."""
     operators = list[Operator]()
     for operator, pick in zip(block.operators, picks, strict=True):
         edges = list[EdgeSeconds | None]()

@@ -4,11 +4,6 @@ What autograd saves in a call is known by where it comes from: a tensor that the
 call that gave it, or from a change of layout), or memory that the call made. If that is to be
 computed again, autograd gets a handle; the first handle that backward asks for lets all of its run
 be computed again, communication included, and each value goes when nobody asks for it any more.
-
-[Note: what a run is made of] The calls of operators that are computed again, from the first on for
-as long as one of their values is still to be used (`gulliver.solve._joint`). They are called again
-past the model's code: with the tensors that come from outside of the run, which are kept, and those
-that the run has made. No random numbers are drawn in them: such calls are refused.
 """
 
 from __future__ import annotations
@@ -27,17 +22,18 @@ from torch.distributed.tensor import DTensor
 from gulliver.errors import GulliverError
 
 
+# [Note: what a run is made of] The calls of operators that are computed again, from the first on
+# for as long as one of their values is still to be used (`gulliver.solve._joint`). They are called
+# again past the model's code: with the tensors that come from outside of the run, which are kept,
+# and those that the run has made. No random numbers are drawn in them: such calls are refused.
 class Origin(NamedTuple):
-    """Source of memory.
+    """Source of memory."""
 
-    Attributes:
-        call: number of the call.
-        kind: "given" by the call, "changed" from another layout for it, "inner" of it.
-        place: number among those.
-    """
-
+    # Number of the call.
     call: int
+    # "given" by the call, "changed" from another layout for it, "inner" of it.
     kind: str
+    # Number among those.
     place: int
 
 
@@ -59,18 +55,15 @@ class CallRunner(Protocol):
 
 @dataclass
 class _RecomputedRun:
-    """A run of calls in one forward.
+    """A run of calls in one forward."""
 
-    Attributes:
-        tape: calls with what they take: a tensor from outside, or the origin in the run.
-        wanted: number of handles of each origin.
-        found: memories that were computed again, by origin.
-        done: whether it was computed again.
-    """
-
+    # Calls with what they take: a tensor from outside, or the origin in the run.
     tape: list[tuple[Any, list[Tensor | Origin]]] = field(default_factory=list)
+    # Number of handles of each origin.
     wanted: Counter[Origin] = field(default_factory=Counter)
+    # Memories that were computed again, by origin.
     found: dict[Origin, Tensor] = field(default_factory=dict)
+    # Whether it was computed again.
     done: bool = False
 
 
@@ -90,14 +83,7 @@ class _Away(NamedTuple):
 
 
 class Again:
-    """Keeps what the calls of one forward save.
-
-    Args:
-        runs: number of the run of each call that is computed again.
-        stays: values that are kept although the call that gave them is computed again.
-        away: calls whose memories are moved away.
-        store: takes a memory, and returns a function that brings it back.
-    """
+    """Keeps what the calls of one forward save."""
 
     def __init__(
         self,
@@ -217,14 +203,7 @@ class Again:
 
 
 class Made:
-    """A call that runs.
-
-    Args:
-        again: what keeps what it saves.
-        planned: call.
-        parts: parts of what it takes.
-        origins: where they come from.
-    """
+    """A call that runs."""
 
     def __init__(
         self,

@@ -34,11 +34,7 @@ from gulliver.plan import Plan
 def check_operators(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Program:
-    """Refuses what cannot be run so, with nothing done; returns what would run.
-
-    Raises:
-        GulliverError: the model, its optimizer or the plan does not allow it.
-    """
+    """Refuses what cannot be run so, with nothing done; returns what would run."""
     if optimizer is not None:
         check_optimizer(optimizer, 1)
         named_trainables(model, optimizer)
@@ -100,14 +96,7 @@ def _distribute(
 
 
 class _Engine:
-    """Runner of the calls of a model.
-
-    Args:
-        plan: plan.
-        program: calls.
-        mesh: ranks.
-        device: device of this rank.
-    """
+    """Runner of the calls of a model."""
 
     cluster: Cluster | None = None
 
@@ -158,13 +147,7 @@ def _told(form: dict[str, str]) -> str:
 
 
 class OperatorOptimizer(BoostedOptimizer):
-    """The user's optimizer on parameters that are DTensors.
-
-    Args:
-        inner: the user's optimizer.
-        names: name of every parameter that it trains.
-        engine: what runs the model.
-    """
+    """The user's optimizer on parameters that are DTensors."""
 
     spreads_state = True
 

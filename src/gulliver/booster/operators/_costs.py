@@ -31,22 +31,19 @@ from gulliver.memory import StorageCounter
 
 @dataclass(frozen=True)
 class OperatorCosts:
-    """Costs of the calls of an operator on a device.
+    """Costs of the calls of an operator on a device."""
 
-    Attributes:
-        forward_s: seconds of the forward.
-        backward_s: seconds of the backward.
-        inner: bytes that it saves besides what it takes and gives.
-        forward_peak: most bytes of the forward, what it gives included.
-        backward_peak: most bytes of the backward above those that were saved, gradients included.
-        takes_saved: those of what it takes that backward reads.
-    """
-
+    # Seconds of the forward.
     forward_s: float
+    # Seconds of the backward.
     backward_s: float
+    # Bytes that it saves besides what it takes and gives.
     inner: int
+    # Most bytes of the forward, what it gives included.
     forward_peak: int
+    # Most bytes of the backward above those that were saved, gradients included.
     backward_peak: int
+    # Those of what it takes that backward reads.
     takes_saved: frozenset[int]
 
 
@@ -77,12 +74,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Costs:
-    """Costs of operators on a device; those of equal calls with equal parts are found once.
-
-    Args:
-        device: device of a rank.
-        sizes: sizes of the axes of the mesh.
-    """
+    """Costs of operators on a device; those of equal calls with equal parts are found once."""
 
     def __init__(self, device: Device, sizes: tuple[int, ...]) -> None:
         self.device, self.sizes = device, sizes
@@ -95,14 +87,7 @@ class Costs:
         layouts: Mapping[int, Layout],
         gives: Sequence[int],
     ) -> OperatorCosts:
-        """Costs of some calls.
-
-        Args:
-            calls: calls in their order.
-            values: all values of the trace.
-            layouts: layout of each value that they take or give.
-            gives: values that others use.
-        """
+        """Costs of some calls."""
         order = list(dict.fromkeys(v for c in calls for v in (*c.takes, *c.gives)))
         short = {v: n for n, v in enumerate(order)}
         key = (

@@ -3,11 +3,6 @@
 An operator is a product of matrices, an attention, or a few calls that move bytes only, with the
 views of what they give. Products that read the same are one operator, too: the *fork* before them
 does nothing but change the layout, so that the change is made, and paid, once.
-
-[Note: what joins] A call joins the operator before it if both are in one module without products,
-such as a norm; or if all that it reads has been given by one operator, and its backward reads none
-of that: such as a rotation of queries. What that operator gave is then not there in backward, and
-without it the call could not run again alone.
 """
 
 from __future__ import annotations
@@ -26,46 +21,41 @@ from gulliver.errors import GulliverError
 PRODUCTS = HARD - {FORK, "embedding", "cross_entropy"}
 
 
+# [Note: what joins] A call joins the operator before it if both are in one module without products,
+# such as a norm; or if all that it reads has been given by one operator, and its backward reads
+# none of that: such as a rotation of queries. What that operator gave is then not there in
+# backward, and without it the call could not run again alone.
 @dataclass
 class Node:
-    """An operator.
+    """An operator."""
 
-    Attributes:
-        calls: numbers of its calls.
-        name: path and name of its first call.
-        block: path of the block that it is in.
-    """
-
+    # Numbers of its calls.
     calls: list[int]
+    # Path and name of its first call.
     name: str
+    # Path of the block that it is in.
     block: str = ""
 
 
 @dataclass(frozen=True)
 class OperatorSharding:
-    """A way to share an operator over all axes.
+    """A way to share an operator over all axes."""
 
-    Attributes:
-        words: word of each axis.
-        layouts: layout of each value that it takes or gives.
-    """
-
+    # Word of each axis.
     words: tuple[str, ...]
+    # Layout of each value that it takes or gives.
     layouts: dict[int, Layout] = field(hash=False)
 
 
 @dataclass
 class Graph:
-    """Operators of a forward, and how values go between them.
+    """Operators of a forward, and how values go between them."""
 
-    Attributes:
-        trace: the calls, forks among them.
-        nodes: operators in their order.
-        sizes: sizes of the axes of the mesh.
-    """
-
+    # The calls, forks among them.
     trace: Trace
+    # Operators in their order.
     nodes: list[Node]
+    # Sizes of the axes of the mesh.
     sizes: tuple[int, ...]
 
     @cached_property
@@ -195,16 +185,7 @@ class Graph:
 
 
 def graph_of(trace: Trace, sizes: tuple[int, ...], blocks: Sequence[str]) -> Graph:
-    """The operators of a forward.
-
-    Args:
-        trace: calls.
-        sizes: sizes of the axes of the mesh.
-        blocks: paths of the blocks of the model.
-
-    Raises:
-        GulliverError: nothing is computed that has a gradient.
-    """
+    """The operators of a forward."""
     trace = with_forks(trace)
     nodes = list(_nodes(trace, blocks))
     if not any(v.flows for v in trace.values):

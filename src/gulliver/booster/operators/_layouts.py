@@ -72,15 +72,7 @@ def divides(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
 def first_index(
     dim: int, length: int, layout: Layout, sizes: Sequence[int], here: Sequence[int]
 ) -> int:
-    """Index of the first element along a dim that a rank has.
-
-    Args:
-        dim: dim.
-        length: size of the whole dim.
-        layout: layout along each axis.
-        sizes: sizes of the axes.
-        here: coordinate of the rank.
-    """
+    """Index of the first element along a dim that a rank has."""
     first = 0
     for one, size, at in zip(layout, sizes, here, strict=True):
         if cut_dim(one) == dim:

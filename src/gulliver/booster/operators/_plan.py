@@ -63,11 +63,7 @@ def batch_of(given: Any) -> Batch:
 
 
 def form_of(batch: Batch) -> dict[str, str]:
-    """A batch as it stands in a plan: dtype and shape of each argument.
-
-    Raises:
-        GulliverError: an argument is no tensor.
-    """
+    """A batch as it stands in a plan: dtype and shape of each argument."""
     found = dict[str, str]()
     for name, value in [*((str(n), v) for n, v in enumerate(batch[0])), *batch[1].items()]:
         if not isinstance(value, Tensor):
@@ -81,11 +77,7 @@ def form_of(batch: Batch) -> dict[str, str]:
 
 
 def batch_from(plan: Plan) -> Batch:
-    """A batch on meta of the form that a plan was made for.
-
-    Raises:
-        GulliverError: a form that is none.
-    """
+    """A batch on meta of the form that a plan was made for."""
     assert plan.operators is not None, "the plan is of operators"
     args, kwargs = list[Any](), dict[str, Any]()
     for name, form in plan.operators.batch.items():
@@ -229,11 +221,7 @@ def _relative(node: Node) -> str:
 
 
 def program_of(plan: Plan, model: nn.Module) -> Program:
-    """The forward of a model as a plan runs it.
-
-    Raises:
-        GulliverError: the plan does not fit the model, or contradicts itself.
-    """
+    """The forward of a model as a plan runs it."""
     assert plan.operators is not None, "the plan is of operators"
     names = tuple(axes_of(plan.mesh))
     sizes = tuple(axes_of(plan.mesh).values())

@@ -1,12 +1,4 @@
-"""The joint search's problem for a forward: strategies, conversions and bytes of every operator.
-
-[Note: bytes on the safe side] The search must not promise what the run does not keep. What is there
-for a while although no backward reads it (outputs on their way to the next operator, variables of a
-module that still runs, gradients that wait for an operator further down, the copies of a change
-of layout) is charged to every operator that runs meanwhile, each in the largest layout that it may
-have. So a run stays below what is said of it, by a few such tensors. The optimizer's step, which
-goes parameter by parameter, is charged to the operator that reads the parameter.
-"""
+"""The joint search's problem for a forward: strategies, conversions and bytes of every operator."""
 
 from __future__ import annotations
 
@@ -40,18 +32,20 @@ STEP_COPIES = 2
 """Most copies of a parameter that a step makes for a while: Adam's root, and what divides."""
 
 
+# [Note: bytes on the safe side] The search must not promise what the run does not keep. What is
+# there for a while although no backward reads it (outputs on their way to the next operator,
+# variables of a module that still runs, gradients that wait for an operator further down, the
+# copies of a change of layout) is charged to every operator that runs meanwhile, each in the
+# largest layout that it may have. So a run stays below what is said of it, by a few such tensors.
+# The optimizer's step, which goes parameter by parameter, is charged to the operator that reads the
+# parameter.
 @dataclass
 class Problem:
-    """The network of the joint search for a forward.
-
-    Attributes:
-        graph: operators.
-        cluster: machines.
-        moments: number of tensors of optimizer state for each parameter.
-    """
+    """The network of the joint search for a forward."""
 
     graph: Graph
     cluster: Cluster
+    # Number of tensors of optimizer state for each parameter.
     moments: int = 2
     _converted: dict[object, tuple[float, int]] = field(default_factory=dict)
 
@@ -62,11 +56,7 @@ class Problem:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Blocks of the search.
-
-        Raises:
-            GulliverError: a value with a gradient goes past a block.
-        """
+        """Blocks of the search."""
         self._check()
         costs = Costs(self.cluster.device, self.graph.sizes)
         return [self._block(costs, numbers) for numbers in self.graph.blocks]

@@ -16,16 +16,13 @@ from gulliver.booster.operators._trace import OperatorCall, Ref
 
 
 class Way(NamedTuple):
-    """A way to share a call along one axis.
+    """A way to share a call along one axis."""
 
-    Attributes:
-        word: name of the way, as it stands in a plan.
-        takes: layout of each tensor that the call takes.
-        gives: layout of each tensor that it gives.
-    """
-
+    # Name of the way, as it stands in a plan.
     word: str
+    # Layout of each tensor that the call takes.
     takes: tuple[str, ...]
+    # Layout of each tensor that it gives.
     gives: tuple[str, ...]
 
 
@@ -320,15 +317,7 @@ def run_local(
     shapes: Sequence[Sequence[int]],
     first: int = 0,
 ) -> Any:
-    """Computes a rank's share of a call.
-
-    Args:
-        call: the call.
-        tensors: parts of the tensors that the call takes.
-        layouts: layouts of those.
-        shapes: shapes of its parts of what the call gives.
-        first: index of its first row of the first tensor.
-    """
+    """Computes a rank's share of a call."""
     if call.name in SHAPED:
         return tensors[0].reshape(shapes[0])
     if call.name in STRETCHED:

@@ -4,10 +4,6 @@ A mode sees every call of a function of torch that the model makes, in its order
 was planned (else it is refused). What it takes is brought into the layout that its function wants,
 on the least-cost way. Every rank calls the function with its part, and it gives a DTensor again.
 So the model is as it was written, and sees shapes of whole tensors.
-
-[Note: two graphs in one] Between calls autograd's graph goes through DTensors, inside of a call
-through the parts of this rank. `_Enter` and `_Leave` are the seams: there the layouts of gradients
-are known, and changed.
 """
 
 from __future__ import annotations
@@ -44,37 +40,29 @@ FORKED = "_gulliver_fork"
 """Attribute of a DTensor: itself, behind a fork."""
 
 
+# [Note: two graphs in one] Between calls autograd's graph goes through DTensors, inside of a call
+# through the parts of this rank. `_Enter` and `_Leave` are the seams: there the layouts of
+# gradients are known, and changed.
 @dataclass(frozen=True)
 class PlannedCall:
-    """A call as it is to run.
+    """A call as it is to run."""
 
-    Attributes:
-        call: call of the trace.
-        number: number of the call.
-        takes: layout of each tensor that it takes.
-        gives: layout of each tensor that it gives.
-        homes: placements of the gradients of what it takes, as who gave it wants them.
-        choice: fate of what it saves.
-    """
-
+    # Call of the trace.
     call: OperatorCall
+    # Number of the call.
     number: int
+    # Layout of each tensor that it takes.
     takes: tuple[Layout, ...]
+    # Layout of each tensor that it gives.
     gives: tuple[Layout, ...]
+    # Placements of the gradients of what it takes, as who gave it wants them.
     homes: tuple[Placements, ...]
+    # Fate of what it saves.
     choice: str = "keep"
 
 
 class OperatorMode(TorchFunctionMode):
-    """Runs the calls of one forward.
-
-    Args:
-        calls: calls in their order.
-        trace: trace that they are of.
-        mesh: ranks.
-        cluster: machines whose links decide on the ways between layouts; None for those here.
-        again: keeps what calls save; None keeps all of it as autograd does.
-    """
+    """Runs the calls of one forward."""
 
     def __init__(
         self,
@@ -264,11 +252,9 @@ def changed(tensor: DTensor, wanted: Placements, cluster: Cluster | None) -> DTe
 
 
 def plain(tensor: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """The same part of the same tensor, past autograd.
-
-    A `detach` would come with the mesh of the first DTensor of that form in this process, which
-    torch remembers, and whose groups may be gone.
-    """
+    """The same part of the same tensor, past autograd."""
+    # A `detach` would come with the mesh of the first DTensor of that form in this process, which
+    # torch remembers, and whose groups may be gone.
     mesh = mesh or tensor.device_mesh
     return spread(local_of(tensor), mesh, tuple(tensor.placements), tensor.shape)
 

@@ -11,14 +11,11 @@ from torch import Tensor
 
 
 class HostStore:
-    """Copies memories to the host while the next calls run, and back when they are asked for.
+    """Copies memories to the host while the next calls run, and back when they are asked for."""
 
-    On a GPU copies go through page-locked memory on a stream of their own. A rank that computes on
-    the host copies to memory of numpy's in a thread: what is counted there is what torch allocates.
-
-    Args:
-        device: device of the rank.
-    """
+    # On a GPU copies go through page-locked memory on a stream of their own. A rank that computes
+    # on the host copies to memory of numpy's in a thread: what is counted there is what torch
+    # allocates.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -78,32 +78,28 @@ class Value:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """A call of a function.
+    """A call of a function."""
 
-    Attributes:
-        name: name of the function.
-        path: path of the module that makes it.
-        func: function.
-        args: positional arguments, with a `Ref` for each tensor.
-        kwargs: keyword arguments, alike.
-        takes: numbers of the values that it takes.
-        gives: numbers of the values that it gives.
-        shapes_taken: shapes of the former.
-        shapes_given: shapes of the latter.
-        saves: those that it takes which its backward reads.
-        view: whether what it gives is memory that it was given.
-    """
-
+    # Name of the function.
     name: str
+    # Path of the module that makes it.
     path: str
     func: Callable[..., Any]
+    # Positional arguments, with a `Ref` for each tensor.
     args: tuple[Any, ...]
+    # Keyword arguments, alike.
     kwargs: Mapping[str, Any]
+    # Numbers of the values that it takes.
     takes: tuple[int, ...]
+    # Numbers of the values that it gives.
     gives: tuple[int, ...]
+    # Shapes of the former.
     shapes_taken: tuple[tuple[int, ...], ...]
+    # Shapes of the latter.
     shapes_given: tuple[tuple[int, ...], ...]
+    # Those that it takes which its backward reads.
     saves: frozenset[int] = frozenset()
+    # Whether what it gives is memory that it was given.
     view: bool = False
 
     def argument(self, position: int, name: str, default: Any) -> Any:
@@ -123,18 +119,15 @@ class OperatorCall:
 
 @dataclass
 class Trace:
-    """The calls of a forward.
+    """The calls of a forward."""
 
-    Attributes:
-        calls: calls in their order.
-        values: values by their number.
-        outputs: numbers of the values that the model gives.
-        dies: number of the first call at which nobody refers to a value any more.
-    """
-
+    # Calls in their order.
     calls: list[OperatorCall] = field(default_factory=list)
+    # Values by their number.
     values: list[Value] = field(default_factory=list)
+    # Numbers of the values that the model gives.
     outputs: tuple[int, ...] = ()
+    # Number of the first call at which nobody refers to a value any more.
     dies: dict[int, int] = field(default_factory=dict)
 
     def users(self, value: int) -> list[int]:
@@ -153,16 +146,7 @@ def name_of(func: Any) -> str:
 
 
 def trace_calls(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Trace:
-    """Follows the forward of a model.
-
-    Args:
-        model: whole model, perhaps on meta; it is as it was afterwards.
-        batch: positional and keyword arguments; tensors may be on meta.
-
-    Raises:
-        GulliverError: something that cannot be shared exactly is called, or the forward cannot be
-            followed without data.
-    """
+    """Follows the forward of a model."""
     with without_traces(model, hooks=False), fake_mode():
         fakes = FakeTensors("cpu")
         for module in model.modules():
@@ -186,15 +170,7 @@ def trace_calls(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]])
 
 
 class Tracer(TorchFunctionMode):
-    """Writes down the calls of functions.
-
-    Args:
-        model: model that runs, on fake tensors.
-
-    Attributes:
-        trace: what was written down.
-        path: path of the module that runs.
-    """
+    """Writes down the calls of functions."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -290,6 +266,7 @@ class Tracer(TorchFunctionMode):
     def enter(self, module: nn.Module, _: Any) -> None:
         """Begins the call of a module."""
         self._stack.append(self.path)
+        # Path of the module that runs.
         self.path = self._paths.get(module, self.path)
 
     def leave(self, module: nn.Module, _: Any, __: Any) -> None:

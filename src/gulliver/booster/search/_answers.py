@@ -1,8 +1,4 @@
-"""Answers besides the best grid: the price of memory, and what would be enough.
-
-[Note: few searches] A grid that is the fastest under a limit is the fastest under every limit
-between its own bytes and that one. So most limits need no search of their own.
-"""
+"""Answers besides the best grid: the price of memory, and what would be enough."""
 
 from __future__ import annotations
 
@@ -29,50 +25,38 @@ COUNTS = 24
 """Numbers of ranks that are looked at one by one: each is a search of its own."""
 
 
+# [Note: few searches] A grid that is the fastest under a limit is the fastest under every limit
+# between its own bytes and that one. So most limits need no search of their own.
 @dataclass(frozen=True)
 class Price:
-    """The fastest grid under a limit.
+    """The fastest grid under a limit."""
 
-    Attributes:
-        limit: bytes that a rank may hold.
-        scored: the grid; None where none fits.
-    """
-
+    # Bytes that a rank may hold.
     limit: int
+    # The grid; None where none fits.
     scored: Scored | None
 
 
 @dataclass(frozen=True)
 class MinimumResources:
-    """Memory and ranks that would be enough.
+    """Memory and ranks that would be enough."""
 
-    Attributes:
-        bytes: least bytes of a rank that a grid on this cluster holds.
-        grid: grid that holds so few.
-        ranks: fewest ranks that the model fits; 0 where none of those looked at do.
-        offloaded: least memory that would do if what does not fit left; None where none can, or
-            with no less.
-        unlooked: first and last number of ranks below `ranks` that were not looked at.
-    """
-
+    # Least bytes of a rank that a grid on this cluster holds.
     bytes: int
+    # Grid that holds so few.
     grid: Grid
+    # Fewest ranks that the model fits; 0 where none of those looked at do.
     ranks: int
+    # Least memory that would do if what does not fit left; None where none can, or with no less.
     offloaded: Least | None = None
+    # First and last number of ranks below `ranks` that were not looked at.
     unlooked: tuple[int, int] | None = None
 
 
 def searched_again(
     found: Found, samples: int, cluster: Cluster | None = None, **others: int | None
 ) -> Found:
-    """Searches once more for what a search was of, for the fastest grid alone.
-
-    Args:
-        found: what was found.
-        samples: samples of a step.
-        cluster: other machines; None for the same.
-        others: other arguments of `search_grids`.
-    """
+    """Searches once more for what a search was of, for the fastest grid alone."""
     machines = cluster or found.cluster
     facts = (
         found.facts if machines.device == found.facts.device else found.facts.on(machines.device)
@@ -96,10 +80,8 @@ def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
 
 
 def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> tuple[Price, ...]:
-    """Prices of limits under which state leaves: what moves changes with every byte.
-
-    What runs under a limit runs under a larger one, where the size of chunks may be chosen worse.
-    """
+    """Prices of limits under which state leaves: what moves changes with every byte."""
+    # What runs under a limit runs under a larger one, where the size of chunks may be chosen worse.
     found, best = list[Price](), None
     for at in limits:
         now = _first(search(memory=at))
@@ -198,17 +180,7 @@ def _fits(found: Found, samples: int, ranks: int) -> bool:
 
 
 def least_bytes(facts: Facts, cluster: Cluster, samples: int, limit: int = 0) -> tuple[int, Grid]:
-    """The grid that holds the least on its fullest rank, every block recomputed.
-
-    Args:
-        facts: model and batch in numbers.
-        cluster: machines.
-        samples: samples of a step.
-        limit: bytes that are little enough: the first such grid ends the search.
-
-    Raises:
-        GulliverError: no mesh of so many ranks can run the model.
-    """
+    """The grid that holds the least on its fullest rank, every block recomputed."""
     scorer, meshes = _scorer(facts, cluster, samples)
     again, trains = len(facts.recomputable), facts.optimizer is not None
     best: tuple[int, Grid] | None = None

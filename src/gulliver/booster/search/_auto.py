@@ -37,26 +37,23 @@ T = TypeVar("T")
 
 @dataclass
 class AutoEngine:
-    """A model that runs as a search has chosen.
+    """A model that runs as a search has chosen."""
 
-    Attributes:
-        booster: booster that runs the plan: its `backward`, `compare` and checkpoints.
-        model: model to call in the loop.
-        optimizer: optimizer to step in the loop.
-        found: all that the search over grids found; None where operators were searched.
-        grid: the grid that runs; None of operators.
-        accumulate: number of backwards in a step; 1 where a pipeline cuts the batch.
-        samples: number of samples of a step that each replica reads, `Plugin.data_place` of them.
-        left_out: better grids that could not be run, and why.
-    """
-
+    # Booster that runs the plan: its `backward`, `compare` and checkpoints.
     booster: Booster
+    # Model to call in the loop.
     model: nn.Module
+    # Optimizer to step in the loop.
     optimizer: Any
+    # All that the search over grids found; None where operators were searched.
     found: Found | None
+    # The grid that runs; None of operators.
     grid: Grid | None
+    # Number of backwards in a step; 1 where a pipeline cuts the batch.
     accumulate: int
+    # Number of samples of a step that each replica reads, `Plugin.data_place` of them.
     samples: int
+    # Better grids that could not be run, and why.
     left_out: tuple[tuple[Grid, str], ...]
 
     @property
@@ -65,20 +62,7 @@ class AutoEngine:
         return self.booster.plan
 
     def run(self, batch: Any, criterion: Callable[[Any, Any], Tensor] | None = None) -> float:
-        """Forward and backward of a step's samples of this replica; `optimizer.step` follows.
-
-        Args:
-            batch: `samples` of them: a dict of the model's keyword arguments, or a tuple.
-            criterion: loss of the outputs and the batch that made them, a mean over its samples;
-                None takes the outputs' own ``loss``, or an output of one number. Parts of a batch
-                weigh alike.
-
-        Returns:
-            The loss, the mean over the parts.
-
-        Raises:
-            GulliverError: the batch has another number of samples.
-        """
+        """Forward and backward of a step's samples of this replica; `optimizer.step` follows."""
         count = samples_of(batch)
         if count != self.samples:
             raise GulliverError(
@@ -262,18 +246,7 @@ def plan_of(
     optimizer: torch.optim.Optimizer | None,
     precision: str = "fp32",
 ) -> Plan:
-    """The plan that runs a grid, with what is predicted of it; nothing is changed.
-
-    Args:
-        scored: one of the grids that a search found.
-        found: the search.
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters.
-        precision: ``fp32``, ``bf16`` or ``fp16``, as searched for.
-
-    Raises:
-        GulliverError: the model cannot be run so.
-    """
+    """The plan that runs a grid, with what is predicted of it; nothing is changed."""
     grid, facts = scored.grid, found.facts
     scorer = Scorer(facts, found.cluster, scored.samples, "cpu", 0.0)
     work = scorer.work(grid)

@@ -3,21 +3,6 @@
 State is that of ZeRO (Rajbhandari et al. 2020) as our engine holds it, what is kept that of the
 micro-batches whose backward has not run. A plan that is made of a grid has its own bytes, chunk by
 chunk; these are for comparing thousands of grids.
-
-[Note: moments] Activations are most as a backward begins, gradients as it ends, and what the
-optimizer works with is there when neither grows. So a step is looked at where its bytes can be
-most: at the beginning of the backward of the head and of each block, at the end of the last
-backward, and in the update. Kinds of bytes are told as of the moment that is the largest.
-
-[Note: gradients] Stages 0 and 1 of ZeRO collect gradients in whole buffers, which stage 1 keeps
-from step to step. Stages 2 and 3 give a buffer back as soon as it is reduced. A pipeline collects
-those of all its micro-batches in whole buffers, whatever the stage: they are reduced once, when the
-schedule has ended.
-
-[Note: backward in two parts] What a micro-batch keeps goes when the gradients of its weights are
-computed, and until then there are the gradients that come into its weights besides. Under
-zero_bubble the i-th rank puts off i micro-batches so (Qi et al. 2024: as many are under way on
-each rank as on the first), under zbv none but the one in work.
 """
 
 from __future__ import annotations
@@ -48,20 +33,31 @@ WIDE = 4
 """Bytes of a float32."""
 
 
+# [Note: moments] Activations are most as a backward begins, gradients as it ends, and what the
+# optimizer works with is there when neither grows. So a step is looked at where its bytes can be
+# most: at the beginning of the backward of the head and of each block, at the end of the last
+# backward, and in the update. Kinds of bytes are told as of the moment that is the largest.
+#
+# [Note: gradients] Stages 0 and 1 of ZeRO collect gradients in whole buffers, which stage 1 keeps
+# from step to step. Stages 2 and 3 give a buffer back as soon as it is reduced. A pipeline collects
+# those of all its micro-batches in whole buffers, whatever the stage: they are reduced once, when
+# the schedule has ended.
+#
+# [Note: backward in two parts] What a micro-batch keeps goes when the gradients of its weights are
+# computed, and until then there are the gradients that come into its weights besides. Under
+# zero_bubble the i-th rank puts off i micro-batches so (Qi et al. 2024: as many are under way on
+# each rank as on the first), under zbv none but the one in work.
 @dataclass(frozen=True)
 class RankBlocks:
-    """The blocks of a rank.
+    """The blocks of a rank."""
 
-    Attributes:
-        blocks: numbers of the blocks in the order in which the rank runs them.
-        first: whether what runs before all blocks, such as embeddings, is there too.
-        last: whether head and loss are.
-        cuts: number of stages of the rank whose output goes to another one.
-    """
-
+    # Numbers of the blocks in the order in which the rank runs them.
     blocks: tuple[int, ...]
+    # Whether what runs before all blocks, such as embeddings, is there too.
     first: bool
+    # Whether head and loss are.
     last: bool
+    # Number of stages of the rank whose output goes to another one.
     cuts: int = 0
 
     @property
@@ -72,16 +68,13 @@ class RankBlocks:
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes of one sample at a moment of the backward of one micro-batch.
+    """Bytes of one sample at a moment of the backward of one micro-batch."""
 
-    Attributes:
-        kept: bytes that are kept for what follows.
-        working: bytes that are worked with.
-        after: elements of the rank's parameters whose gradients are there.
-    """
-
+    # Bytes that are kept for what follows.
     kept: float
+    # Bytes that are worked with.
     working: float
+    # Elements of the rank's parameters whose gradients are there.
     after: float
 
     @cached_property
@@ -92,30 +85,22 @@ class _Moment:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Bytes of gradients over the last backward of a step.
+    """Bytes of gradients over the last backward of a step."""
 
-    Attributes:
-        begin: bytes as it begins.
-        rate: bytes for each element that learns whose gradient has come.
-        window: bytes of whole buffers that come and go.
-        end: bytes when all have come.
-        step: bytes in the update.
-    """
-
+    # Bytes as it begins.
     begin: float
+    # Bytes for each element that learns whose gradient has come.
     rate: float
+    # Bytes of whole buffers that come and go.
     window: float
+    # Bytes when all have come.
     end: float
+    # Bytes in the update.
     step: float
 
 
 class RankBytes:
-    """Counts the bytes of ranks on grids of one model.
-
-    Args:
-        facts: model and batch in numbers.
-        batch: number of samples of a step.
-    """
+    """Counts the bytes of ranks on grids of one model."""
 
     def __init__(self, facts: Facts, batch: int) -> None:
         self.facts, self.batch = facts, batch
@@ -129,14 +114,7 @@ class RankBytes:
     def held(
         self, grid: Grid, stage: RankBlocks, flying: float, waiting: int = 0
     ) -> tuple[MemoryPlan, int]:
-        """Bytes of a rank by kind when they are most, and those that it works with besides.
-
-        Args:
-            grid: the grid.
-            stage: blocks of the rank.
-            flying: micro-batches whose backward has not run, in parts of the rank's blocks.
-            waiting: those of them of which gradients of weights alone are left.
-        """
+        """Bytes of a rank by kind when they are most, and those that it works with besides."""
         parameters, window, state = self._state(grid, stage)
         inputs, found = self._inputs(grid, stage), []
         for gradients, others in self._backwards(grid, stage, flying):
@@ -188,10 +166,8 @@ class RankBytes:
         return int(max(held, self._inputs(grid, stage) + self._embedded(grid, stage)))
 
     def moments(self, grid: Grid, stage: RankBlocks) -> list[tuple[float, int]]:
-        """Bytes that are no state through a backward of a whole batch, and through the update.
-
-        Each with the elements whose gradients are there by then; in their order.
-        """
+        """Bytes that are no state through a backward of a whole batch, and through the update."""
+        # Each with the elements whose gradients are there by then; in their order.
         axes, inputs = grid.axes, self._inputs(grid, stage)
         by_tensor = axes.mode in SHARED_BY_TENSOR
         found = self._moments(stage, axes.tensor, axes.sequence, by_tensor, grid.recomputed, 0)[0]
@@ -455,11 +431,9 @@ def stages_of(rank: int, ranks: int, chunks: int, folded: bool) -> list[int]:
 
 
 def under_way(grid: Grid, rank: int) -> float:
-    """Micro-batches whose forward has run on a rank and whose backward has not, at most.
-
-    In parts of all the rank's stages, by the definition of the schedules (Narayanan et al. 2021;
-    Qi et al. 2024).
-    """
+    """Micro-batches whose forward has run on a rank and whose backward has not, at most."""
+    # In parts of all the rank's stages, by the definition of the schedules (Narayanan et al. 2021;
+    # Qi et al. 2024).
     ranks, chunks, micro = grid.axes.pipeline, grid.chunks, grid.micro_batches
     if ranks == 1:
         return 1

@@ -28,88 +28,79 @@ from gulliver.plan.analysis import BACKWARD, FORWARD, Operator
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A block, or what is outside of all, for one sample on one device.
+    """A block, or what is outside of all, for one sample on one device."""
 
-    Attributes:
-        forward_s: seconds of its forward, but for launching operators.
-        backward_s: seconds of its backward, alike.
-        saved: bytes that it keeps for the backward.
-        output: bytes of what it hands on.
-        working: most bytes of its forward or backward beyond what it keeps and those before it.
-        parameters: elements of its parameters.
-        operators: number of operators of its forward and of its backward.
-    """
-
+    # Seconds of its forward, but for launching operators.
     forward_s: float = 0.0
+    # Seconds of its backward, alike.
     backward_s: float = 0.0
+    # Bytes that it keeps for the backward.
     saved: int = 0
+    # Bytes of what it hands on.
     output: int = 0
+    # Most bytes of its forward or backward beyond what it keeps and those before it.
     working: int = 0
+    # Elements of its parameters.
     parameters: int = 0
+    # Number of operators of its forward and of its backward.
     operators: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
 class TensorShares:
-    """What ranks of a tensor axis share of a model.
+    """What ranks of a tensor axis share of a model."""
 
-    Attributes:
-        size: number of ranks.
-        seconds: share of the forward's seconds that they divide.
-        saved: share of the bytes that blocks keep which they divide.
-        parameters: share of the parameters that they divide.
-        forward: bytes of each output that they add up in a forward, for one sample.
-        backward: bytes of each gradient that they add up in a backward.
-        again: bytes of those outputs that recomputed blocks add up again.
-        outside: share of the bytes that head and loss keep which they divide.
-        sizes: elements of a rank's parameters of each block, in order.
-        ends: those of what runs before all blocks, of head and loss, and of both without the first.
-    """
-
+    # Number of ranks.
     size: int
+    # Share of the forward's seconds that they divide.
     seconds: float = 0.0
+    # Share of the bytes that blocks keep which they divide.
     saved: float = 0.0
+    # Share of the parameters that they divide.
     parameters: float = 0.0
+    # Bytes of each output that they add up in a forward, for one sample.
     forward: tuple[int, ...] = ()
+    # Bytes of each gradient that they add up in a backward.
     backward: tuple[int, ...] = ()
+    # Bytes of those outputs that recomputed blocks add up again.
     again: tuple[int, ...] = ()
+    # Share of the bytes that head and loss keep which they divide.
     outside: float = 0.0
+    # Elements of a rank's parameters of each block, in order.
     sizes: tuple[tuple[int, ...], ...] = ()
+    # Those of what runs before all blocks, of head and loss, and of both without the first.
     ends: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
 
 
 @dataclass
 class Facts:
-    """A model and a batch in numbers.
+    """A model and a batch in numbers."""
 
-    Attributes:
-        model: whole model, perhaps on meta.
-        analysis: what a step of the batch does.
-        samples: number of samples of that batch.
-        tokens: tokens of a sample; 0 where it has none.
-        device: device that computes.
-        states: numbers that the optimizer keeps for each element.
-        item: bytes of a parameter as it computes.
-        copied: whether the optimizer steps float32 copies.
-        trained: elements of the parameters that learn.
-        chunk_bytes: size of every chunk of ZeRO; 0 leaves it to the grid.
-        cached: bytes of keys and values that all blocks keep of a sample, to generate after it.
-        cached_heads: number of their heads, over which tensor ranks can share them.
-        optimizer: optimizer of the parameters; None where none learns.
-    """
-
+    # Whole model, perhaps on meta.
     model: nn.Module
+    # What a step of the batch does.
     analysis: Analysis
+    # Number of samples of that batch.
     samples: int
+    # Tokens of a sample; 0 where it has none.
     tokens: int
+    # Device that computes.
     device: Device
+    # Numbers that the optimizer keeps for each element.
     states: int
+    # Bytes of a parameter as it computes.
     item: int
+    # Whether the optimizer steps float32 copies.
     copied: bool
+    # Elements of the parameters that learn.
     trained: int
+    # Size of every chunk of ZeRO; 0 leaves it to the grid.
     chunk_bytes: int = 0
+    # Bytes of keys and values that all blocks keep of a sample, to generate after it.
     cached: int = 0
+    # Number of their heads, over which tensor ranks can share them.
     cached_heads: int = 1
+    # Optimizer of the parameters; None where none learns.
     optimizer: torch.optim.Optimizer | None = None
     refused: dict[int, str] = field(default_factory=dict)
     _shared: dict[int, TensorShares | None] = field(default_factory=dict)
@@ -187,10 +178,8 @@ class Facts:
 
     @cached_property
     def ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the parameters that the first and the last rank of a pipeline have besides.
-
-        Those of modules that every rank keeps are in both; without a pipeline the first has all.
-        """
+        """Names of the parameters that the first and the last rank of a pipeline have besides."""
+        # Those of modules that every rank keeps are in both; without a pipeline the first has all.
         inside = {f"{path}." for path in self.blocks}
 
         def rest(names: Iterable[str]) -> tuple[str, ...]:
@@ -387,10 +376,8 @@ def _within(analysis: Analysis, paths: Iterable[str]) -> Callable[[Operator], bo
 
 
 def _apart(analysis: Analysis, tensor: TensorPlan) -> set[int]:
-    """Memories of a forward of which each tensor rank has a part: what comes of a cut parameter.
-
-    What a row adds up is whole on all ranks again, and so is what a module of experts gives.
-    """
+    """Memories of a forward of which each tensor rank has a part: what comes of a cut parameter."""
+    # What a row adds up is whole on all ranks again, and so is what a module of experts gives.
     cut = {analysis.followed(path): placed for path, placed in tensor.modules.items()}
     found = dict[int, str]()
     for operator in analysis.operators:

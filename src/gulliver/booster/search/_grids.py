@@ -21,20 +21,17 @@ CHUNKS_MB = (4, 8, 16, 32)
 
 @dataclass(frozen=True, order=True)
 class Axes:
-    """Sizes of the axes of a mesh, and how sequences lie on it.
+    """Sizes of the axes of a mesh, and how sequences lie on it."""
 
-    Attributes:
-        data: number of replicas that read different samples.
-        sequence: number of ranks that share the sequences of a replica.
-        tensor: number of ranks that share its matrices.
-        pipeline: number of stages' ranks.
-        mode: sequence mode, as `HybridParallelPlugin` names it; empty for none.
-    """
-
+    # Number of replicas that read different samples.
     data: int = 1
+    # Number of ranks that share the sequences of a replica.
     sequence: int = 1
+    # Number of ranks that share its matrices.
     tensor: int = 1
+    # Number of stages' ranks.
     pipeline: int = 1
+    # Sequence mode, as `HybridParallelPlugin` names it; empty for none.
     mode: str = ""
 
     @property
@@ -50,28 +47,23 @@ class Axes:
 
 @dataclass(frozen=True, order=True)
 class Grid:
-    """A way to lay a model over ranks.
-
-    Attributes:
-        axes: the mesh.
-        stage: stage of ZeRO over data and sequence ranks.
-        micro_batches: parts of a replica's batch, one after the other: those of a pipeline, or
-            backwards that accumulate.
-        schedule: order of a pipeline's forwards and backwards; empty without one.
-        chunks: stages on each rank of a pipeline.
-        recomputed: number of blocks that backward computes again.
-        chunk_mb: size of a chunk of ZeRO, in MiB; 0 leaves it to the price.
-        offload: memory that state leaves for where it does not fit, such as ``host``; empty keeps
-            all.
-    """
+    """A way to lay a model over ranks."""
 
     axes: Axes
+    # Stage of ZeRO over data and sequence ranks.
     stage: int = 0
+    # Parts of a replica's batch, one after the other: those of a pipeline, or backwards that
+    # accumulate.
     micro_batches: int = 1
+    # Order of a pipeline's forwards and backwards; empty without one.
     schedule: str = ""
+    # Stages on each rank of a pipeline.
     chunks: int = 1
+    # Number of blocks that backward computes again.
     recomputed: int = 0
+    # Size of a chunk of ZeRO, in MiB; 0 leaves it to the price.
     chunk_mb: int = 0
+    # Memory that state leaves for where it does not fit, such as ``host``; empty keeps all.
     offload: str = ""
 
     def __str__(self) -> str:
@@ -95,14 +87,7 @@ def divisors(number: int) -> list[int]:
 
 
 def axes_of(ranks: int, batch: int, blocks: int, modes: Sequence[str]) -> Iterator[Axes]:
-    """Every mesh on which a batch and the blocks can be dealt out.
-
-    Args:
-        ranks: number of ranks.
-        batch: number of samples of a step.
-        blocks: number of blocks that a pipeline can deal out; 0 where it cannot.
-        modes: sequence modes that the model can be run in.
-    """
+    """Every mesh on which a batch and the blocks can be dealt out."""
     apart = [mode for mode in modes if mode in SHARED_BY_SEQUENCE]
     for pipeline in divisors(ranks):
         if pipeline > max(1, blocks):
@@ -126,14 +111,7 @@ FORWARD_ONLY = ("gpipe", "interleaved")
 
 
 def grids_of(axes: Axes, batch: int, blocks: int, trains: bool = True) -> Iterator[Grid]:
-    """Every grid on a mesh, nothing recomputed.
-
-    Args:
-        axes: the mesh.
-        batch: number of samples of a step.
-        blocks: number of blocks.
-        trains: whether there are backwards.
-    """
+    """Every grid on a mesh, nothing recomputed."""
     stages = STAGES if axes.data * axes.sequence > 1 else (0,)
     for micro in divisors(batch // axes.data):
         if axes.pipeline == 1:

@@ -3,11 +3,6 @@
 Bytes that move, and seconds that a step waits for them, are those of the memory engine's own replay
 (`booster._residency`), asked for the very plan that the grid's plugin makes: there is no formula of
 them here, but for a bound.
-
-[Note: few replays] A replay takes from a hundredth of a second to some seconds, and grids are
-thousands. State that does not fit has to be read in every step, and written if it learns; and
-nothing that moves makes a step shorter. So there is a bound of each grid's seconds for next to
-nothing, and grids are replayed in its order until it is no better than what was found.
 """
 
 from __future__ import annotations
@@ -46,18 +41,19 @@ MICRO_BATCHES = 16
 """Those of a grid at most: a pipeline of more is not replayed."""
 
 
+# [Note: few replays] A replay takes from a hundredth of a second to some seconds, and grids are
+# thousands. State that does not fit has to be read in every step, and written if it learns; and
+# nothing that moves makes a step shorter. So there is a bound of each grid's seconds for next to
+# nothing, and grids are replayed in its order until it is no better than what was found.
 @dataclass(frozen=True)
 class Least:
-    """The least memory that would do if what does not fit it left.
+    """The least memory that would do if what does not fit it left."""
 
-    Attributes:
-        bytes: bytes of a rank.
-        grid: grid that holds so few.
-        leaves: bytes of a rank that there has to be room for behind it.
-    """
-
+    # Bytes of a rank.
     bytes: int
+    # Grid that holds so few.
     grid: Grid
+    # Bytes of a rank that there has to be room for behind it.
     leaves: int
 
     def __str__(self) -> str:
@@ -65,11 +61,9 @@ class Least:
 
 
 def offloaded_grids(scorer: Scorer, axes: Axes, behind: OffloadTiers) -> Iterator[Grid]:
-    """Every grid of a mesh that off-loads, with all of its blocks recomputed or none.
-
-    State leaves in chunks of ZeRO's stage 3. Backwards that accumulate are left out, as what moves
-    in them is not replayed, and so are pipelines of more than `MICRO_BATCHES`.
-    """
+    """Every grid of a mesh that off-loads, with all of its blocks recomputed or none."""
+    # State leaves in chunks of ZeRO's stage 3. Backwards that accumulate are left out, as what
+    # moves in them is not replayed, and so are pipelines of more than `MICRO_BATCHES`.
     facts = scorer.facts
     again = {0, len(facts.recomputable)}
     for grid in grids_of(axes, scorer.batch, len(facts.blocks)):
@@ -83,13 +77,7 @@ def offloaded_grids(scorer: Scorer, axes: Axes, behind: OffloadTiers) -> Iterato
 
 
 class Offloader:
-    """Prices grids that off-load.
-
-    Args:
-        scorer: prices what does not move.
-        behind: memory behind that of a rank.
-        limit: bytes that a rank may hold.
-    """
+    """Prices grids that off-load."""
 
     def __init__(self, scorer: Scorer, behind: OffloadTiers, limit: int) -> None:
         self.scorer, self.behind, self.limit = scorer, behind, limit
@@ -211,14 +199,7 @@ class Offloader:
 def with_offload(
     offloader: Offloader, meshes: Sequence[Axes], found: Sequence[Scored], best: int
 ) -> tuple[tuple[Scored, ...], int]:
-    """The fastest grids, of each mesh one, with those that off-load; and how many were left out.
-
-    Args:
-        offloader: prices grids that off-load.
-        meshes: meshes that the model can be laid over.
-        found: fastest grids that do not off-load, of each mesh one.
-        best: number of grids to return.
-    """
+    """The fastest grids, of each mesh one, with those that off-load; and how many were left out."""
     scorer, fastest = offloader.scorer, {scored.grid.axes: scored for scored in found}
     grids = [g for axes in meshes for g in offloaded_grids(scorer, axes, offloader.behind)]
     bounds = sorted((offloader.bound(grid), grid) for grid in filter(offloader.may_pay, grids))
@@ -242,11 +223,9 @@ def _fastest(found: Iterable[Scored], best: int) -> tuple[Scored, ...]:
 
 
 def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> Least | None:
-    """The least memory of a rank that would do with endless memory behind it.
-
-    Grids are asked in the order of what they need besides state; the first that need as much as
-    another one needs in all end the search, or `ASKED` micro-batches.
-    """
+    """The least memory of a rank that would do with endless memory behind it."""
+    # Grids are asked in the order of what they need besides state; the first that need as much as
+    # another one needs in all end the search, or `ASKED` micro-batches.
     on_host = host_rates(scorer.cluster.device) is not None
     behind = (
         OffloadTiers(host=ENDLESS) if on_host else OffloadTiers(disk="a disk", disk_bytes=ENDLESS)

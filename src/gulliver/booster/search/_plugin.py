@@ -18,17 +18,7 @@ HALVES = ("bf16", "fp16")
 def plugin_of(
     grid: Grid, precision: str = "fp32", limit: int = 0, behind: OffloadTiers | None = None
 ) -> Plugin:
-    """The plugin that a person would write for a grid.
-
-    Args:
-        grid: the grid; where only some blocks are recomputed, the plugin recomputes all.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-        limit: bytes that a rank may hold, of a grid that off-loads.
-        behind: memory behind that, of such a grid; None where others say where state goes.
-
-    Raises:
-        GulliverError: a grid that off-loads in a way that no plugin has.
-    """
+    """The plugin that a person would write for a grid."""
     half = precision if precision in HALVES else None
     axes, chunk = grid.axes, float(grid.chunk_mb) or "auto"
     limits: dict[str, Any] = {}

@@ -43,14 +43,7 @@ def kinds_of_bytes(scored: Scored) -> dict[str, int]:
 
 
 def report(title: str, lines: Sequence[str], found: Found, prices: Sequence[Price] = ()) -> str:
-    """Writes a search as HTML.
-
-    Args:
-        title: what was searched for.
-        lines: paragraphs to begin with: what the model is, what was found.
-        found: what was found.
-        prices: fastest grids under other limits.
-    """
+    """Writes a search as HTML."""
     parts = [f"<p>{escape(line)}</p>" for line in lines]
     if found.best:
         parts += _pictures(found, prices)

@@ -4,9 +4,6 @@ Seconds are those that `_predict.py` computes for a plan, whose messages and sch
 here with chunks and cuts in numbers. Bytes are those of the rank that holds most: of its stage the
 parameters, gradients and optimizer state, what forwards keep until their backwards have run, and
 what one block works with.
-
-[Note: what is recomputed] More recomputed blocks never make a step faster nor larger. So of each
-grid the least number that fits is the best, and is found by halving.
 """
 
 from __future__ import annotations
@@ -56,25 +53,23 @@ from gulliver.plan import (
 )
 
 
+# [Note: what is recomputed] More recomputed blocks never make a step faster nor larger. So of each
+# grid the least number that fits is the best, and is found by halving.
 @dataclass(frozen=True)
 class Scored:
-    """A grid with what it is predicted to take.
-
-    Attributes:
-        grid: the grid.
-        seconds: seconds of a step by kind.
-        memory: bytes of the rank that holds most.
-        working: bytes of those that are neither state nor kept: what a block works with.
-        samples: samples of a step, from which the throughput follows.
-        moved: state that comes and goes, of a grid that off-loads; its working bytes are among
-            the activations.
-    """
+    """A grid with what it is predicted to take."""
 
     grid: Grid
+    # Seconds of a step by kind.
     seconds: Seconds
+    # Bytes of the rank that holds most.
     memory: MemoryPlan
+    # Bytes of those that are neither state nor kept: what a block works with.
     working: int = 0
+    # Samples of a step, from which the throughput follows.
     samples: int = 0
+    # State that comes and goes, of a grid that off-loads; its working bytes are among the
+    # activations.
     moved: Moved | None = None
 
     @property
@@ -86,15 +81,7 @@ class Scored:
 
 
 class Scorer:
-    """Prices grids of one model on one cluster.
-
-    Args:
-        facts: model and batch in numbers.
-        cluster: machines, as many ranks as a grid has.
-        batch: number of samples of a step.
-        device: kind of device, ``cpu`` or ``cuda``.
-        free: share of messages that travel without a core that computes.
-    """
+    """Prices grids of one model on one cluster."""
 
     def __init__(
         self, facts: Facts, cluster: Cluster, batch: int, device: str, free: float
@@ -407,15 +394,9 @@ class Scorer:
 
 
 def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
-    """Bounds of consecutive parts whose largest is as small as can be, by halving of the limit.
-
-    `partition_chain` finds the most even of them too, in time that grows with the square of the
-    costs.
-
-    Args:
-        costs: costs in order, at least as many as parts.
-        parts: number of parts, none empty.
-    """
+    """Bounds of consecutive parts whose largest is as small as can be, by halving of the limit."""
+    # `partition_chain` finds the most even of them too, in time that grows with the square of the
+    # costs.
     low, high = max(costs), sum(costs)
     best = _filled(costs, parts, high)
     for _ in range(40):

@@ -39,34 +39,31 @@ RESERVED = 0.06
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search over grids.
+    """Result of a search over grids."""
 
-    Attributes:
-        best: grids that fit, fastest first, of each mesh the fastest.
-        least: grid that needs the least memory of all that were looked at.
-        limit: bytes that a rank may hold; 0 for no limit.
-        looked: number of grids that were priced.
-        meshes: number of meshes, and how many the bound left out.
-        refused: why meshes were left out that the model cannot be run on, by what was asked.
-        seconds: seconds that analysis and search took.
-        facts: the model and its batch in numbers.
-        cluster: machines that were searched for.
-        behind: memory behind that of the ranks, which state may leave for.
-        offloaded: least memory that would do if what does not fit left, where nothing was found.
-        unlooked: grids that off-load which were not looked at, for lack of time.
-    """
-
+    # Grids that fit, fastest first, of each mesh the fastest.
     best: tuple[Scored, ...]
+    # Grid that needs the least memory of all that were looked at.
     least: Scored
+    # Bytes that a rank may hold; 0 for no limit.
     limit: int
+    # Number of grids that were priced.
     looked: int
+    # Number of meshes, and how many the bound left out.
     meshes: tuple[int, int]
+    # Why meshes were left out that the model cannot be run on, by what was asked.
     refused: dict[str, str]
+    # Seconds that analysis and search took.
     seconds: tuple[float, float]
+    # The model and its batch in numbers.
     facts: Facts
+    # Machines that were searched for.
     cluster: Cluster
+    # Memory behind that of the ranks, which state may leave for.
     behind: OffloadTiers = NOTHING
+    # Least memory that would do if what does not fit left, where nothing was found.
     offloaded: Least | None = None
+    # Grids that off-load which were not looked at, for lack of time.
     unlooked: int = 0
 
     def __str__(self) -> str:

@@ -33,11 +33,7 @@ ALIGNED = 16
 
 
 def kernels_of(name: str) -> AbstractContextManager[Any]:
-    """A context in which operators are those of a kind of device.
-
-    Raises:
-        GulliverError: an unknown kind.
-    """
+    """A context in which operators are those of a kind of device."""
     if name not in KERNELS:
         raise GulliverError(f"unknown kernels {name!r}: {nearest(name, KERNELS)}")
     return _on_cuda() if name == "cuda" else nullcontext()

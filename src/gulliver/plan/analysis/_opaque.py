@@ -33,17 +33,7 @@ OURS = Path(__file__).parents[2]
 def widened(
     model: nn.Module, known: Mapping[str, Opaque], error: Exception, running: str
 ) -> dict[str, Opaque]:
-    """The modules that stay whole, after a step failed with those that were known.
-
-    Args:
-        model: whole model.
-        known: modules that stayed whole, by path.
-        error: what the step raised.
-        running: path of the module that ran.
-
-    Raises:
-        GulliverError: the step fails for another reason than data that are not there.
-    """
+    """The modules that stay whole, after a step failed with those that were known."""
     where, line = _where(error), str(error).strip().split("\n")[0]
     if needs_data(error):
         path = running
@@ -95,13 +85,7 @@ def _where(error: Exception) -> str:
 def left_out(
     model: nn.Module, recorder: Recorder, opaque: Mapping[str, Opaque]
 ) -> AbstractContextManager[None]:
-    """A context in which modules are not run, and something stands for them.
-
-    Args:
-        model: whole model.
-        recorder: recorder of the step.
-        opaque: modules by path.
-    """
+    """A context in which modules are not run, and something stands for them."""
     paths = {model.get_submodule(path): path for path in opaque}
 
     def call(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
@@ -147,14 +131,7 @@ def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> A
 def operators_of(
     module: nn.Module, path: str, tensors: list[Tensor], first: Tensor
 ) -> tuple[Operator, Operator]:
-    """Forward and backward of a module of which only parameters and input are known.
-
-    Args:
-        module: the module.
-        path: path of the module.
-        tensors: tensors of its input.
-        first: the one that its matrices multiply.
-    """
+    """Forward and backward of a module of which only parameters and input are known."""
     parameters = list(module.parameters())
     weights = sum(p.numel() for p in parameters if p.ndim > 1)
     rows = first.numel() // max(1, first.shape[-1] if first.ndim else 1)

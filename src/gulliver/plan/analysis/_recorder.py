@@ -3,15 +3,6 @@
 A `Recorder` is a `StorageCounter` that also writes down what each operator took, gave and saved, to
 which module it belongs, and whose gradient it computes. It knows nothing of fake tensors: the tests
 run it on real ones too.
-
-[Note: nodes] Autograd makes the node of an operation before the operation runs, and numbers nodes.
-So the newest number, seen from below autograd, belongs to the operator that runs: what is packed
-while that number is the newest, the operator saves; and the backward that runs under the node with
-that number is the operator's.
-
-[Note: saved tensors] What `pack` is given is replaced by another tensor on the same memory. Else
-an output that its own node saves would refer to itself; and what is alive after a call although
-autograd does not need it could not be told from what it does need (`_repeats.py`).
 """
 
 from __future__ import annotations
@@ -39,108 +30,95 @@ from gulliver.plan.analysis._known import ASKED, Known
 from gulliver.plan.analysis._records import BACKWARD, FORWARD, RECOMPUTE, Operator, Value
 
 
+# [Note: nodes] Autograd makes the node of an operation before the operation runs, and numbers
+# nodes. So the newest number, seen from below autograd, belongs to the operator that runs: what is
+# packed while that number is the newest, the operator saves; and the backward that runs under the
+# node with that number is the operator's.
+#
+# [Note: saved tensors] What `pack` is given is replaced by another tensor on the same memory. Else
+# an output that its own node saves would refer to itself; and what is alive after a call although
+# autograd does not need it could not be told from what it does need (`_repeats.py`).
 @dataclass
 class Moment:
-    """Memory around something that happened.
+    """Memory around something that happened."""
 
-    Attributes:
-        before: bytes that were there as it began.
-        after: bytes that were there as it ended.
-        gradients: bytes of gradients of parameters that were there.
-        operator: index of the operator; -1 of none.
-        replayed: what was replayed, and whether backward; None for an operator.
-    """
-
+    # Bytes that were there as it began.
     before: int
+    # Bytes that were there as it ended.
     after: int
+    # Bytes of gradients of parameters that were there.
     gradients: int
+    # Index of the operator; -1 of none.
     operator: int = -1
+    # What was replayed, and whether backward; None for an operator.
     replayed: tuple[Any, bool] | None = None
 
 
 @dataclass
 class ModuleCall:
-    """A call of a module.
+    """A call of a module."""
 
-    Attributes:
-        path: path of the module.
-        parent: call that it was made in.
-        phase: phase that it was made in.
-        begun: number of moments as it began.
-        before: bytes that were there.
-        saved: bytes that had been saved.
-        ended: number of moments as it ended.
-        kept: bytes that it saved which were not saved before.
-        output: bytes of its output.
-        handed: bytes of those of its outputs that have the form of an input.
-        taken: forms of its inputs.
-        span: first and last moment of its backward.
-        open: whether it was called outside of what is computed again.
-    """
-
+    # Path of the module.
     path: str
+    # Call that it was made in.
     parent: ModuleCall | None
+    # Phase that it was made in.
     phase: str
+    # Number of moments as it began.
     begun: int
+    # Bytes that were there.
     before: int
+    # Bytes that had been saved.
     saved: int
+    # Number of moments as it ended.
     ended: int = -1
+    # Bytes that it saved which were not saved before.
     kept: int = 0
+    # Bytes of its output.
     output: int = 0
+    # Bytes of those of its outputs that have the form of an input.
     handed: int = 0
+    # Forms of its inputs.
     taken: frozenset[Any] = frozenset()
+    # First and last moment of its backward.
     span: list[int] = field(default_factory=list)
+    # Whether it was called outside of what is computed again.
     open: bool = True
 
 
 @dataclass
 class Packed:
-    """Memory that was saved.
+    """Memory that was saved."""
 
-    Attributes:
-        serial: number of the memory.
-        nbytes: size of the memory.
-        name: name of what it belongs to, if it was there before the step.
-    """
-
+    # Number of the memory.
     serial: int
+    # Size of the memory.
     nbytes: int
+    # Name of what it belongs to, if it was there before the step.
     name: str
 
 
 class Recorder(StorageCounter):
-    """Writes down the operators of a step.
-
-    Args:
-        model: model whose modules, parameters and buffers give names.
-        inputs: tensors of the batch.
-        known: values of small tensors; None where all have their values.
-
-    Attributes:
-        operators: operators.
-        moments: memory, in the order of what happened.
-        calls: calls of modules.
-        packed: memories that were saved, in their order and as often as they were.
-        kept: the same by number, each once.
-        claims: bytes that an operator is the first to save, by its index.
-        gradients: bytes of the gradients of parameters.
-        path: path of the module that runs.
-        backward: whether the backward runs.
-        quiet: whether what runs is to be counted only, and not written down.
-        made: weak references to the tensors that operators give, while somebody wants them.
-    """
+    """Writes down the operators of a step."""
 
     def __init__(self, model: nn.Module, inputs: list[Tensor], known: Known | None = None) -> None:
         super().__init__()
         self.known = known
         self.operators: list[Operator] = []
+        # Memory, in the order of what happened.
         self.moments: list[Moment] = []
+        # Calls of modules.
         self.calls: list[ModuleCall] = []
+        # Memories that were saved, in their order and as often as they were.
         self.packed: list[Packed] = []
+        # The same by number, each once.
         self.kept: dict[int, Packed] = {}
+        # Bytes that an operator is the first to save, by its index.
         self.claims: dict[int, int] = {}
+        # Bytes of the gradients of parameters.
         self.gradients = 0
         self.path, self.backward, self.quiet = "", False, False
+        # Weak references to the tensors that operators give, while somebody wants them.
         self.made: list[weakref.ref[Tensor]] | None = None
         self.saved = 0
         self._model = model
@@ -430,6 +408,7 @@ class Recorder(StorageCounter):
         if call.phase == FORWARD:
             self._first_calls[path] = call
         self.calls.append(call)
+        # Path of the module that runs.
         self.path = path
         return call
 
@@ -457,13 +436,7 @@ class Recorder(StorageCounter):
             self.drop_tensor(parameter.grad)
 
     def replayed(self, what: Any, backward: bool, owner: ModuleCall | None = None) -> None:
-        """Notes that a call is replayed.
-
-        Args:
-            what: what stands for it.
-            backward: whether its backward is.
-            owner: call that it was made in, of a backward.
-        """
+        """Notes that a call is replayed."""
         self._replayed = backward
         self.moment(replayed=(what, backward))
         self._spans(owner, BACKWARD if backward else FORWARD)

@@ -1,15 +1,9 @@
 """What an analysis found, as plain data: operators, calls of modules, and the sums over them.
 
-    found = analyse(model, batch)
-    found.flops, found.saved, found.peak
-    found.module("model.layers.7").backward.flops
-    found.graph("model.layers.7")          # for a search over shardings
-
-[Note: what stands for many] Equal calls of equal modules are followed once (`_repeats.py`). The
-operators of that call stand for all of them and say how many they are (`Operator.count`); the paths
-of the others lead to it (`Analysis.alike`).
-
-Bytes and FLOPs do not depend on a device. Seconds do: ask for them with a device of a cluster.
+found = analyse(model, batch)
+found.flops, found.saved, found.peak
+found.module("model.layers.7").backward.flops
+found.graph("model.layers.7")          # for a search over shardings
 """
 
 from __future__ import annotations
@@ -28,6 +22,11 @@ OPAQUE = "opaque"
 """Name of the operator that stands for a module that could not be followed."""
 
 
+# [Note: what stands for many] Equal calls of equal modules are followed once (`_repeats.py`). The
+# operators of that call stand for all of them and say how many they are (`Operator.count`); the
+# paths of the others lead to it (`Analysis.alike`).
+#
+# Bytes and FLOPs do not depend on a device. Seconds do: ask for them with a device of a cluster.
 @dataclass(frozen=True, slots=True)
 class Value:
     """A tensor that an operator takes or gives.
@@ -108,18 +107,15 @@ class Operator:
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of a pass.
+    """Work of a pass."""
 
-    Attributes:
-        flops: FLOPs of products of matrices, convolutions and attention.
-        read: bytes that operators read.
-        written: bytes that operators write.
-        operators: number of operators that are no views.
-    """
-
+    # FLOPs of products of matrices, convolutions and attention.
     flops: int = 0
+    # Bytes that operators read.
     read: int = 0
+    # Bytes that operators write.
     written: int = 0
+    # Number of operators that are no views.
     operators: int = 0
 
     def plus(self, operator: Operator, times: int) -> Cost:
@@ -134,35 +130,32 @@ class Cost:
 
 @dataclass(frozen=True)
 class ModuleCosts:
-    """What a module costs in a step, all its calls together.
+    """What a module costs in a step, all its calls together."""
 
-    Attributes:
-        path: path of the module.
-        kind: name of its class.
-        calls: number of calls in the forward.
-        forward: work of the forward.
-        recompute: work of what backward computes again.
-        backward: work of the backward.
-        saved: bytes that the forward leaves for the backward and nothing before it left.
-        output: bytes of the output of a call.
-        handed: bytes of what a call hands on: its outputs in the form of an input, or all of them.
-        forward_peak: most bytes during a forward, above what was there as it began.
-        backward_peak: most bytes during its backward, above what was there as it began; what is
-            computed again included, gradients of parameters not.
-        alike: path of the module whose calls stand for those of this one; empty for none.
-    """
-
+    # Path of the module.
     path: str
+    # Name of its class.
     kind: str
+    # Number of calls in the forward.
     calls: int = 0
+    # Work of the forward.
     forward: Cost = Cost()
+    # Work of what backward computes again.
     recompute: Cost = Cost()
+    # Work of the backward.
     backward: Cost = Cost()
+    # Bytes that the forward leaves for the backward and nothing before it left.
     saved: int = 0
+    # Bytes of the output of a call.
     output: int = 0
+    # Bytes of what a call hands on: its outputs in the form of an input, or all of them.
     handed: int = 0
+    # Most bytes during a forward, above what was there as it began.
     forward_peak: int = 0
+    # Most bytes during its backward, above what was there as it began; what is computed again
+    # included, gradients of parameters not.
     backward_peak: int = 0
+    # Path of the module whose calls stand for those of this one; empty for none.
     alike: str = ""
 
     @property
@@ -173,35 +166,29 @@ class ModuleCosts:
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that autograd keeps from forward to backward, each memory once.
+    """Bytes that autograd keeps from forward to backward, each memory once."""
 
-    Attributes:
-        activations: what the step computes.
-        inputs: memory of the batch.
-        parameters: memory of parameters and buffers, and of what was there before besides.
-    """
-
+    # What the step computes.
     activations: int = 0
+    # Memory of the batch.
     inputs: int = 0
+    # Memory of parameters and buffers, and of what was there before besides.
     parameters: int = 0
 
 
 @dataclass(frozen=True)
 class Opaque:
-    """A module that could not be followed, and stays whole.
+    """A module that could not be followed, and stays whole."""
 
-    Attributes:
-        path: path of the module; empty for the model.
-        kind: name of its class.
-        where: file and line that need data.
-        reason: what torch said.
-        measured: whether its figures were measured on real data.
-    """
-
+    # Path of the module; empty for the model.
     path: str
+    # Name of its class.
     kind: str
+    # File and line that need data.
     where: str
+    # What torch said.
     reason: str
+    # Whether its figures were measured on real data.
     measured: bool = False
 
     def __str__(self) -> str:
@@ -214,35 +201,32 @@ class Opaque:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a step of a model computes, moves and keeps.
+    """What a step of a model computes, moves and keeps."""
 
-    Attributes:
-        operators: operators in the order in which they ran, each standing for `count` of them.
-        modules: costs by path, without those that others stand for: ask `module`.
-        alike: path of a module to that of the one whose calls stand for its own.
-        saved: bytes that autograd keeps for the backward.
-        inputs: bytes of the batch.
-        peak: most bytes at once of all that the step makes and the batch, gradients of parameters
-            aside: those are counted as model state.
-        peak_with_gradients: the same with the gradients, as they come.
-        gradients: bytes of the gradients of parameters.
-        parameters: bytes of the parameters.
-        kept: bytes of each memory that the step computes and autograd keeps, by its number.
-        opaque: modules that could not be followed.
-        notes: sentences about what was done otherwise than one would expect.
-    """
-
+    # Operators in the order in which they ran, each standing for `count` of them.
     operators: tuple[Operator, ...]
+    # Costs by path, without those that others stand for: ask `module`.
     modules: Mapping[str, ModuleCosts]
+    # Path of a module to that of the one whose calls stand for its own.
     alike: Mapping[str, str] = field(default_factory=dict)
+    # Bytes that autograd keeps for the backward.
     saved: Saved = Saved()
+    # Bytes of the batch.
     inputs: int = 0
+    # Most bytes at once of all that the step makes and the batch, gradients of parameters aside:
+    # those are counted as model state.
     peak: int = 0
+    # The same with the gradients, as they come.
     peak_with_gradients: int = 0
+    # Bytes of the gradients of parameters.
     gradients: int = 0
+    # Bytes of the parameters.
     parameters: int = 0
+    # Bytes of each memory that the step computes and autograd keeps, by its number.
     kept: Mapping[int, int] = field(default_factory=dict)
+    # Modules that could not be followed.
     opaque: tuple[Opaque, ...] = ()
+    # Sentences about what was done otherwise than one would expect.
     notes: tuple[str, ...] = ()
 
     def cost(self, phase: str) -> Cost:
@@ -259,26 +243,13 @@ class Analysis:
         return sum(o.flops * o.count for o in self.operators)
 
     def seconds(self, device: Device, phase: str | None = None, path: str = "") -> float:
-        """Seconds of the step on a device, or of a part of it, operators one after the other.
-
-        Args:
-            device: device that computes.
-            phase: phase to count alone; None counts all.
-            path: path of a module to count alone.
-
-        Raises:
-            GulliverError: the device has no rate for a dtype, or there is no such module.
-        """
+        """Seconds of the step on a device, or of a part of it, operators one after the other."""
         chosen = self.operators if not path else self.graph(path)
         every = ((o, 1 if path else o.count) for o in chosen if phase in (None, o.phase))
         return sum(count * o.seconds_on(device) for o, count in every)
 
     def module(self, path: str) -> ModuleCosts:
-        """The costs of a module; those of an equal one where it was not followed itself.
-
-        Raises:
-            GulliverError: no module at this path was called.
-        """
+        """The costs of a module; those of an equal one where it was not followed itself."""
         stands = self.followed(path)
         found = self.modules.get(stands)
         if found is None:
@@ -299,15 +270,7 @@ class Analysis:
         return path
 
     def graph(self, path: str, phase: str | None = None) -> tuple[Operator, ...]:
-        """The operators of a module, or of the one that stands for it, in their order.
-
-        Args:
-            path: path of the module.
-            phase: phase to take alone.
-
-        Raises:
-            GulliverError: no module at this path was called.
-        """
+        """The operators of a module, or of the one that stands for it, in their order."""
         own = self.module(path).alike or path
         inside = (o for o in self.operators if not own or f"{o.path}.".startswith(f"{own}."))
         return tuple(o for o in inside if phase in (None, o.phase))

@@ -1,17 +1,4 @@
-"""Equal calls of equal modules are followed once.
-
-[Note: equal] Modules are equal if they have the same class, the same plain attributes (but what
-numbers them), parameters, buffers and modules of the same form. Calls are, if besides their
-arguments have the same form: shapes, strides, dtypes, what needs a gradient, what is one tensor.
-The first call of a kind is followed and so is the second, which finds what a step makes once and
-shares (rotations, masks) as all later ones will: it stands for them, if both ran the same
-operators.
-
-[Note: refused] A call stands for others only if what it leaves behind is known: its output, and
-memory that autograd saves. Whoever keeps more (a cache of keys and values, a list of router logits)
-is found by a tensor that is alive although neither refers to it, and is followed each time. So is
-what runs inside a checkpoint that lies around it, and what has hooks.
-"""
+"""Equal calls of equal modules are followed once."""
 
 from __future__ import annotations
 
@@ -35,37 +22,39 @@ FEWEST = 3
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+# [Note: equal] Modules are equal if they have the same class, the same plain attributes (but what
+# numbers them), parameters, buffers and modules of the same form. Calls are, if besides their
+# arguments have the same form: shapes, strides, dtypes, what needs a gradient, what is one tensor.
+# The first call of a kind is followed and so is the second, which finds what a step makes once and
+# shares (rotations, masks) as all later ones will: it stands for them, if both ran the same
+# operators.
+#
+# [Note: refused] A call stands for others only if what it leaves behind is known: its output, and
+# memory that autograd saves. Whoever keeps more (a cache of keys and values, a list of router
+# logits) is found by a tensor that is alive although neither refers to it, and is followed each
+# time. So is what runs inside a checkpoint that lies around it, and what has hooks.
 @dataclass
 class CallKind:
-    """Calls that are equal.
+    """Calls that are equal."""
 
-    Attributes:
-        first: operators of the first.
-        template: what the second left behind.
-        refused: reason why no call can stand for others.
-    """
-
+    # Operators of the first.
     first: list[Any] | None = None
+    # What the second left behind.
     template: Template | None = None
+    # Reason why no call can stand for others.
     refused: str = ""
 
 
 @dataclass
 class Repeats:
-    """Follows the first calls of each kind, and replays the others.
-
-    Args:
-        model: model whose equal modules are looked for.
-
-    Attributes:
-        alike: path of a module whose call was replayed, to that of the one which stands for it.
-        templates: calls that stand for others.
-        refused: reasons why a class of modules is followed each time.
-    """
+    """Follows the first calls of each kind, and replays the others."""
 
     model: nn.Module
+    # Path of a module whose call was replayed, to that of the one which stands for it.
     alike: dict[str, str] = field(default_factory=dict)
+    # Calls that stand for others.
     templates: list[Template] = field(default_factory=list)
+    # Reasons why a class of modules is followed each time.
     refused: dict[str, str] = field(default_factory=dict)
     _recorder: Recorder | None = None
     _busy: bool = False
@@ -237,15 +226,9 @@ def _left(
 
 @contextmanager
 def calls_through(call: Any, modules: list[nn.Module]) -> Iterator[None]:
-    """Lets calls of modules go through a function.
-
-    Each module gets a class of its own that derives from its class: calls that transformers wraps
-    in a checkpoint inside `__call__` are seen from outside of it.
-
-    Args:
-        call: function of the module, its own call, positional and keyword arguments.
-        modules: the modules.
-    """
+    """Lets calls of modules go through a function."""
+    # Each module gets a class of its own that derives from its class: calls that transformers wraps
+    # in a checkpoint inside `__call__` are seen from outside of it.
     before = [(module, type(module)) for module in modules]
     made = dict[type, type]()
     try:

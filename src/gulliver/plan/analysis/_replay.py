@@ -42,51 +42,39 @@ class Given:
 
 @dataclass
 class Template:
-    """What a call leaves behind.
+    """What a call leaves behind."""
 
-    Attributes:
-        path: path of its module.
-        spec: form of the output.
-        leaves: leaves of the output: a new tensor, the number of a tensor of the input, or a
-            constant in a tuple of one.
-        inputs: numbers of the tensors of the input that it saves.
-        outputs: numbers of the new tensors that it saves.
-        inside: bytes that it saves besides.
-        own: names of the parameters and buffers of its module that it saves.
-        gradients: bytes of the gradients of its parameters.
-        call: the call itself; None for one that was never followed.
-        operators: first operator of its forward, and the one after the last.
-        forwards: number of replays.
-        backwards: number of replays whose backward ran.
-        on_backward: called when the backward of a replay runs.
-    """
-
+    # Path of its module.
     path: str
+    # Form of the output.
     spec: Any
+    # Leaves of the output: a new tensor, the number of a tensor of the input, or a constant in a
+    # tuple of one.
     leaves: list[Any]
+    # Numbers of the tensors of the input that it saves.
     inputs: list[int] = field(default_factory=list)
+    # Numbers of the new tensors that it saves.
     outputs: list[int] = field(default_factory=list)
+    # Bytes that it saves besides.
     inside: int = 0
+    # Names of the parameters and buffers of its module that it saves.
     own: list[str] = field(default_factory=list)
+    # Bytes of the gradients of its parameters.
     gradients: int = 0
+    # The call itself; None for one that was never followed.
     call: ModuleCall | None = None
+    # First operator of its forward, and the one after the last.
     operators: tuple[int, int] = (0, 0)
+    # Number of replays.
     forwards: int = 0
+    # Number of replays whose backward ran.
     backwards: int = 0
+    # Called when the backward of a replay runs.
     on_backward: Callable[[], None] = lambda: None
 
 
 def replay(recorder: Recorder, template: Template, tensors: Sequence[Tensor]) -> Any:
-    """Replays a call.
-
-    Args:
-        recorder: recorder of the step.
-        template: the call.
-        tensors: tensors of the input.
-
-    Returns:
-        The output, with tensors of its own.
-    """
+    """Replays a call."""
     template.forwards += 1
     recorder.replayed(template, False)
     quiet, recorder.quiet = recorder.quiet, True

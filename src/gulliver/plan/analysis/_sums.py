@@ -1,10 +1,4 @@
-"""An `Analysis` made from what was written down of a step.
-
-[Note: peaks of what was not run] A replayed call has the bytes of the call that stands for it
-before and after, so its peak lies as far above what was there as that call's did, in forward and in
-backward. For the backward this holds if the call's own backward is in one piece: no operator of
-another module in between. If it is not, there is no sum, and the step must be followed as a whole.
-"""
+"""An `Analysis` made from what was written down of a step."""
 
 from __future__ import annotations
 
@@ -27,14 +21,13 @@ from gulliver.plan.analysis._repeats import Repeats
 from gulliver.plan.analysis._replay import Template
 
 
+# [Note: peaks of what was not run] A replayed call has the bytes of the call that stands for it
+# before and after, so its peak lies as far above what was there as that call's did, in forward and
+# in backward. For the backward this holds if the call's own backward is in one piece: no operator
+# of another module in between. If it is not, there is no sum, and the step must be followed as a
+# whole.
 def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Analysis | None:
-    """Sums up a step; None if what was replayed cannot be known.
-
-    Args:
-        model: model that ran.
-        recorder: what was written down.
-        repeats: what was replayed; None for nothing.
-    """
+    """Sums up a step; None if what was replayed cannot be known."""
     templates = [t for t in repeats.templates if t.forwards] if repeats is not None else []
     operators, moments = recorder.operators, recorder.moments
     for template in templates:
