@@ -281,7 +281,7 @@ def test_a_plan_with_tiers_is_read_back_as_it_was_and_a_size_may_be_text() -> No
         ("host: 0", "host: 5GiB", r"mesh.device: cpu .* and zero.tiers.host: .*be host: 0"),
         ("offload_param: 1.0", "offload_param: 0.5", r"policy: auto .* take policy: static"),
         ("offload_optim: 1.0", "offload_optim: 1.5", "it must be at most 1"),
-        ("shard_param: 1.0", "shard_param: 0.5", "take policy: static"),
+        ("offload_optim: 1.0", "offload_optim: 0.5", "take policy: static"),
         ('policy: "auto"', 'policy: "best"', "it must be one of auto, static"),
         ('activations: "keep"', 'activations: "kept"', "must be one of keep, recompute"),
     ],

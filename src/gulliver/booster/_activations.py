@@ -15,11 +15,10 @@ from dataclasses import replace
 from torch import nn
 
 from gulliver._compat import is_compiled
-from gulliver.booster._blocks import recomputable_blocks
+from gulliver.booster._blocks import NO_BLOCKS, recomputable_blocks
 from gulliver.booster._replay import Replay
 from gulliver.booster._residency import largest_made
 from gulliver.booster._state_bytes import BACKWARD, FORWARD, StateBytes
-from gulliver.booster.hybrid import NO_BLOCKS
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import TierRates, seconds_text
 from gulliver.memory import ActivationOffload, BudgetRule, Manager, room_without_unseen, with_unseen
@@ -74,16 +73,14 @@ def plan_activations(
 
 
 def _tiers(plan: Plan) -> Tiers:
-    assert plan.zero is not None, "tiers are of ZeRO"
-    assert plan.zero.tiers is not None, "there are tiers"
-    return plan.zero.tiers
+    assert plan.tiers is not None, "the plan has a limit"
+    return plan.tiers
 
 
 def _decided(plan: Plan, mode: str, reason: str, offloaded: tuple[str, ...] = ()) -> Plan:
-    assert plan.zero is not None, "tiers are of ZeRO"
     tiers = replace(_tiers(plan), activations=mode, offloaded=offloaded)
     reasons = {**plan.reasons, "zero.tiers.activations": f"{mode}: {reason}"}
-    return replace(plan, zero=replace(plan.zero, tiers=tiers), reasons=reasons)
+    return replace(plan.with_zero(tiers=tiers), reasons=reasons)
 
 
 def _check_offload(tiers: Tiers, model: nn.Module) -> None:
@@ -222,9 +219,9 @@ def take_activations(
     plan: Plan, model: nn.Module, optimizer: ZeroOptimizer, manager: Manager | None
 ) -> None:
     """Lets a manager have the activations that a plan says."""
-    if manager is None or plan.zero is None or plan.zero.tiers is None:
+    tiers = plan.tiers
+    if manager is None or tiers is None:
         return
-    tiers = plan.zero.tiers
     paths = ("",) if tiers.activations == "offload" else tiers.offloaded
     if not paths:
         return

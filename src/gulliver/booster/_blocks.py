@@ -16,6 +16,12 @@ from gulliver.errors import GulliverError
 from gulliver.memory import recompute_modules
 
 LISTS = (nn.ModuleList, nn.Sequential)
+NO_BLOCKS = (
+    "there are no blocks to compute again: they are those of a pipeline, or of "
+    "gradient_checkpointing_enable, or modules of several layers each, without batch norms, in a "
+    "Sequential or ModuleList; group single layers, or wrap the blocks with torch.utils.checkpoint "
+    "before boost"
+)
 
 
 def has_switch(model: nn.Module) -> bool:

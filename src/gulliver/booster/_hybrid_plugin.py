@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gulliver.booster._blocks import NO_BLOCKS
 from gulliver.booster._fp8 import fp8_plan
 from gulliver.booster._model import HALVES
 from gulliver.booster._plugins import DEFAULT_CHUNK_MB, MIB, STAGES, Plugin
@@ -20,7 +21,6 @@ from gulliver.booster._resolve import plan_stages, recomputable
 from gulliver.booster._tiers import TierOptions, plan_tiers
 from gulliver.booster._wires import WireOptions
 from gulliver.booster.hybrid import (
-    NO_BLOCKS,
     SHORT,
     Wanted,
     check,

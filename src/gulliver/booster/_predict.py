@@ -24,8 +24,8 @@ from gulliver.booster._measure import follow_sample, measure_work, with_peaks
 from gulliver.booster._packed_messages import in_parts, packed, rates_of_packing
 from gulliver.booster._ranks import ResolvedPlan, largest_residency, rank_states, rank_work
 from gulliver.booster._residency import other_bytes, priced
-from gulliver.booster._resolve import recomputable
-from gulliver.booster.hybrid import attention_shape, sequence_plan
+from gulliver.booster._resolve import recomputable, sequence_plan
+from gulliver.errors import GulliverError
 from gulliver.families import family_of, hugging_face_of, is_hugging_face
 from gulliver.hardware import (
     GATHER_LAUNCHES,
@@ -43,11 +43,14 @@ from gulliver.hardware import (
 )
 from gulliver.memory import FreedMemory
 from gulliver.parallel.pipeline import predict as predict_pipeline
-from gulliver.parallel.sequence import Volume, volume
+from gulliver.parallel.sequence import Shape, Volume, volume
 from gulliver.plan import AXES, SHARED_BY_TENSOR, Moved, Plan, Predicted, Seconds, Work
 from gulliver.precision.wire import PackRates, WireFormat
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
+LENGTHS = ("max_position_embeddings", "n_positions")
+HEADS = ("num_attention_heads", "n_head", "num_heads")
+WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 def predict(resolved: ResolvedPlan, cluster: Cluster | None = None) -> ResolvedPlan:
@@ -71,11 +74,10 @@ def predict(resolved: ResolvedPlan, cluster: Cluster | None = None) -> ResolvedP
     activations = _activations(plan, share, len(blocks))
     seconds, moved = by_kind(costs), plan.predicted.moved
     if moved is not None:
-        assert plan.zero is not None, "tiers are of ZeRO"
-        assert plan.zero.tiers is not None, "there are tiers"
+        assert plan.tiers is not None, "the plan has a limit"
         moved, seconds, other = tiered_step(resolved, cluster, seconds)
         activations = other + plan.memory.activations
-        folder, disk = plan.zero.tiers.disk, cluster.disk
+        folder, disk = plan.tiers.disk, cluster.disk
         if folder is not None and disk is not None and not disk.has(folder):
             reasons["predicted.moved"] = (
                 f"rates of the disk of {disk.folder or cluster.name}; "
@@ -92,11 +94,8 @@ def with_work(resolved: ResolvedPlan, sample: Any) -> Plan:
     plan, model, optimizer = resolved.plan, resolved.model, resolved.optimizer
     autocast = PRECISIONS.get(plan.precision.autocast)
     tensor, blocks = resolved.tensor, _blocks(resolved)
-    chosen = (
-        plan.zero is not None
-        and plan.zero.tiers is not None
-        and plan.zero.tiers.activations == "auto"
-    )
+    tiers = plan.tiers
+    chosen = tiers is not None and tiers.activations == "auto"
     blocks = offloadable_blocks(model) if chosen else blocks
     if any(p.is_meta for p in model.parameters()):
         work = estimate_sample(model, optimizer, sample, plan.precision.autocast)
@@ -104,15 +103,15 @@ def with_work(resolved: ResolvedPlan, sample: Any) -> Plan:
         with _as_it_runs(plan):
             given = model, optimizer, sample, tensor, blocks, autocast, chosen
             work = measure_work(*given, plan.precision.fp8)
-    if plan.zero is not None and plan.zero.tiers is not None:
-        work = with_peaks(work, model, sample, autocast, plan.zero.tiers.activations)
+    if tiers is not None:
+        work = with_peaks(work, model, sample, autocast, tiers.activations)
     return replace(plan, work=work)
 
 
 @contextmanager
 def _as_it_runs(plan: Plan) -> Iterator[None]:
     """Measures under a limit as a step runs there, where freed memory goes back to the system."""
-    freed = FreedMemory() if plan.zero is not None and plan.zero.tiers is not None else None
+    freed = FreedMemory() if plan.limited else None
     try:
         yield
     finally:
@@ -122,7 +121,7 @@ def _as_it_runs(plan: Plan) -> Iterator[None]:
 
 def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
     """A plan with the most bytes of a step that does with each block what was chosen for it."""
-    tiers = None if plan.zero is None else plan.zero.tiers
+    tiers = plan.tiers
     if tiers is None or tiers.activations != "mixed":
         return plan
     autocast = PRECISIONS.get(plan.precision.autocast)
@@ -135,9 +134,8 @@ def tiered_step(
 ) -> tuple[Moved, Seconds, int]:
     """Returns moves between memories, seconds of a step that waits for them, and other bytes."""
     plan = resolved.plan
-    assert plan.zero is not None, "tiers are of ZeRO"
-    assert plan.zero.tiers is not None, "there are tiers"
-    work, tiers = rank_work(resolved), plan.zero.tiers
+    work, tiers = rank_work(resolved), plan.tiers
+    assert tiers is not None, "the plan has a limit"
     found = largest_residency(rank_states(resolved), tiers, work)
     moved, tiered = priced(found, tiers, work, cluster)
     if tiered is None:
@@ -205,6 +203,39 @@ def attention_sends(plan: Plan, model: nn.Module) -> Volume:
     part, u = work.hidden_bytes / degree, plan.sequence.ulysses
     exchanged, hops = 4 * part * (1 - 1 / u), degree // u - 1
     return Volume(exchanged, exchanged, 2 * part * hops, 4 * part * hops)
+
+
+def attention_shape(
+    model: nn.Module, tp_size: int, causal: bool, length: int | None = None, batch: int = 1
+) -> Shape:
+    """The attention of a layer, as a tensor rank computes it."""
+    config = getattr(model, "config", None)
+    length = length or _field(config, LENGTHS, "sequence_length=")
+    heads = _field(config, HEADS, "sequence_parallelism_mode=")
+    width = getattr(config, "head_dim", None)
+    dim = width or _field(config, WIDTHS, "sequence_parallelism_mode=") // heads
+    grouped = getattr(config, "num_key_value_heads", None) or heads
+    dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point()))
+    return Shape(
+        batch=batch,
+        heads=max(1, heads // tp_size),
+        kv_heads=max(1, grouped // tp_size),
+        length=length,
+        head_dim=dim,
+        dtype=dtype.removeprefix("torch."),
+        causal=causal,
+    )
+
+
+def _field(config: Any, names: tuple[str, ...], instead: str) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise GulliverError(
+        f"the model's configuration has none of {', '.join(names)}, which choosing a plan needs: "
+        f"give {instead} yourself"
+    )
 
 
 def _costs(

@@ -354,8 +354,7 @@ def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], .
     """Sizes of the activations that leave, by the last chunk that their block uses."""
     # A block is known by the size of all its activations and of the largest: they are taken for
     # equal ones of that size.
-    assert plan.zero is not None, "there are chunks"
-    tiers = plan.zero.tiers
+    tiers = plan.tiers
     if tiers is None or not tiers.takes_activations:
         return ()
     found, number = [list[int]() for _ in chunks], 0

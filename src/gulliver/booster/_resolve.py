@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster
 from gulliver.parallel import is_boosted, named_trainables
 from gulliver.parallel.pipeline import Stack, cut, deal, stack_of, style_of
+from gulliver.parallel.sequence import SequencePlan
 from gulliver.parallel.tensor import TensorPlan, best_match, plan_tensor
 from gulliver.parallel.zero import (
     TensorSize,
@@ -41,6 +43,7 @@ from gulliver.parallel.zero import (
     ordinary_step,
 )
 from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, Predicted, join
+from gulliver.precision.wire import wire_format
 
 
 def cut_model(
@@ -93,8 +96,8 @@ def resolve(
 def _of_fullest(resolved: ResolvedPlan) -> Predicted:
     """Bytes of the rank that holds most; cuts of blocks and tensors make ranks differ."""
     plan, held = resolved.plan, dict[int, MemoryPlan]()
-    if plan.zero is not None and plan.zero.tiers is not None:
-        tiers = plan.zero.tiers
+    tiers = plan.tiers
+    if tiers is not None:
         states = {rank: rank_state(resolved, place) for place, rank in places(plan).items()}
         each = list(dict.fromkeys(states.values()))
         found = largest_residency(each, tiers, rank_work(resolved))
@@ -236,6 +239,13 @@ def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
     return stack, cut(model, stack, size * chunks, at=line.cut or None), numbers
 
 
+def sequence_plan(plan: Plan) -> SequencePlan:
+    """How a sequence lies over its ranks."""
+    s = plan.sequence
+    layout: Any = s.layout
+    return SequencePlan(s.ulysses, s.outer, s.inner, layout, wire_format(plan.wire.sequence))
+
+
 def _check_blocks(plan: Plan, model: nn.Module, stack: Stack) -> None:
     """Refuses what is known not to be so of the blocks, before any of them runs."""
     line = plan.pipeline
@@ -297,7 +307,7 @@ def _with_chunks(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Plan:
     )
     if not any(t.whole for t in sizes):  # else chunks end where their parts are even
         _check_ends(plan, chunks, {t.name: t.numel * t.dtype.itemsize for t in sizes})
-    return replace(plan, zero=replace(zero, chunks=chunks))
+    return plan.with_zero(chunks=chunks)
 
 
 def _check_ends(plan: Plan, found: tuple[ChunkPlan, ...], sizes: Mapping[str, int]) -> None:

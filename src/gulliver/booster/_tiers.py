@@ -163,20 +163,18 @@ def plan_tiers(
     chosen: bool,
 ) -> Plan:
     """Chooses the fate of activations and the size of chunks by the seconds of a step."""
-    assert plan.zero is not None, "tiers are of ZeRO"
-    assert plan.zero.tiers is not None, "there are tiers"
     given = cut_model(plan, model, optimizer)
-    rates = tier_rates(plan.zero.tiers, cluster or current_cluster(plan.mesh.size))
+    assert plan.tiers is not None, "the plan has a limit"
+    rates = tier_rates(plan.tiers, cluster or current_cluster(plan.mesh.size))
     plan = plan_activations(plan, model, lambda: state_bytes(given.plan, given.sizes()), rates)
-    assert plan.zero is not None, "it has been all along"
-    tiers = plan.zero.tiers
-    assert tiers is not None, "they have been all along"
+    tiers = plan.tiers
+    assert tiers is not None, "the plan has a limit"
     if not chosen:
         return plan
     work = rank_work(given.with_plan(plan))
     tried, errors = list[tuple[float, int, str]](), dict[int, GulliverError]()
     for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in given.sizes())):
-        one = replace(plan, zero=replace(plan.zero, chunk_bytes=size, chunks=()))
+        one = plan.with_zero(chunk_bytes=size, chunks=())
         try:
             states = rank_states(given.with_plan(one))
             found = largest_residency(states, tiers, work, "farthest")
@@ -195,4 +193,4 @@ def plan_tiers(
     size, (_, _, worst) = -size, max(tried)
     why = f"{size_text(size)}: {told}" + (f"; at worst {worst}" if len(tried) > 1 else "")
     reasons = {**plan.reasons, "zero.chunk_bytes": why}
-    return replace(plan, zero=replace(plan.zero, chunk_bytes=size), reasons=reasons)
+    return replace(plan.with_zero(chunk_bytes=size), reasons=reasons)

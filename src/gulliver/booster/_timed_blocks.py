@@ -53,7 +53,7 @@ def time_blocks(
     kinds = dict[Any, list[str]]()
     for path in paths:
         kinds.setdefault(_kind(model.get_submodule(path)), []).append(path)
-    largest = max((_nbytes(model.get_submodule(path)) for path in paths), default=0)
+    largest = max((_block_bytes(model.get_submodule(path)) for path in paths), default=0)
     if not paths or 2 * largest > room // ROOM:
         return {}
     # The last of a kind: a first one may get an input that needs no gradient.
@@ -79,7 +79,7 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
     return repr(block), *sizes
 
 
-def _nbytes(block: nn.Module) -> int:
+def _block_bytes(block: nn.Module) -> int:
     return sum(p.nbytes for p in block.parameters())
 
 

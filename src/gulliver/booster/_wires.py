@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from gulliver.booster._packed_messages import packed_message, rates_of_packing, wire_kind
@@ -25,16 +23,13 @@ from gulliver.booster._predict import (
 from gulliver.booster._ranks import ResolvedPlan, places
 from gulliver.booster._resolve import predict_memory
 from gulliver.comm import (
-    all_reduce,
     broadcast_object,
     current_world,
     gather_objects,
-    group_size,
 )
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, Link, Message, current_cluster
 from gulliver.options import Options
-from gulliver.parallel.zero import GradientGate, ZeroWires
 from gulliver.plan import WIRE_KINDS, Plan, Wire
 from gulliver.precision.wire import WireFormat, wire_format
 
@@ -188,95 +183,3 @@ def _compared(
     less = [packed_message(m, wire, rates, item) for m in messages]
     packing = sum(m.count * m.packing_s for m in less)
     return plain, sum(message.seconds for message in less) + packing, packing
-
-
-def zero_wires(plan: Plan) -> ZeroWires:
-    """The formats of chunks."""
-    wire = plan.wire
-    reduce, gather = wire_format(wire.reduce), wire_format(wire.gather)
-    return ZeroWires(reduce, gather, wire.error_feedback, wire.gate)
-
-
-class BucketHook:
-    """Reduces the buckets of torch's DDP in a wire format."""
-
-    def __init__(self, wire: Wire, names: Mapping[Any, str]) -> None:
-        self.wire, self.names = wire_format(wire.reduce), names
-        self.feeds = wire.error_feedback
-        self._lost: dict[int, tuple[dict[str, torch.Tensor], torch.Tensor]] = {}
-        self._given: dict[str, torch.Tensor] = {}
-        self.gate = GradientGate(self.wire, wire.error_feedback, wire.gate)
-
-    # torch compares annotations with types, and takes none for the right ones.
-    def reduce(self, state, bucket):
-        """Begins the reduction of a bucket; returns its future."""
-        tensor, lost = bucket.buffer(), None
-        cuda = tensor.is_cuda
-        devices = [tensor.device] if cuda else None
-        future: Any = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
-        if self.feeds:
-            lost = self._lost_of(bucket, tensor)
-        checking = self.gate.checking
-
-        def reduced(wire: WireFormat) -> torch.Tensor:
-            copy = tensor.clone()
-            all_reduce(copy, "mean", wire=wire)
-            return copy
-
-        references = self.gate.reduced(reduced) if checking else None
-        packed = self.wire.of(tensor, tensor.numel() // group_size()).name != "identity"
-        waits = cuda or checking or not packed
-        handle = all_reduce(
-            tensor,
-            "mean",
-            async_op=True,
-            wire=self.wire,
-            error=lost,
-            finish=None if waits else lambda: future.set_result(tensor),
-        )
-        if waits:
-            handle.wait()
-            if references is not None:
-                self._compare(bucket, *references)
-            future.set_result(tensor)
-        return future
-
-    def _lost_of(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> torch.Tensor:
-        members = [self.names.get(p, "") for p in bucket.parameters()]
-        views, lost = self._lost.get(bucket.index(), ({}, tensor))
-        if list(views) != members:  # DDP cuts buckets anew after a step
-            self._given = self.lost()
-            self._lost = {}
-            lost, views = torch.zeros_like(tensor), {}
-            runs = lost.split([g.numel() for g in bucket.gradients()])
-            for name, run, gradient in zip(members, runs, bucket.gradients(), strict=True):
-                views[name] = run.view(gradient.shape)
-        for name in views.keys() & self._given.keys():
-            views[name].copy_(self._given.pop(name))
-        self._lost[bucket.index()] = views, lost
-        return lost
-
-    def lost(self) -> dict[str, torch.Tensor]:
-        """What packing has lost of this rank's gradients so far, by parameter."""
-        found = dict(self._given)
-        for views, _ in self._lost.values():
-            found |= views
-        return found
-
-    def take_lost(self, found: Mapping[str, torch.Tensor]) -> None:
-        """Goes on with what packing has lost, by parameter; what was lost here is forgotten."""
-        self._lost, self._given = {}, dict(found) if self.feeds else {}
-
-    def _compare(
-        self, bucket: dist.GradBucket, exact: torch.Tensor, finer: torch.Tensor | None
-    ) -> None:
-        start = 0
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            run = slice(start, start + gradient.numel())
-            name, other = self.names.get(parameter, "a parameter"), None
-            if finer is not None:
-                other = finer[run]
-            self.gate.add(name, gradient, exact[run], other)
-            start += gradient.numel()
-        if bucket.is_last():
-            self.gate.end_step()

@@ -203,14 +203,14 @@ def _pipeline(plan: Plan) -> Iterator[str]:
 
 
 def _tiers(plan: Plan) -> Iterator[str]:
-    tiers = None if plan.zero is None else plan.zero.tiers
-    if plan.zero is None or tiers is None:
+    zero, tiers = plan.zero, plan.tiers
+    if zero is None or tiers is None:
         return
     limit, disk = "zero.tiers.limit", ("zero.tiers.disk", "zero.tiers.disk_bytes")
     if plan.stage != 3:
         why = "what is whole on every rank cannot leave its memory; take stage: 3, or tiers: null"
         yield _clash(plan, "zero.stage", limit, why=why)
-    if plan.zero.tuning != "off":
+    if zero.tuning != "off":
         why = (
             "the size of chunks is planned with the limit; right would be tuning: off, with "
             "zero.chunk_bytes"
@@ -233,13 +233,10 @@ def _tiers(plan: Plan) -> Iterator[str]:
                 f"activations: keep, or recompute, or leave the axis {name} out"
             )
             yield _clash(plan, f"mesh.axes.{name}", "zero.tiers.activations", why=why)
-    for name in ("shard_param", "offload_optim", "offload_param"):
+    for name in ("offload_optim", "offload_param"):
         if tiers.policy == "auto" and getattr(tiers, name) != 1:
             why = f"auto finds the shares itself; take policy: static, or {name}: 1.0"
             yield _clash(plan, "zero.tiers.policy", f"zero.tiers.{name}", why=why)
-    if tiers.shard_param != 1:
-        why = "stage 3 shards all parameters; right would be shard_param: 1.0"
-        yield _clash(plan, "zero.stage", "zero.tiers.shard_param", why=why)
 
 
 def _wire(plan: Plan) -> Iterator[str]:

@@ -10,7 +10,7 @@ contradict each other in `_checks.py`. Reading goes through PyYAML.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +29,7 @@ from gulliver.plan._tree import (
     Precision,
     SequenceLayout,
     TensorLayout,
+    Tiers,
     Wire,
     Work,
     ZeroPlan,
@@ -97,7 +98,17 @@ class Plan:
     @property
     def limited(self) -> bool:
         """Whether memory has a limit, which what does not fit must leave."""
-        return self.zero is not None and self.zero.tiers is not None
+        return self.tiers is not None
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Memories that the state lies in under a limit; None without one."""
+        return None if self.zero is None else self.zero.tiers
+
+    def with_zero(self, **changes: Any) -> Self:
+        """The plan with other values of its section `zero`, which it has."""
+        assert self.zero is not None, "the plan shards by ZeRO"
+        return replace(self, zero=replace(self.zero, **changes))
 
     @property
     def chunks(self) -> tuple[ChunkPlan, ...]:
@@ -245,8 +256,8 @@ class Plan:
         return lines
 
     def _tiers_lines(self) -> list[str]:
-        tiers, moved = self.zero and self.zero.tiers, self.predicted.moved
-        if not tiers or moved is None:
+        tiers, moved = self.tiers, self.predicted.moved
+        if tiers is None or moved is None:
             return []
         behind = f"in {tiers.disk}" if tiers.disk is not None else "in the host's memory"
         behind = f"in the host's memory and {behind}" if tiers.host and tiers.disk else behind

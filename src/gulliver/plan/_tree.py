@@ -72,8 +72,6 @@ class ChunkPlan:
     padding_bytes: int
     # Dtype of the parameters.
     dtype: str
-    # Memory that it lives in.
-    tier: str = choice("device", "device")
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,6 @@ class Tiers:
     disk_bytes: int = choice(0, least=0, size=True)
     # ``auto`` keeps what costs least to keep, ``static`` keeps the shares that are said.
     policy: str = choice("auto", "auto", "static")
-    # Share of the parameters that is sharded over the ranks.
-    shard_param: float = choice(1.0, least=0, most=1)
     # Share of the optimizer's state that may leave the first memory.
     offload_optim: float = choice(1.0, least=0, most=1)
     # Share of the parameters that may leave it.

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gulliver.booster._blocks import check_uncompiled
+from gulliver.booster._blocks import NO_BLOCKS, check_uncompiled
 from gulliver.booster._resolve import Stages, recomputable
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._capability import Wanted, check, family_of
@@ -32,12 +32,6 @@ from gulliver.plan import Plan
 
 LEAST_SHARE = 0.5
 """Least share of the parameters of the blocks that is cut without a warning."""
-NO_BLOCKS = (
-    "there are no blocks to compute again: they are those of a pipeline, or of "
-    "gradient_checkpointing_enable, or modules of several layers each, without batch norms, in a "
-    "Sequential or ModuleList; group single layers, or wrap the blocks with torch.utils.checkpoint "
-    "before boost"
-)
 
 
 def check_new(plan: Plan, model: nn.Module) -> None:

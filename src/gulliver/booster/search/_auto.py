@@ -140,16 +140,27 @@ def auto_engine(
             raise GulliverError(found.why_none())
         return found
 
-    found = _on_all(search)
+    return _of_grids(_on_all(search), model, optimizer, samples, kind, verbose)
+
+
+def _of_grids(
+    found: Found,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    samples: int,
+    precision: str,
+    verbose: bool,
+) -> AutoEngine:
+    """Boosts the model as the fastest grid says that can be run."""
     left_out: list[tuple[Grid, str]] = []
     # Ranks may have timed, or know, other links: the first one's order counts.
     for scored in broadcast_object(found.best):
         try:
-            plan = _on_all(partial(plan_of, scored, found, model, optimizer, kind))
+            plan = _on_all(partial(plan_of, scored, found, model, optimizer, precision))
         except GulliverError as error:
             left_out.append((scored.grid, str(error)))
             continue
-        if verbose and world.is_main:
+        if verbose and init_world().is_main:
             _tell(found, scored.grid, left_out)
         booster = Booster(plan=plan, verbose=verbose)
         boosted, stepper, *_ = booster.boost(model, optimizer)

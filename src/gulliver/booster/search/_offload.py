@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from gulliver.booster._plugins import Plugin
 from gulliver.booster._predict import tiered_step
 from gulliver.booster._ranks import (
     ResolvedPlan,
@@ -24,7 +24,6 @@ from gulliver.booster._resolve import cut_model, recomputable, resolve
 from gulliver.booster._state_bytes import BACKWARD, FORWARD
 from gulliver.booster.search._grids import Axes, Grid, grids_of
 from gulliver.booster.search._offload_tiers import OffloadTiers
-from gulliver.booster.search._plugin import plugin_of
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.errors import GulliverError
 from gulliver.hardware import TierRates, host_rates
@@ -122,11 +121,10 @@ class Offloader:
     def _fullest(self, grid: Grid, resolved: ResolvedPlan) -> MemoryPlan:
         """Bytes of state and of all else at the moment at which they are most together."""
         facts, plan = self.scorer.facts, resolved.plan
-        assert plan.zero is not None, "off-loaded state is of ZeRO"
-        assert plan.zero.tiers is not None, "there are tiers"
+        assert plan.tiers is not None, "what off-loads has a limit"
         # It was asked for before, and is remembered.
         states, work = rank_states(resolved), rank_work(resolved)
-        found = largest_residency(states, plan.zero.tiers, work)
+        found = largest_residency(states, plan.tiers, work)
         moments, come, most = self.scorer.moments(grid), 0.0, MemoryPlan()
         for seen in found.visits:
             if seen.phase == FORWARD:
@@ -156,11 +154,10 @@ class Offloader:
             found = cut_model(plan, model, facts.optimizer)
             again = recomputable(plan, model, found.stages) if grid.recomputed else ()
             plan = replace(plan, recompute=again)
-            assert plan.zero is not None, "off-loaded state is of ZeRO"
-            tiers = plan.zero.tiers
-            assert tiers is not None, "there are tiers"
+            tiers = plan.tiers
+            assert tiers is not None, "what off-loads has a limit"
             smallest = chunk_sizes(sum(t.numel * t.dtype.itemsize for t in found.sizes()))[0]
-            found = found.with_plan(replace(plan, zero=replace(plan.zero, chunk_bytes=smallest)))
+            found = found.with_plan(plan.with_zero(chunk_bytes=smallest))
             # Embedding and head are the largest, and are there.
             ends = sorted({0, grid.axes.pipeline - 1})
             states = [rank_state(found, (place, 0)) for place in ends]
@@ -174,21 +171,22 @@ class Offloader:
     def _count(self, grid: Grid, ranks: int) -> None:
         self.looked, self.replayed = self.looked + 1, self.replayed + ranks * grid.micro_batches
 
-    def _choices(self, grid: Grid) -> tuple[Plugin, Plan]:
+    def _choices(self, grid: Grid) -> tuple[Any, Plan]:
         scorer, facts = self.scorer, self.scorer.facts
+        # Plugins lie above the planner, which asks one for the very plan that it would make.
+        from gulliver.booster.search._plugin import plugin_of
+
         plugin = plugin_of(grid, "bf16" if facts.copied else "fp32", self.limit)
         plan = plugin.choices(scorer.cluster.size)
-        assert plan.zero is not None, "off-loaded state is of ZeRO"
-        assert plan.zero.tiers is not None, "there are tiers"
+        assert plan.tiers is not None, "what off-loads has a limit"
         # The machines need not be those at hand.
         behind = self.behind
         tiers = replace(
-            plan.zero.tiers, host=behind.host, disk=behind.disk, disk_bytes=behind.disk_bytes
+            plan.tiers, host=behind.host, disk=behind.disk, disk_bytes=behind.disk_bytes
         )
         mesh = replace(plan.mesh, device=scorer.device)
-        return plugin, replace(
-            plan, mesh=mesh, zero=replace(plan.zero, tiers=tiers), work=scorer.work(grid)
-        )
+        plan = replace(plan.with_zero(tiers=tiers), mesh=mesh, work=scorer.work(grid))
+        return plugin, plan
 
     def _rates(self) -> TierRates | None:
         behind = self.behind

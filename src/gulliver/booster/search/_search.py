@@ -15,13 +15,12 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from gulliver.booster._predict import free_share
-from gulliver.booster.hybrid import families, family_of
 from gulliver.booster.search._facts import Facts
 from gulliver.booster.search._followed import facts_of
 from gulliver.booster.search._grids import Axes, Grid, axes_of, grids_of
@@ -29,6 +28,7 @@ from gulliver.booster.search._offload import Least, Offloader, least_offloaded, 
 from gulliver.booster.search._offload_tiers import NOTHING, OffloadTiers
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.errors import GulliverError
+from gulliver.families import family_of, is_hugging_face
 from gulliver.hardware import Cluster, rate_text, seconds_text
 from gulliver.options import byte_size, size_at_least, size_text
 
@@ -143,29 +143,74 @@ def search_grids(
     limit = _limit(memory, cluster, on_cpu)
     free = free_share(cluster.device, cluster.size)
     scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", free)
-    modes = modes_of(facts)
+    possible, refused = _possible(scorer)
+    looked = _look(scorer, possible, limit, best)
+    ranked, count, unlooked, offloaded = looked.ranked, looked.count, 0, None
+    offloader = Offloader(scorer, behind, limit)
+    if behind:
+        ranked, unlooked = with_offload(offloader, possible, ranked, best)
+        count += offloader.looked
+    if not ranked and (explain or behind):
+        offloaded = least_offloaded(scorer, possible)
+    if behind and offloaded is not None and offloaded.bytes <= limit:
+        # It may not have been among those that were replayed.
+        last = offloader.score(replace(offloaded.grid, offload=str(behind)))
+        ranked = () if last is None else (last,)
+    return Found(
+        ranked,
+        scorer.score(looked.least),
+        limit or 0,
+        count,
+        (len(possible), len(possible) - looked.meshes),
+        refused,
+        (analysed - begun, time.perf_counter() - analysed),
+        facts,
+        cluster,
+        behind,
+        offloaded,
+        unlooked,
+    )
+
+
+def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
+    """Meshes that the model can be laid over, and why not over the others."""
+    facts, ranks = scorer.facts, scorer.cluster.size
     blocks = len(facts.blocks) if facts.has_stack else 0
-    meshes = axes_of(cluster.size, samples, blocks, modes)
+    meshes = axes_of(ranks, scorer.batch, blocks, modes_of(facts))
     refusals = {axes: scorer.refuses(axes) for axes in meshes}
     possible = [axes for axes, why in refusals.items() if not why]
     refused = {axes_text(axes): why for axes, why in refusals.items() if why}
     if not possible:
-        why = next(iter(refused.values()), f"{samples} samples cannot be dealt to them")
-        raise GulliverError(f"no mesh of {cluster.size} ranks can run this model: {why}")
-    bounds = sorted((scorer.bound(axes), axes) for axes in possible)
+        why = next(iter(refused.values()), f"{scorer.batch} samples cannot be dealt to them")
+        raise GulliverError(f"no mesh of {ranks} ranks can run this model: {why}")
+    return possible, refused
+
+
+class _Looked(NamedTuple):
+    """The fastest grids, the smallest one, and how many grids and meshes were priced."""
+
+    ranked: tuple[Scored, ...]
+    least: Grid
+    count: int
+    meshes: int
+
+
+def _look(scorer: Scorer, possible: Sequence[Axes], limit: int, best: int) -> _Looked:
+    """Prices the grids of meshes in the order of their bounds, and keeps the fastest of each."""
+    facts, tie = scorer.facts, itertools.count()
     chosen: list[tuple[float, int, Scored]] = []
     least: tuple[int, Grid] | None = None
-    looked = used = 0
-    tie, recomputable = itertools.count(), len(facts.recomputable)
-    for bound, axes in bounds:
+    count = meshes = 0
+    for bound, axes in sorted((scorer.bound(axes), axes) for axes in possible):
+        # No grid of this mesh, nor of those that follow, is faster than the slowest one kept.
         if len(chosen) == best and bound >= -chosen[0][0]:
             break
-        used += 1
+        meshes += 1
         fastest: Scored | None = None
-        for grid in grids_of(axes, samples, len(facts.blocks), facts.optimizer is not None):
-            looked += 1
+        for grid in grids_of(axes, scorer.batch, len(facts.blocks), facts.optimizer is not None):
+            count += 1
             scored = scorer.least(grid, limit)
-            small = scored.grid if scored else replace(grid, recomputed=recomputable)
+            small = scored.grid if scored else replace(grid, recomputed=len(facts.recomputable))
             held = scorer.bytes_of(small)
             if least is None or held < least[0]:
                 least = held, small
@@ -180,32 +225,7 @@ def search_grids(
             heapq.heapreplace(chosen, entry)
     assert least is not None, "some mesh was looked at"
     ranked = tuple(scored for _, _, scored in sorted(chosen, key=lambda e: (-e[0], e[1])))
-    unlooked, offloaded = 0, None
-    offloader = Offloader(scorer, behind, limit)
-    if behind:
-        ranked, unlooked = with_offload(offloader, possible, ranked, best)
-        looked += offloader.looked
-    if not ranked and (explain or behind):
-        offloaded = least_offloaded(scorer, possible)
-    if behind and offloaded is not None and offloaded.bytes <= limit:
-        # It may not have been among those that were replayed.
-        last = offloader.score(replace(offloaded.grid, offload=str(behind)))
-        ranked = () if last is None else (last,)
-    ended = time.perf_counter()
-    return Found(
-        ranked,
-        scorer.score(least[1]),
-        limit or 0,
-        looked,
-        (len(possible), len(possible) - used),
-        refused,
-        (analysed - begun, ended - analysed),
-        facts,
-        cluster,
-        behind,
-        offloaded,
-        unlooked,
-    )
+    return _Looked(ranked, least[1], count, meshes)
 
 
 def _order(scored: Scored) -> tuple[float, int, int]:
@@ -216,10 +236,14 @@ def _order(scored: Scored) -> tuple[float, int, int]:
 
 def modes_of(facts: Facts) -> Sequence[str]:
     """Sequence modes that a model can be run in, of those that are searched."""
-    known = families().get(family_of(facts.model) or "")
-    if known is None:
+    family = family_of(facts.model)
+    if family.sequences is None or not (family.classes or is_hugging_face(facts.model)):
         return ()
-    return [mode for mode in known.modes if mode in ("split_gather", "all_to_all", "ring_attn")]
+    return [
+        mode
+        for mode in family.sequences.modes
+        if mode in ("split_gather", "all_to_all", "ring_attn")
+    ]
 
 
 def _limit(memory: int | str | None, cluster: Cluster, on_cpu: bool) -> int:
