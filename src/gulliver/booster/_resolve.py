@@ -7,8 +7,6 @@ file differs from the result, that is told in a line (`differences`).
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -159,17 +157,18 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     if not edited:
         return found
     paths = dict(model.named_modules())
+    lines = {path: plan.line_text(join("tensor.modules", path)) for path in edited}
     for path, style in edited.items():
         rule = best_match(path, layout.rules)
         if rule is not None:
             raise GulliverError(
                 f"{_lined(plan, join('tensor.rules', rule))}: {layout.rules[rule]!r} and "
-                f"{join('tensor.modules', path)}: {style!r}{_line_of(plan, path)}: "
+                f"{join('tensor.modules', path)}: {style!r}{lines[path]}: "
                 "one module has one style; remove the rule or that line of modules"
             )
         if path not in paths:
             raise GulliverError(
-                f"tensor.modules names {path!r}{_line_of(plan, path)}, which the model does not "
+                f"tensor.modules names {path!r}{lines[path]}, which the model does not "
                 f"have: {nearest(path, paths)}"
             )
     try:
@@ -179,9 +178,15 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
         path = next((path for path in edited if path in str(error)), next(iter(edited)))
         raise GulliverError(
             f"{plan.describe_field('mesh.axes.tensor')} and {join('tensor.modules', path)}: "
-            f"{edited[path]!r}{_line_of(plan, path)}: {error}"
+            f"{edited[path]!r}{lines[path]}: {error}"
         ) from error
-    _check_edited(plan, styles_of(found), edited)
+    styles = styles_of(found)
+    for path, style in edited.items():
+        if styles.get(path) != style:
+            raise GulliverError(
+                f"tensor.modules[{path!r}]: {style!r}{lines[path]} is not possible beside the "
+                f"others: it would be {styles.get(path)!r}"
+            )
     return found
 
 
@@ -198,20 +203,6 @@ def _check_rules(plan: Plan, model: nn.Module) -> None:
         ends = {path.rpartition(".")[2] for path, _ in model.named_modules() if path}
         where = _lined(plan, join("tensor.rules", rule))
         raise GulliverError(f"{where} fits no module of the model: {nearest(rule, ends)}")
-
-
-def _line_of(plan: Plan, path: str) -> str:
-    line = plan.lines.get(join("tensor.modules", path))
-    return f" (line {line})" if line else ""
-
-
-def _check_edited(plan: Plan, found: dict[str, str], edited: dict[str, str]) -> None:
-    for path, style in edited.items():
-        if found.get(path) != style:
-            raise GulliverError(
-                f"tensor.modules[{path!r}]: {style!r}{_line_of(plan, path)} is not "
-                f"possible beside the others: it would be {found.get(path)!r}"
-            )
 
 
 def styles_of(plan: TensorPlan) -> dict[str, str]:
@@ -305,35 +296,11 @@ def _with_chunks(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Plan:
         )
         for layout, dtype, _ in found
     )
-    if not any(t.whole for t in sizes):  # else chunks end where their parts are even
-        _check_ends(plan, chunks, {t.name: t.numel * t.dtype.itemsize for t in sizes})
     return plan.with_zero(chunks=chunks)
 
 
-def _check_ends(plan: Plan, found: tuple[ChunkPlan, ...], sizes: Mapping[str, int]) -> None:
-    """Refuses chunks that end where no size of a chunk would end them: a person has moved tensors.
-
-    Chunks that another `chunk_bytes`, or another mesh, has made are cut anew, as is told.
-    """
-    given = plan.chunks
-    if not plan.lines or [c.tensors for c in given] == [c.tensors for c in found]:
-        return
-    used = [sum(sizes.get(name, -1) for name in chunk.tensors) for chunk in given]
-    if used != [chunk.bytes - chunk.padding_bytes for chunk in given]:
-        return
-    least = max((u for u, c in zip(used, given, strict=True) if len(c.tensors) > 1), default=0)
-    for number, (chunk, after) in enumerate(itertools.pairwise(given)):
-        fits = used[number] + sizes[after.tensors[0]] <= least
-        if chunk.dtype == after.dtype and fits:
-            raise GulliverError(
-                f"{_lined(plan, f'zero.chunks[{number}].tensors')} ends before "
-                f"{after.tensors[0]!r}, and {plan.describe_field('zero.chunk_bytes')}: where a "
-                "chunk ends follows from its size; change the size, or the order of tensors"
-            )
-
-
 def _lined(plan: Plan, name: str) -> str:
-    return f"{name} (line {plan.lines[name]})" if name in plan.lines else name
+    return f"{name}{plan.line_text(name)}"
 
 
 def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> MemoryPlan:

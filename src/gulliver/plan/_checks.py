@@ -60,8 +60,7 @@ def _shown(plan: Plan, name: str) -> str:
         value = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     else:
         return plan.describe_field(name)
-    line = plan.lines.get(name)
-    return f"{name}: {value}" + (f" (line {line})" if line else "")
+    return f"{name}: {value}{plan.line_text(name)}"
 
 
 def _mesh(plan: Plan, ranks: int) -> Iterator[str]:
@@ -97,12 +96,10 @@ def _operators(plan: Plan) -> Iterator[str]:
     default = Plan()
     for name in ("tensor", "sequence", "pipeline", "recompute", "precision", "max_norm", "weights"):
         if getattr(plan, name) != getattr(default, name):
-            line = plan.lines.get(name)
-            place = f" (line {line})" if line else ""
             yield (
-                f"{_shown(plan, 'operators')} and {name}: given{place}: operators say themselves "
-                "how they are cut and what is computed again, and clipping is the loop's; leave "
-                f"{name} out"
+                f"{_shown(plan, 'operators')} and {name}: given{plan.line_text(name)}: operators "
+                "say themselves how they are cut and what is computed again, and clipping is the "
+                f"loop's; leave {name} out"
             )
     if plan.mesh.torus:
         yield (

@@ -132,8 +132,11 @@ class Plan:
         value: Any = self
         for part in name.split("."):
             value = value.get(part, 1) if isinstance(value, dict) else getattr(value, part)
-        place = f" (line {self.lines[name]})" if name in self.lines else ""
-        return f"{name}: {written(value)}{place}"
+        return f"{name}: {written(value)}{self.line_text(name)}"
+
+    def line_text(self, name: str) -> str:
+        """The line of a value, in brackets, to follow its name in a message; empty without one."""
+        return f" (line {self.lines[name]})" if name in self.lines else ""
 
     def to_values(self) -> dict[str, Any]:
         """Plain dicts and lists, as they stand in a file."""

@@ -107,9 +107,9 @@ def check_recompute(plan: Plan, model: nn.Module, stages: Stages | None) -> None
         raise GulliverError(NO_BLOCKS)
     for number, path in enumerate(plan.recompute):
         if path not in known:
-            line = plan.lines.get(f"recompute[{number}]", plan.lines.get("recompute"))
+            line = plan.line_text(f"recompute[{number}]") or plan.line_text("recompute")
             raise GulliverError(
-                f"recompute names {path!r}{f' (line {line})' if line else ''}, which is no block "
+                f"recompute names {path!r}{line}, which is no block "
                 f"of the model: {nearest(path, known)}"
             )
     if plan.mesh.of("pipeline") == 1:

@@ -12,7 +12,6 @@ A layout says how the value lies and how its gradient does, in two letters:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -79,8 +78,3 @@ def first_index(
             length //= size
             first += at * length
     return first
-
-
-def elements(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> int:
-    """Elements that a rank has of a value."""
-    return math.prod(local_shape(shape, layout, sizes))

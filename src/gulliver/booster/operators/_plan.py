@@ -279,18 +279,14 @@ class _Compiler:
             here = given[index] if index < len(given) else "the end"
             there = wanted[index] if index < len(wanted) else "the end"
             raise GulliverError(
-                f"{where}[{index}]: {here!r}{self._at(f'{where}[{index}].operator')} is not what "
-                f"the model computes there, {there!r}: the plan is of another model, or batch"
+                f"{self._line(f'{where}[{index}].operator', repr(here))} is not what the model "
+                f"computes there, {there!r}: the plan is of another model, or batch"
             )
         for index, (node, choice) in enumerate(zip(numbers, row.operators, strict=True)):
             self.chosen[node], self.told[node] = choice, f"{where}[{index}]"
 
     def _line(self, place: str, value: str) -> str:
-        return f"{place}: {value}{self._at(place)}"
-
-    def _at(self, place: str) -> str:
-        line = self.plan.lines.get(place)
-        return f" (line {line})" if line else ""
+        return f"{place}: {value}{self.plan.line_text(place)}"
 
     def program(self) -> Program:
         """The program."""
@@ -328,7 +324,7 @@ class _Compiler:
         if tuple(choice.along) != self.names:
             place = f"{where}.along"
             raise GulliverError(
-                f"{place}: {', '.join(choice.along)}{self._at(place)} and "
+                f"{place}: {', '.join(choice.along)}{self.plan.line_text(place)} and "
                 f"{self.plan.describe_field('mesh.axes')}: an operator lies along "
                 f"{', '.join(self.names)}"
             )
