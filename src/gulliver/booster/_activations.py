@@ -1,4 +1,4 @@
-"""What becomes of activations under a memory limit: kept, computed again in backward, or moved.
+"""Keeps, recomputes or offloads activations under a memory limit.
 
 `plan_activations` decides where a plan leaves it open. For several amounts of room it asks
 `gulliver.solve.choose_activations` what becomes of each block: what activations do not take, state
@@ -46,7 +46,7 @@ STEPS = 3
 def plan_activations(
     plan: Plan, model: nn.Module, state: Callable[[], StateBytes], rates: TierRates | None
 ) -> Plan:
-    """Decides what becomes of activations, where that is left open, and which blocks it is done to.
+    """Chooses which blocks are kept, recomputed or offloaded, where the plan leaves it open.
 
     Args:
         plan: choices, with tiers.
@@ -104,7 +104,7 @@ def _check_offload(tiers: Tiers, model: nn.Module) -> None:
 
 
 def _by_share(plan: Plan, model: nn.Module) -> Plan:
-    """Computes blocks again where all activations would take most of the limit."""
+    """Recomputes blocks if all activations would take most of the limit."""
     work, limit = plan.work, _tiers(plan).limit
     known = work.peak or work.activations
     mode = "recompute" if known > limit * MOSTLY and recomputable_blocks(model) else "keep"
@@ -117,7 +117,7 @@ def _by_share(plan: Plan, model: nn.Module) -> Plan:
 
 
 def _chosen(plan: Plan, model: nn.Module, state: StateBytes, rates: TierRates | None) -> Plan:
-    """Chooses for each block, with the room for activations that takes the least seconds."""
+    """Chooses for each block, with the activation budget that takes the fewest seconds."""
     tiers, work = _tiers(plan), plan.work
     again = set(recomputable_blocks(model))
     paths = [block.path for block in work.blocks if block.path]
@@ -159,7 +159,7 @@ def _best(
     rates: TierRates | None,
     allowed: Sequence[Choice],
 ) -> tuple[float, ActivationChoice] | None:
-    """The least predicted seconds and the choice that takes them; None where nothing fits."""
+    """The least predicted seconds and their choice; None if nothing fits."""
     endless = Replay(state, ENDLESS, True, tiers, "farthest")
     for _ in range(2):
         endless.step()
@@ -189,7 +189,7 @@ def _best(
 def _pass_costs(
     state: StateBytes, tiers: Tiers, budget: int, work: Work, rates: TierRates | None
 ) -> tuple[PassCosts, float]:
-    """Seconds of each pass with what state moves in it, and those of the update."""
+    """Seconds of each pass with its state traffic, and of the update."""
     backward = work.backward_s + (work.update_s if tiers.step_in_backward else 0.0)
     if rates is None:
         return PassCosts(work.forward_s, backward), 0.0
@@ -218,7 +218,7 @@ def _pass_costs(
 def take_activations(
     plan: Plan, model: nn.Module, optimizer: ZeroOptimizer, manager: Manager | None
 ) -> None:
-    """Lets a manager have the activations that a plan says."""
+    """Hands the offloaded activations of a plan to a manager."""
     tiers = plan.tiers
     if manager is None or tiers is None:
         return

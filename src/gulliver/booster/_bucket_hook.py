@@ -1,4 +1,4 @@
-"""Wire formats of a plan as they run: of the chunks of ZeRO, and of the buckets of DDP."""
+"""Wire formats at run time: ZeRO's chunks and DDP's buckets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gulliver.precision.wire import WireFormat, wire_format
 
 
 def zero_wires(plan: Plan) -> ZeroWires:
-    """The formats of chunks."""
+    """Wire formats of ZeRO's chunks."""
     wire = plan.wire
     reduce, gather = wire_format(wire.reduce), wire_format(wire.gather)
     return ZeroWires(reduce, gather, wire.error_feedback, wire.gate)
@@ -81,14 +81,14 @@ class BucketHook:
         return lost
 
     def lost(self) -> dict[str, torch.Tensor]:
-        """What packing has lost of this rank's gradients so far, by parameter."""
+        """Accumulated packing errors of this rank's gradients, by parameter."""
         found = dict(self._given)
         for views, _ in self._lost.values():
             found |= views
         return found
 
     def take_lost(self, found: Mapping[str, torch.Tensor]) -> None:
-        """Goes on with what packing has lost, by parameter; what was lost here is forgotten."""
+        """Restores packing errors by parameter, replacing those here."""
         self._lost, self._given = {}, dict(found) if self.feeds else {}
 
     def _compare(

@@ -1,4 +1,4 @@
-"""What a batch costs one process, estimated from a model's sizes: nothing of it is there.
+"""Estimates the costs of a batch in one process from a model's sizes.
 
 Where a model can be run, `_measure.py` measures the same. The estimate counts the products of
 matrices, and the attention of transformers. Where ranks compute here, a block of each kind is timed
@@ -44,7 +44,7 @@ def estimate_work(
     room: int | None = None,
     limited: bool = False,
 ) -> Work:
-    """Estimates what a step of a model of tokens computes."""
+    """Estimates the costs of a step of a language model."""
     work = _computed(model, optimizer, device, batch, length, precision)
     if getattr(model, "config", None) is None:
         return work
@@ -57,7 +57,7 @@ def estimate_work(
 
 
 def _timed(work: Work, model: nn.Module, seconds: Mapping[str, tuple[float, float]]) -> Work:
-    """Work of a model whose blocks were timed; what is outside of them takes its share as counted.
+    """Work of a model with timed blocks; the rest is scaled by its parameters.
 
     Args:
         work: what was counted.
@@ -82,7 +82,7 @@ def _timed(work: Work, model: nn.Module, seconds: Mapping[str, tuple[float, floa
 def estimate_sample(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any, precision: str
 ) -> Work:
-    """Estimates what a sample costs a model on meta, for which nothing can be measured."""
+    """Estimates the costs of a sample for a model on meta."""
     batch = samples_of(sample)
     # Rows that matrices multiply: numbers of words, or vectors.
     rows = (t.numel() // (t.shape[-1] if t.is_floating_point() else 1) for t in tensors_of(sample))
@@ -127,7 +127,7 @@ def _computed(
 
 
 def _multiplied(model: nn.Module) -> int:
-    """Elements of the matrices that hidden states are multiplied by."""
+    """Elements of the matrices that multiply hidden states."""
     tables = {
         p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(False)
     }

@@ -1,4 +1,4 @@
-"""What a batch costs one process: measured on the whole model, which is left as it was.
+"""Measures the costs of a batch in one process; the model is left as it was.
 
 Seconds of forward, backward and an update, and the bytes from which messages follow. It does not
 know how the model will be cut.
@@ -83,7 +83,7 @@ def samples_of(sample: Any) -> int:
 def with_peaks(
     work: Work, model: nn.Module, sample: Any, autocast: torch.dtype | None, activations: str
 ) -> Work:
-    """Returns the work of a batch, with the most bytes of a step that are no state."""
+    """The work of a batch with the peak bytes of a step that are not state."""
     # The step is followed with shapes alone; 0 is what cannot be followed, or not recomputed.
     plain = follow_sample(model, sample, autocast)
     seconds = {block.path: block.forward_s for block in work.blocks}
@@ -120,7 +120,7 @@ def follow_sample(
     again: Sequence[str] = (),
     offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
-    """Follows a step of a sample with shapes alone, blocks recomputed and off-loaded as named."""
+    """Follows a step with fake tensors, with the named blocks recomputed or offloaded."""
     args = () if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else (sample,)
     kwargs = sample if isinstance(sample, Mapping) else {}
     offering = recomputable_blocks(model)
@@ -190,7 +190,7 @@ def _sizes_of(
     blocks: tuple[str, ...],
     sizes: dict[str, list[int]],
 ) -> Iterator[None]:
-    """Notes what goes into and comes out of the modules between which ranks send."""
+    """Records input and output sizes of modules at which ranks communicate."""
     watched: list[tuple[str, Callable[..., None]]] = []
 
     def out_of(*kinds: str) -> Callable[..., None]:
@@ -225,7 +225,7 @@ def _inside(path: str, others: Iterable[str]) -> bool:
 
 
 def entries_of(tensor: TensorPlan | None) -> list[str]:
-    """Paths of modules that are given whole tensors and compute a part of what follows."""
+    """Paths of modules that take whole tensors and compute a part of the output."""
     if tensor is None:
         return []
     columns = [path for path, placed in tensor.modules.items() if placed.how.kind == "column"]
@@ -241,7 +241,7 @@ def shared_paths(tensor: TensorPlan | None) -> list[str]:
 
 @contextmanager
 def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterator[dict[str, float]]:
-    """Seconds of a forward that modules take, by the name of their list; none lies in another."""
+    """Seconds of a forward spent in disjoint lists of modules, by name."""
     found, begun, handles = dict.fromkeys(paths, 0.0), dict[tuple[str, str], float](), []
     device = next(model.parameters()).device
 
@@ -268,7 +268,7 @@ def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterato
 
 @contextmanager
 def _in_fp8(model: nn.Module, fp8: Fp8Plan | None) -> Iterator[None]:
-    """Lets layers keep for backward what they will keep, as FP8 of the hardware at hand or not."""
+    """Converts layers to (emulated) FP8, so that they save what they will save in a run."""
     if fp8 is None or not fp8.layers:
         yield
         return
@@ -283,7 +283,7 @@ def _in_fp8(model: nn.Module, fp8: Fp8Plan | None) -> Iterator[None]:
 
 @contextmanager
 def _counted(model: nn.Module) -> Iterator[list[int]]:
-    """Bytes of what forward keeps for backward, each storage once; parameters are not counted."""
+    """Bytes that forward saves for backward, each storage once, without parameters."""
     found, seen = [0], {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(value: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ def _counted(model: nn.Module) -> Iterator[list[int]]:
 
 
 def _measured_update(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> float:
-    """Seconds of a step of all parameters, from a step of some of them by an optimizer alike."""
+    """Seconds of an optimizer step, extrapolated from a step of some parameters."""
     if optimizer is None:
         return 0.0
     trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
@@ -337,5 +337,5 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def _nbytes(value: Any) -> int:
-    """Size of the largest tensor of what a module takes or gives."""
+    """Bytes of the largest floating-point tensor of nested values."""
     return max((t.nbytes for t in tensors_of(value) if t.is_floating_point()), default=0)

@@ -90,7 +90,7 @@ def predict(resolved: ResolvedPlan, cluster: Cluster | None = None) -> ResolvedP
 
 
 def with_work(resolved: ResolvedPlan, sample: Any) -> Plan:
-    """A plan with what a sample costs: measured here, or estimated for a model on meta."""
+    """A plan with the costs of a sample: measured here, or estimated for a model on meta."""
     plan, model, optimizer = resolved.plan, resolved.model, resolved.optimizer
     autocast = PRECISIONS.get(plan.precision.autocast)
     tensor, blocks = resolved.tensor, _blocks(resolved)
@@ -110,7 +110,7 @@ def with_work(resolved: ResolvedPlan, sample: Any) -> Plan:
 
 @contextmanager
 def _as_it_runs(plan: Plan) -> Iterator[None]:
-    """Measures under a limit as a step runs there, where freed memory goes back to the system."""
+    """Measures as under a memory limit, where freed memory returns to the system."""
     freed = FreedMemory() if plan.limited else None
     try:
         yield
@@ -120,7 +120,7 @@ def _as_it_runs(plan: Plan) -> Iterator[None]:
 
 
 def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
-    """A plan with the most bytes of a step that does with each block what was chosen for it."""
+    """A plan with the peak bytes of a step with mixed activation choices."""
     tiers = plan.tiers
     if tiers is None or tiers.activations != "mixed":
         return plan
@@ -132,7 +132,7 @@ def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
 def tiered_step(
     resolved: ResolvedPlan, cluster: Cluster, seconds: Seconds
 ) -> tuple[Moved, Seconds, int]:
-    """Returns moves between memories, seconds of a step that waits for them, and other bytes."""
+    """Traffic between tiers, seconds of a step with its waits, and bytes that are not state."""
     plan = resolved.plan
     work, tiers = rank_work(resolved), plan.tiers
     assert tiers is not None, "the plan has a limit"
@@ -152,7 +152,7 @@ def _blocks(resolved: ResolvedPlan) -> tuple[str, ...]:
 
 
 def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]]:
-    """Size and link of each axis that has several ranks; ``replicas`` are those of ZeRO."""
+    """Size and link of each axis with several ranks; ``replicas`` are those of ZeRO."""
     sizes = [plan.mesh.of(name) for name in AXES]
     several = [name for name, size in zip(AXES, sizes, strict=True) if size > 1]
     # Links need a cluster as large as the mesh; another one is taken for a part of it.
@@ -168,7 +168,7 @@ def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]
 
 
 def free_share(device: Device, ranks: int) -> float:
-    """Share of messages that travel without a core that computes."""
+    """Share of communication that needs no compute core."""
     if device.overlap is not None:
         return device.overlap
     busy = ranks * torch.get_num_threads()
@@ -177,7 +177,7 @@ def free_share(device: Device, ranks: int) -> float:
 
 
 def _computed(plan: Plan, share: float) -> float:
-    """Share of one process's seconds that a rank computes, all stages together."""
+    """Share of one process's compute on a rank, summed over stages."""
     # [Note: what tensor ranks do not divide] Norms, sums with what passes a block by, and rotary
     # embeddings see whole hidden states on every tensor rank. They have few parameters and take a
     # tenth of a forward's seconds or more, so seconds are divided by where they were spent.
@@ -188,7 +188,7 @@ def _computed(plan: Plan, share: float) -> float:
 
 
 def attention_sends(plan: Plan, model: nn.Module) -> Volume:
-    """Bytes that a rank sends in one attention of the whole batch."""
+    """Bytes sent by each rank in one attention of the whole batch."""
     work, degree = plan.work, plan.mesh.of("sequence")
     if degree == 1 or not work.samples:
         return Volume()
@@ -274,7 +274,7 @@ def _costs(
 
 
 def passes(work: Work, share: float, tensor: int, times: int) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of a batch in parts, all stages together."""
+    """Seconds of the forward and the backward of a batch in micro-batches, summed over stages."""
     # [Note: what does not shrink] Ranks that share a model, and micro-batches, divide what is
     # multiplied. Each of them launches every operation all the same, and reads all weights of its.
     least = times * work.weights_s / tensor
@@ -301,7 +301,7 @@ def by_kind(costs: StepCosts) -> Seconds:
 def _pipelined(
     plan: Plan, links: dict[str, list[tuple[int, Link]]], forward: float, backward: float
 ) -> tuple[float, float]:
-    """Seconds that the rank which computes most waits, and its share of the work."""
+    """Bubble seconds of the busiest rank, and its share of the work."""
     line, ranks = plan.pipeline, plan.mesh.of("pipeline")
     if not forward:
         return 0.0, sum(line.shares[::ranks])
@@ -320,7 +320,7 @@ def _pipelined(
 
 
 def hop_message(links: dict[str, list[tuple[int, Link]]], count: int) -> Message:
-    """A message between two stages, which the later one waits for while others compute."""
+    """A message between two pipeline stages."""
     return Message("sends", count, links["pipeline"])
 
 
@@ -332,7 +332,7 @@ def model_messages(
     own: float,
     attention: Volume,
 ) -> Iterator[Message]:
-    """Messages between ranks that share a model, of the whole batch."""
+    """Messages between ranks that share a model, for the whole batch."""
     work, sequence, degree = plan.work, plan.sequence, plan.mesh.of("sequence")
     if "tensor" in links:
         line = links["tensor"]
@@ -410,7 +410,7 @@ def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) ->
 def zero_messages(
     stage: int, kind: str, size: int, number: float, line: Sequence[tuple[int, Link]], times: int
 ) -> Iterator[Message]:
-    """Equal messages of ZeRO, by the pass that they travel beside."""
+    """ZeRO's messages of one size, by the pass that hides them."""
     gathers = kind == "all_gather"
     # Stages that keep no whole gradients reduce them after every backward.
     once = stage < 2 or (stage == 2 and gathers)
@@ -426,7 +426,7 @@ def zero_messages(
 
 
 def _activations(plan: Plan, share: float, blocks: int) -> int:
-    """Bytes that a rank keeps for backward; of a pipeline those of the micro-batches under way."""
+    """Activation bytes of a rank; with a pipeline, of the micro-batches in flight."""
     again = len(plan.recompute) / blocks if blocks else 0.0
     inputs = plan.work.hidden_bytes * len(plan.recompute)
     kept = share * (plan.work.activations * (1 - again) + inputs)

@@ -1,4 +1,4 @@
-"""What each rank of a plan has of a model: its tensors, its chunks, and the work of a step.
+"""Tensors, chunks and work of each rank of a plan.
 
 Ranks of one pipeline have other layers, and those of a tensor axis may have parts of other sizes;
 what is planned of memory is planned for the rank that needs most of it (`largest_residency`).
@@ -47,7 +47,7 @@ layers by, norms, masks."""
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A plan and how its model is cut, computed once; all that predicts and runs takes it."""
+    """A plan with the cut of its model, computed once for prediction and execution."""
 
     # Choices, and results as far as they are known.
     plan: Plan
@@ -64,11 +64,11 @@ class ResolvedPlan:
     )
 
     def with_plan(self, plan: Plan) -> ResolvedPlan:
-        """The same cut with a plan that differs in other choices, or in results."""
+        """The same cut with a plan that differs in choices that do not cut, or in results."""
         return replace(self, plan=plan)
 
     def sizes(self, place: tuple[int, int] = (0, 0)) -> list[TensorSize]:
-        """Parameters of the rank at a place on the pipeline and the tensor axis; see below."""
+        """Parameters of the rank at a place on the pipeline and the tensor axis."""
         if place not in self._sizes:
             self._sizes[place] = _tensor_sizes(self, place)
         return self._sizes[place]
@@ -86,7 +86,7 @@ def rank_state(resolved: ResolvedPlan, place: tuple[int, int]) -> StateBytes:
 
 
 def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
-    """Names of a model's parameters as a forward reads them, where chunks are to lie so."""
+    """Parameter names in the order of a forward, if chunks follow that order."""
     # A tied one is there at each of its names. That is where several ranks gather them, which they
     # do in one order: a chunk that is used before others that precede it brings those along, so the
     # first step, of whose order nothing is known, would hold nearly the whole model.
@@ -100,7 +100,7 @@ def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def _forward_order(model: nn.Module) -> list[str]:
-    """Names of parameters as a forward reads them, a tied one at each of its names."""
+    """Parameter names in the order of a forward; a tied one at each of its names."""
     # Blocks of transformers have norms that are registered behind the layers before or around which
     # they run.
     named = list(model.named_parameters(remove_duplicate=False))
@@ -112,7 +112,7 @@ def _forward_order(model: nn.Module) -> list[str]:
 
 
 def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """Names of a block in order: norms that follow all layers stand before, or around, each."""
+    """Names of a block in order; norms registered after all layers move next to them."""
     children = dict[str, list[str]]()
     small = dict[str, bool]()
     for name, parameter in found:
@@ -131,7 +131,7 @@ def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
 
 
 def rank_states(resolved: ResolvedPlan) -> list[StateBytes]:
-    """States of all ranks that differ."""
+    """Distinct states of all ranks."""
     found = (rank_state(resolved, place) for place in places(resolved.plan))
     return list(dict.fromkeys(found))
 
@@ -147,7 +147,7 @@ def places(plan: Plan) -> dict[tuple[int, int], int]:
 def largest_residency(
     states: Sequence[StateBytes], tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> Residency:
-    """Residency of the rank that needs most memory at once; an error names the least for all."""
+    """Residency of the rank that needs most memory; errors name the least limit for all."""
     ordered = sorted(states, key=lambda state: -least_bytes(state, tiers))
     first, *_ = (find_residency(state, tiers, work, policy) for state in ordered)
     return first
@@ -197,14 +197,14 @@ def rank_work(resolved: ResolvedPlan) -> Work:
 
 
 def _again_s(plan: Plan) -> float:
-    """Seconds of what backward computes again."""
+    """Seconds of recomputation in backward."""
     work, again = plan.work, set(plan.recompute)
     known = [block.forward_s for block in work.blocks if block.path in again]
     return sum(known) if known or not again else (work.share_blocks or 1.0) * work.forward_s
 
 
 def _again_share(plan: Plan) -> float:
-    """Share of a forward's operations that backward launches again."""
+    """Share of a forward's operations that are recomputed."""
     return (plan.work.share_blocks or 1.0) if plan.recompute else 0.0
 
 
@@ -246,7 +246,7 @@ def _tensor_sizes(resolved: ResolvedPlan, place: tuple[int, int]) -> list[Tensor
 
 
 def _turns(plan: Plan, model: nn.Module) -> dict[nn.Parameter, list[int]]:
-    """Places of parameters in the order of use, where a tied one has several."""
+    """Positions of parameters in the order of use; a tied one has several."""
     known = dict(model.named_parameters(remove_duplicate=False))
     turns: dict[nn.Parameter, list[int]] = {}
     for turn, name in enumerate(order_of_use(plan, model) or _forward_order(model)):
@@ -272,7 +272,7 @@ def cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, ran
 
 
 def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
-    """Bytes of a rank's chunks, and of what the optimizer keeps of each, at most with a limit."""
+    """Sizes of a rank's chunks and of their optimizer state."""
     zero = plan.zero
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
@@ -312,7 +312,7 @@ def _chunk_bytes(
     trained: set[str],
     ranks: int,
 ) -> tuple[ChunkBytes, tuple[int, ...]]:
-    """Bytes of a chunk, and of each tensor that the optimizer keeps of it on one of some ranks."""
+    """Bytes of a chunk, and of each tensor of its optimizer state."""
     names = tuple(slot.name for slot in layout.slots)
     is_trained = names[0] in trained
     home = shard_dtype(dtype, is_trained)
@@ -332,13 +332,13 @@ def _chunk_bytes(
 
 
 def _shown_bytes(wires: ZeroWires, layout: ChunkLayout, dtype: torch.dtype) -> int:
-    """Bytes of a shard as all ranks have it, which is kept where changes of it travel packed."""
+    """Bytes of the copy of a shard as other ranks see it, kept where parameters travel packed."""
     packed = wires.of_parameters(layout.parts, layout.part_size, dtype) is not IDENTITY
     return layout.part_size * dtype.itemsize * packed
 
 
 def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
-    """Names in the order of use: the model's, unless chunks lie in another, which a person gave."""
+    """Names in the order of use: the model's, unless the plan orders chunks otherwise."""
     kinds = {tensor.name: (tensor.trained, tensor.sleeping) for tensor in sizes}
     inside = set(laid_out)
     for kind in set(kinds.values()):
@@ -351,7 +351,7 @@ def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
 
 
 def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], ...]:
-    """Sizes of the activations that leave, by the last chunk that their block uses."""
+    """Sizes of offloaded activations, by the last chunk that their block uses."""
     # A block is known by the size of all its activations and of the largest: they are taken for
     # equal ones of that size.
     tiers = plan.tiers

@@ -1,4 +1,4 @@
-"""Steps of training under a memory limit, replayed with chunks that are plain numbers.
+"""Replays training steps under a memory limit, with chunks as plain numbers.
 
 The replay asks the very rules by which the memory manager decides (`gulliver.solve.Replacement`):
 so bytes that a plan says will move are those that move. Nothing is allocated, and a model may be on
@@ -48,7 +48,7 @@ WINDOW = 2
 
 @dataclass
 class Coming:
-    """A move of an object."""
+    """A move of an object between tiers."""
 
     key: Key
     # Bytes that are moved, in whole pages; 0 where memory is made, and nothing is read.
@@ -63,7 +63,7 @@ class Coming:
 
 @dataclass
 class Seen:
-    """A visit as it was replayed."""
+    """A replayed use of a chunk."""
 
     # Part of the step.
     phase: str
@@ -77,14 +77,14 @@ class Seen:
     held: dict[str, int] = field(default_factory=dict)
 
     def note(self, counter: ByteCounter) -> None:
-        """Notes what is held now, if it is most."""
+        """Keeps the largest holdings so far."""
         if counter.total > sum(self.held.values()):
             self.held = dict(counter.live)
 
 
 @dataclass
 class Held:
-    """What a memory holds while it is replayed."""
+    """Contents of a tier during a replay."""
 
     core: Replacement
     # Objects in it.
@@ -97,7 +97,7 @@ class Held:
     coming: dict[Key, tuple[Coming, int]] = field(default_factory=dict)
 
     def move(self, move: Move, key: Key, size: int, visits: int) -> Coming | None:
-        """Moves an object; what that takes, if it comes or is written."""
+        """Moves an object; returns the transfer, if there is one."""
         if move in (Move.LOAD, Move.MAKE):
             self.keys.add(key)
             self.bytes += size
@@ -114,7 +114,7 @@ class Held:
         return Coming(key, size, True) if move is Move.WRITE else None
 
     def used(self, key: Key, visits: int) -> None:
-        """Notes how many visits a move had until the use of its object."""
+        """Records how many visits passed from a move to the use of its object."""
         if key in self.coming:
             coming, sent = self.coming.pop(key)
             coming.until = visits - sent
@@ -173,7 +173,7 @@ class Replay:
 
     @property
     def minimum(self) -> int:
-        """Bytes that were needed at once so far."""
+        """Most bytes needed at once so far."""
         return self._core.minimum
 
     def step(self) -> list[Seen]:
@@ -273,7 +273,7 @@ class Replay:
         return ("collected" if self.state.is_gathered(number) else "gradient", number)
 
     def _reduce(self, number: int, begun: bool) -> None:
-        """Sends what was added up to the shards."""
+        """Reduces accumulated gradients to the shards."""
         self.use(self._sum(number), write=begun, fresh=not begun)
         if self.state.is_gathered(number):
             self.use(("gradient", number), fresh=True)
@@ -283,7 +283,7 @@ class Replay:
             self.forget(("collected", number))
 
     def _enter(self, number: int) -> None:
-        """Lets go of what a module no longer needs; uses the parameters of a chunk."""
+        """Releases what is no longer in use; uses the parameters of a chunk."""
         if number in self._entered:
             return
         first, last = self._together[number]
@@ -306,13 +306,13 @@ class Replay:
             self.done(("home", number))
 
     def keep(self, number: int) -> None:
-        """Takes the activations that leave once a chunk was used."""
+        """Offloads the activations of a chunk after its use."""
         for key in self._activations(number):
             self.use(key, fresh=True)
             self.done(key)
 
     def restore(self, number: int) -> None:
-        """Gives them back to backward."""
+        """Fetches them for backward."""
         for key in reversed(self._activations(number)):
             self.use(key)
             self.done(key)
@@ -337,7 +337,7 @@ class Replay:
             self._land(landed)
 
     def _land(self, number: int) -> None:
-        """A gradient is complete; the chunk is stepped, where that is done in backward."""
+        """Completes a gradient; steps the chunk if steps run in backward."""
         self._collected.remove(number)
         if self.state.chunks[number].copied:
             self.use(("gradient", number), fresh=True)
@@ -422,7 +422,7 @@ class Replay:
             self.decides = self._seen[-1].chunk
 
     def visit(self, phase: str, number: int) -> None:
-        """Notes which part of a step begins, and at which chunk it is."""
+        """Begins a visit of a chunk in a phase."""
         self._visits += 1
         self._seen.append(Seen(phase, number))
         self._seen[-1].note(self.counter)
@@ -453,7 +453,7 @@ class Replay:
 
 
 class SeveralRanks(StepReplay):
-    """Steps of a rank that has others, by the rules of the engines that gather and reduce."""
+    """Steps of one of several ranks, by the rules of ZeRO's gathers and reductions."""
 
     def __init__(self, replay: Replay, in_flight: int) -> None:
         state = replay.state
@@ -518,7 +518,7 @@ class SeveralRanks(StepReplay):
         self._replay.done(("gradient", chunk.number))
 
     def _step(self) -> None:
-        """Steps what backward has not."""
+        """Steps the chunks that backward has not stepped."""
         self._sent.clear()
         for chunk in self._unstepped[:]:
             self._replay.visit(UPDATE, chunk.number)
@@ -559,7 +559,7 @@ class MicroBatches(SeveralRanks):
         yield "prefetched", -1
 
     def _backward(self, names: tuple[str, ...]) -> Iterator[Event]:
-        """Uses and gradients of a micro-batch; each chunk's rest when all of it has come."""
+        """Uses and gradients of a micro-batch; a chunk rests when its gradients are complete."""
         left = {number: set(self.chunks[number].size.names) for number in self._homes.values()}
         first = {name: place for place, name in reversed(list(enumerate(names)))}
         for uses, members in backward_uses(names, self._replay.state.blocks):

@@ -1,4 +1,4 @@
-"""What of a model's state stays in the first memory, what comes and goes, and what that takes.
+"""Which state stays on the device, which moves, and what that costs.
 
 `find_residency` replays a step of a plan (`_replay.py`), puts what moves in its place
 (`Plan.predicted.moved`), and refuses a limit that is too small, naming the least one that would do.
@@ -45,7 +45,7 @@ FEW, MANY = 8, 96
 
 @dataclass(frozen=True)
 class Residency:
-    """What a step does with the state of a rank, under a limit."""
+    """Residency of a rank's state over a step under a limit."""
 
     # State of a rank.
     state: StateBytes
@@ -59,7 +59,7 @@ class Residency:
     moved: Moved
 
     def seconds(self, work: Work, rates: TierRates) -> TieredSeconds:
-        """Seconds of a step: of three memories those of the slower link."""
+        """Seconds of a step; with three tiers those of the slower link."""
         found = tiered_seconds(_visits(self.visits, work, self.state), rates)
         if rates.behind is None:
             return found
@@ -79,14 +79,14 @@ def other_bytes(tiers: Tiers, work: Work) -> int:
 
 
 def least_bytes(state: StateBytes, tiers: Tiers) -> int:
-    """Least bytes of the first memory that the state of a rank can do with."""
+    """Least bytes of device memory that the state of a rank needs."""
     least, _, most = _least(state, tiers)
     return least if tiers.host or tiers.disk is not None else most
 
 
 @lru_cache(maxsize=KNOWN)
 def _least(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
-    """Bytes in use at once at least, the number of the chunk that decides, and bytes of all."""
+    """Least bytes in use at once, the chunk that decides that, and bytes of all state."""
     endless = _endless(state, tiers)
     # A backward that only adds up steps nothing, and one that clips waits.
     waiting = replace(tiers, step_in_backward=False)
@@ -143,7 +143,7 @@ def find_residency(
 
 
 def largest_made(state: StateBytes) -> tuple[int, int]:
-    """Bytes that the making of a chunk takes at most, of it and its shard, and its number."""
+    """Most bytes needed to make a chunk and its shard, and the chunk's number."""
     made = (whole_pages(chunk.whole) + whole_pages(chunk.shard) for chunk in state.chunks)
     return max(((size, number) for number, size in enumerate(made)), default=(0, 0))
 
@@ -160,14 +160,14 @@ def _needs(replay: Replay) -> int:
 
 
 def _again(state: StateBytes) -> int:
-    """Bytes that several ranks need beside, where modules run in another order than is planned."""
+    """Extra bytes on several ranks when modules run out of planned order."""
     # Then a chunk comes again and stays. The rest of what stays so has the room of gradients that
     # would travel, which land early where there is none.
     return max((c.whole + c.shard for c in state.chunks), default=0) if state.parts > 1 else 0
 
 
 def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, needed: bool) -> None:
-    """Refuses a disk, or host memory, without a place for each object: any may have to leave."""
+    """Refuses tiers that cannot hold every object, since any may have to leave."""
     # So may whole gradients, where those of several backwards are added up.
     named = [f"disk={tiers.disk!r}"] if tiers.disk is not None else []
     named += ["host_limit"] if tiers.host else []
@@ -181,7 +181,7 @@ def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, nee
 
 
 def _check_host(state: StateBytes, tiers: Tiers) -> None:
-    """Refuses host memory that has no room for what is on its way between device and disk."""
+    """Refuses host memory without room for transfers between device and disk."""
     largest = max((whole_pages(one.nbytes) for one in state.objects()), default=0)
     least, beyond = largest, state.reserved - tiers.disk_bytes
     if beyond > 0:
@@ -195,7 +195,7 @@ def _check_host(state: StateBytes, tiers: Tiers) -> None:
 
 
 def _named(state: StateBytes, number: int) -> str:
-    """A chunk, by what is in it."""
+    """Describes a chunk by its contents."""
     if not state.chunks:
         return "no chunk"
     chunk = state.chunks[number]
@@ -230,7 +230,7 @@ def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit
 
 
 def _passed(chunk: ChunkBytes, phase: str) -> int:
-    """Bytes of a chunk that are copied or compared in a visit, beside what computes with them."""
+    """Bytes of a chunk that are copied or compared in a visit, in addition to compute."""
     # Parameters are summed as they come and as they go, to notice writes to them; gradients are
     # copied to their places: what is written without having been read counts twice.
     gathered = (chunk.shard + 2 * chunk.whole) * chunk.copied
@@ -240,7 +240,7 @@ def _passed(chunk: ChunkBytes, phase: str) -> int:
 
 
 def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
-    """The links to what lies behind the first memory; None where nothing does, or is known."""
+    """Rates of the slower tiers; None if there are none, or they are not known."""
     disk = disk_rates(cluster) if tiers.disk is not None else None
     host = host_rates(cluster.device) if tiers.host else None
     return disk if host is None else replace(host, behind=disk)
@@ -249,7 +249,7 @@ def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
 def priced(
     found: Residency, tiers: Tiers, work: Work, cluster: Cluster
 ) -> tuple[Moved, TieredSeconds | None]:
-    """Returns the moves with their seconds, what a step waits for and the price of memory."""
+    """The moves with their bottleneck and the price of memory, and the seconds of a step."""
     rates = tier_rates(tiers, cluster)
     if rates is None:
         return found.moved, None
@@ -262,6 +262,6 @@ def priced(
 
 
 def chunk_sizes(whole: int) -> list[int]:
-    """Sizes of chunks to try, in bytes: powers of two, so that there are neither few nor many."""
+    """Chunk sizes to try, in bytes: powers of two that give a reasonable number of chunks."""
     sizes = [2**power for power in range(12, 31)]
     return [size for size in sizes if FEW <= whole / size <= MANY] or sizes[:1]

@@ -1,4 +1,4 @@
-"""Fills in what follows from the choices of a plan, given a model: nothing is changed by it.
+"""Derives the results of a plan's choices for a model; the model is not changed.
 
 `resolve` is asked by every plugin and for every plan that was read from a file, with the same
 answer in one process as in a world of ranks. What a file says of a result is not used; where the
@@ -57,7 +57,7 @@ def resolve(
     optimizer: torch.optim.Optimizer | None,
     cluster: Cluster | None = None,
 ) -> ResolvedPlan:
-    """A plan with all that follows from its choices for a model."""
+    """Resolves a plan for a model: cuts, chunks and predicted bytes."""
     model = unwrapped(model)
     plan = replace(plan, model=_model(plan, model, optimizer))
     if plan.operators is not None:
@@ -92,7 +92,7 @@ def resolve(
 
 
 def _of_fullest(resolved: ResolvedPlan) -> Predicted:
-    """Bytes of the rank that holds most; cuts of blocks and tensors make ranks differ."""
+    """Predicted bytes of the fullest rank."""
     plan, held = resolved.plan, dict[int, MemoryPlan]()
     tiers = plan.tiers
     if tiers is not None:
@@ -112,7 +112,7 @@ def _of_fullest(resolved: ResolvedPlan) -> Predicted:
 
 
 def _check_kept(plan: Plan, model: nn.Module) -> None:
-    """Refuses paths at which nothing is kept."""
+    """Refuses `precision.kept` paths without parameters."""
     paths = dict(model.named_modules())
     own = {
         path
@@ -143,7 +143,7 @@ def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
-    """How tensors are cut over the tensor axis; None where they are not."""
+    """How tensors are cut over the tensor axis; None if they are not."""
     # Styles that differ from what is known of the model are a person's, and become rules.
     size, layout = plan.mesh.of("tensor"), plan.tensor
     if size == 1:
@@ -191,14 +191,14 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
 
 
 def _unfit_rules(plan: Plan, model: nn.Module) -> list[str]:
-    """Rules that no module of the model fits."""
+    """Rules that match no module of the model."""
     paths = [path for path, _ in model.named_modules()]
     fits = {rule: any(best_match(p, {rule: ""}) for p in paths) for rule in plan.tensor.rules}
     return [rule for rule, found in fits.items() if not found]
 
 
 def _check_rules(plan: Plan, model: nn.Module) -> None:
-    """Refuses rules of a file that say nothing of the model."""
+    """Refuses rules of a file that match no module."""
     for rule in _unfit_rules(plan, model) if plan.lines else ():
         ends = {path.rpartition(".")[2] for path, _ in model.named_modules() if path}
         where = _lined(plan, join("tensor.rules", rule))
@@ -238,7 +238,7 @@ def sequence_plan(plan: Plan) -> SequencePlan:
 
 
 def _check_blocks(plan: Plan, model: nn.Module, stack: Stack) -> None:
-    """Refuses what is known not to be so of the blocks, before any of them runs."""
+    """Refuses wrong declarations about blocks before any of them runs."""
     line = plan.pipeline
     known = stack_of(model, line.blocks).extra if line.extra != -1 else -1
     if known not in (-1, line.extra):
@@ -304,7 +304,7 @@ def _lined(plan: Plan, name: str) -> str:
 
 
 def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> MemoryPlan:
-    """Bytes of model state that a rank holds at the peak."""
+    """Peak bytes of model state on a rank."""
     trained = [t for t in sizes if t.trained]
     zero = plan.zero
     if zero is None:
@@ -336,7 +336,7 @@ RESULTS = ("model", "predicted", "reasons")
 
 
 def differences(given: Plan, found: Plan) -> str | None:
-    """What a file says of results that are others, in a line; None where it says the same."""
+    """A line about results in a file that differ from the computed ones; None if none do."""
     if not given.lines:
         return None
     names = [name for name in RESULTS if _says(given, name) and _differ(given, found, name)]
@@ -365,7 +365,7 @@ def _differ(given: Plan, found: Plan, name: str) -> bool:
 
 
 def recomputable(plan: Plan, model: nn.Module, stages: Stages | None) -> tuple[str, ...]:
-    """Paths of the blocks that backward can be made to compute again."""
+    """Paths of the blocks that can be recomputed."""
     # Those of a pipeline, else of `recomputable_blocks`.
     if stages is not None:
         return stages[0].blocks

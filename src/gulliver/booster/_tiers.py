@@ -1,4 +1,4 @@
-"""What a user says of memories, as the section `tiers` of a plan, and what follows for a model.
+"""Memory options of plugins as the section `tiers` of a plan, and chunk sizes under a limit.
 
 Sizes as text are checked early, in `TierOptions`. `plan_tiers` chooses what is left to it: the size
 of chunks.
@@ -31,7 +31,7 @@ _ANY = 2**60
 
 
 class TierOptions:
-    """The arguments of a plugin that say which memories there are, and who may use how much.
+    """Memory arguments of a plugin.
 
     Args:
         memory_limit: bytes, text such as ``6GiB`` or ``70%``; see `gulliver.options.byte_size`.
@@ -96,7 +96,7 @@ class TierOptions:
     def within(
         cls, stage: int, right: str, limit: Any, disk: Any, host: Any = None, **options: Any
     ) -> Self | None:
-        """The limit of a plugin that has other uses; None where none is set."""
+        """The options of a plugin whose limit is optional; None without a limit."""
         if limit is None and disk is not None:
             raise GulliverError(f"disk={str(disk)!r} needs a memory_limit: what fits it stays")
         if limit is None and host is not None:

@@ -1,4 +1,4 @@
-"""Seconds of a model that nobody has loaded: its blocks are run one by one, with random weights.
+"""Times the blocks of a model on meta one by one, with random weights.
 
 A formula counts products of matrices. What else a block does (norms, activations, rotations, casts,
 the kernels for a few rows) takes as long in 16 bits, where products are fast. So a block of each
@@ -73,7 +73,7 @@ def time_blocks(
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Returns a key that is equal for blocks that take equally long."""
+    """A key that is equal for blocks of equal cost."""
     parameters = block.named_parameters()
     sizes = ((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters)
     return repr(block), *sizes
@@ -114,7 +114,7 @@ def _shapes(call: Any) -> Any:
 
 
 def _measured(block: nn.Module, args: Any, keywords: Any, limited: bool) -> Seconds:
-    """Median seconds of a block, in the place where ranks compute."""
+    """Median seconds of a block on the device of this rank."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     freed = FreedMemory() if limited else None
     try:
@@ -139,6 +139,6 @@ def _fill(tensor: Tensor) -> Tensor:
 
 
 def _real(fake: Tensor, device: torch.device) -> Tensor:
-    """A tensor with memory of the form of one without; what masks say is allowed."""
+    """A real tensor like a fake one; masks allow everything."""
     made = torch.ones(fake.shape, dtype=fake.dtype, device=device)
     return (_fill(made) if fake.is_floating_point() else made).requires_grad_(fake.requires_grad)

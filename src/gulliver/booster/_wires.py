@@ -1,4 +1,4 @@
-"""Formats of what travels between ranks: what was asked for, and whether it pays.
+"""Wire formats: what was requested, and whether it pays.
 
 `communication_dtype` of a plugin asks for a format for all that travels, or for some kinds. Packing
 costs the processor's time, links cost less with it: what would be slower by the prediction stays as
@@ -39,7 +39,7 @@ SAMPLE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class WireOptions(Options):
-    """Wire formats that a plugin was asked for.
+    """Wire formats requested of a plugin.
 
     Attributes:
         formats: format of each kind that was named.
@@ -57,7 +57,7 @@ class WireOptions(Options):
 
     @classmethod
     def of(cls, communication_dtype: Any, force: bool, feedback: bool, gate: bool) -> WireOptions:
-        """Reads the arguments of a plugin."""
+        """Parses a plugin's arguments."""
         if communication_dtype is None:
             if force or feedback:
                 name = "force_communication_dtype" if force else "error_feedback"
@@ -75,7 +75,7 @@ class WireOptions(Options):
         return cls(formats, None, force, feedback, gate)
 
     def agree(self) -> None:
-        """Refuses what ranks ask for differently; every rank calls it."""
+        """Refuses options that differ between ranks; every rank calls it."""
         every = [str(asked) for asked in gather_objects((self.formats, self.every, *self.switches))]
         other = next((rank for rank, asked in enumerate(every) if asked != every[0]), None)
         if other is not None:
@@ -90,7 +90,7 @@ class WireOptions(Options):
         return self.force, self.feedback, self.gate
 
     def asked(self, plan: Plan) -> Plan:
-        """The choices of a plan with the formats that were asked for; else with its own."""
+        """A plan with the requested formats; unchanged if none were requested."""
         if not self.formats and self.every is None:
             return plan
         formats = dict(self.formats)
@@ -105,7 +105,7 @@ class WireOptions(Options):
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """Kinds of what travels under a plan, and can be packed."""
+    """Kinds of messages of a plan that can be packed."""
     kinds = ["reduce"] if plan.mesh.replicas > 1 else []
     if kinds and plan.zero is not None and plan.zero.stage > 0:
         kinds.insert(0, "gather")
@@ -115,7 +115,7 @@ def _kinds(plan: Plan) -> list[str]:
 def decide(
     resolved: ResolvedPlan, options: WireOptions, cluster: Cluster | None = None
 ) -> ResolvedPlan:
-    """Leaves off the formats that are predicted to cost more than they spare; says why."""
+    """Drops formats that are predicted to cost more than they save; records why."""
     plan = resolved.plan
     asked = {k: wire_format(f) for k, f in plan.wire.formats.items() if f != "identity"}
     if not asked or not (options.formats or options.every):
@@ -146,7 +146,7 @@ def decide(
 
 
 def _with_memory(asked: ResolvedPlan, plan: Plan) -> ResolvedPlan:
-    """A plan without the bytes that parameters would have taken in a format that stays off."""
+    """Updates predicted bytes after formats were dropped."""
     found = asked.with_plan(plan)
     if plan.wire.gather == asked.plan.wire.gather or plan.stage == 3:
         return found
@@ -175,7 +175,7 @@ def _compared(
     cluster: Cluster | None,
     item: int,
 ) -> tuple[float, float, float]:
-    """Seconds of messages as they are and packed, and those of packing among the latter."""
+    """Seconds of plain messages, of packed ones including packing, and of packing."""
     if not messages:
         messages = [Message("reduce_scatter", SAMPLE_BYTES, axes)]
     plain = sum(message.seconds for message in messages)

@@ -136,7 +136,7 @@ def _shards(plan: Plan) -> Iterator[str]:
 
 
 def _unused(plan: Plan) -> Iterator[str]:
-    """What is said of an axis of one rank, or of number formats that are not used."""
+    """Yields values that have no effect: of an axis with one rank, or of unused number formats."""
     for axis, default in (("pipeline", PipelineLayout()), ("tensor", TensorLayout())):
         layout = getattr(plan, axis)
         changed = {
@@ -157,7 +157,7 @@ def _unused(plan: Plan) -> Iterator[str]:
 
 
 def _short(plan: Plan, name: str) -> str:
-    """A value with its line; without the entries where it would fill a screen."""
+    """A value with its line, shortened if it is long."""
     told = plan.describe_field(name)
     return told if len(told) <= LONGEST else f"{name}: ... {told[told.rfind('(line') :]}"
 

@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured."""
+"""Predicted and measured costs of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ComparisonRow:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the plan says something of it; what is of a step needs a sample."""
+        """Whether the plan predicts it; costs of a step need a sample."""
         return self.unit == "bytes" or self.predicted > 0
 
 

@@ -1,4 +1,4 @@
-"""The plan: all there is to say about how a model runs, as values that can be read and edited.
+"""The plan: everything that decides how a model runs, as values that can be read and edited.
 
     plan = Plan.load("plan.yaml")          # checked, with the line of every value
     booster = Booster(plan=plan)           # runs it
@@ -97,16 +97,16 @@ class Plan:
 
     @property
     def limited(self) -> bool:
-        """Whether memory has a limit, which what does not fit must leave."""
+        """Whether there is a memory limit."""
         return self.tiers is not None
 
     @property
     def tiers(self) -> Tiers | None:
-        """Memories that the state lies in under a limit; None without one."""
+        """Memory tiers under a limit; None without one."""
         return None if self.zero is None else self.zero.tiers
 
     def with_zero(self, **changes: Any) -> Self:
-        """The plan with other values of its section `zero`, which it has."""
+        """The plan with changed fields in its section `zero`."""
         assert self.zero is not None, "the plan shards by ZeRO"
         return replace(self, zero=replace(self.zero, **changes))
 
@@ -117,29 +117,29 @@ class Plan:
 
     @property
     def memory(self) -> MemoryPlan:
-        """Bytes that the fullest rank holds, as predicted."""
+        """Predicted bytes of the fullest rank."""
         return self.predicted.bytes
 
     @property
     def mixed_precision(self) -> str:
-        """Number formats, in a word or two."""
+        """Short description of the number formats."""
         if self.precision.parameters != "none":
             return f"{self.precision.parameters} with float32 copies"
         return self.precision.autocast
 
     def describe_field(self, name: str) -> str:
-        """A value by its name, with its line where it was read from a file: for messages."""
+        """Name, value and, if it was read from a file, line of a field, for messages."""
         value: Any = self
         for part in name.split("."):
             value = value.get(part, 1) if isinstance(value, dict) else getattr(value, part)
         return f"{name}: {written(value)}{self.line_text(name)}"
 
     def line_text(self, name: str) -> str:
-        """The line of a value, in brackets, to follow its name in a message; empty without one."""
+        """The line of a field in the file, as ``" (line 7)"``; empty without one."""
         return f" (line {self.lines[name]})" if name in self.lines else ""
 
     def to_values(self) -> dict[str, Any]:
-        """Plain dicts and lists, as they stand in a file."""
+        """The plan as plain dicts and lists."""
         values = asdict(self)
         del values[LINES]
         return values
@@ -149,7 +149,7 @@ class Plan:
         return to_yaml(self.to_values())
 
     def save(self, path: Path | str) -> None:
-        """Writes the plan as YAML, whole or not at all; its last line says that it is whole."""
+        """Writes the plan as YAML, atomically; the last line marks the file as complete."""
         write_text(Path(path), f"{self.to_yaml()}{END}: true\n")
 
     @classmethod
@@ -164,7 +164,7 @@ class Plan:
 
     @classmethod
     def from_yaml(cls, text: str, where: str = "the plan") -> Self:
-        """Reads the text of a plan; `where` it is from stands in errors."""
+        """Parses the text of a plan; errors name `where` it is from."""
         return cls._of_text(text, where, whole=False)
 
     @classmethod
@@ -303,7 +303,7 @@ class Plan:
 
 
 def written(value: Any) -> str:
-    """A value as messages show it, much as it stands in a file."""
+    """A value as it is written in a file, for messages."""
     return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
 
 

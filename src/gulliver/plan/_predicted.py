@@ -1,4 +1,4 @@
-"""Predictions of a plan: bytes, seconds and what is sent; all of it results, computed anew."""
+"""Predicted bytes, seconds and traffic of a plan; recomputed whenever a plan is applied."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a rank holds at the peak; of the fullest rank where ranks differ."""
+    """Peak bytes of a rank, by kind; of the fullest rank where ranks differ."""
 
     # Size of the parameters, of those gathered at once where they are sharded.
     parameters: int = 0
@@ -59,7 +59,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Moved:
-    """What lies behind the first memory, and moves in a step; a result."""
+    """State that lies in slower tiers, and the traffic of a step between tiers; a result."""
 
     # Least limit that would do.
     minimum: int = 0
@@ -89,7 +89,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a step should take and hold; a result."""
+    """Predicted costs of a step; a result."""
 
     # Name of the machines that seconds are of.
     cluster: str = ""

@@ -1,4 +1,4 @@
-"""Reads a plan's YAML into its dataclasses, and remembers on which line each value stands.
+"""Reads a plan's YAML into dataclasses and keeps the line of each value.
 
 Every value is checked against its annotation, and against the `known` values and the `least` that
 its field allows. An error names the place as a person would write it, and the line.
@@ -74,7 +74,7 @@ def _marks(node: Any, name: str) -> Iterator[tuple[str, int]]:
 
 
 def join(name: str, key: str) -> str:
-    """Name of an entry of what has a name: ``mesh.axes.tensor``, ``modules['layers.0.mlp']``."""
+    """Qualified name of an entry: ``mesh.axes.tensor``, ``modules['layers.0.mlp']``."""
     if not key.isidentifier():
         return f"{name}[{key!r}]"
     return f"{name}.{key}" if name else key
@@ -87,7 +87,7 @@ class Reader:
         self.where, self.lines = where, lines
 
     def read(self, kind: Any, values: Any, name: str = "") -> Any:
-        """A dataclass of some kind from its entries."""
+        """Builds a dataclass from a mapping."""
         if not isinstance(values, dict):
             self._refuse(name, values, f"it must have the entries {', '.join(_fields(kind))}")
         known, hints = _fields(kind), typing.get_type_hints(kind)

@@ -1,4 +1,4 @@
-"""The values of a plan: frozen dataclasses, one for each idea, all of them written to YAML.
+"""The sections of a plan: frozen dataclasses, all written to YAML.
 
 Choices and results stand side by side. A choice is what a person may edit, and takes effect; a
 result (`MemoryPlan`, `Seconds`, `Model`, the bytes of a chunk, shares, reasons) follows from the
@@ -47,12 +47,12 @@ class Mesh:
 
     @property
     def names_model(self) -> bool:
-        """Whether the mesh has axes that one model is spread over, be it of one rank."""
+        """Whether the mesh names axes that shard one model, even with size 1."""
         return any(name in self.axes for name in MODEL_AXES)
 
     @property
     def cuts_model(self) -> bool:
-        """Whether one model is spread over several ranks."""
+        """Whether one model is sharded over several ranks."""
         return any(self.of(name) > 1 for name in MODEL_AXES)
 
     def of(self, name: str) -> int:
@@ -76,7 +76,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class Tiers:
-    """Memories that the model's state lies in, where one of them is too small for it."""
+    """Memory tiers of the model's state, where device memory is too small for it."""
 
     # Bytes of the memory where compute happens, for all that is counted: parameters, gradients,
     # optimizer state, their buffers, and activations.
@@ -108,7 +108,7 @@ class Tiers:
 
     @property
     def takes_activations(self) -> bool:
-        """Whether activations leave, of all modules or of some blocks."""
+        """Whether activations of some or all blocks are offloaded."""
         return self.activations == "offload" or bool(self.offloaded)
 
 
@@ -165,7 +165,7 @@ class DDPPlan:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How modules lie over the tensor axis."""
+    """How modules are sharded over the tensor axis."""
 
     # Style of each module whose path ends in a pattern, before what is known of the model.
     rules: dict[str, str] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class OperatorChoice:
-    """Layouts of an operator, and the fate of what it saves."""
+    """Sharding of an operator, and whether its saved tensors are kept, recomputed or offloaded."""
 
     # Path in its block, and name of its first function; says which one is meant.
     operator: str
@@ -189,7 +189,7 @@ class OperatorChoice:
 
 @dataclass(frozen=True)
 class OperatorBlock:
-    """Blocks whose operators run alike."""
+    """Blocks whose operators run in the same way."""
 
     # Names of the blocks.
     blocks: tuple[str, ...]
@@ -213,7 +213,7 @@ class OperatorPlan:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How sequences lie over ranks."""
+    """How sequences are sharded over ranks."""
 
     # Name of the way; None keeps sequences whole.
     mode: str | None = choice(None, None, *SHARED_BY_TENSOR, *SHARED_BY_SEQUENCE, "auto")
@@ -228,13 +228,13 @@ class SequenceLayout:
 
     @property
     def degree(self) -> int:
-        """Number of ranks that share a sequence, beside those of the tensor axis."""
+        """Number of ranks that share a sequence, not counting those of the tensor axis."""
         return self.ulysses * self.outer * self.inner
 
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """How blocks are dealt to stages, and in which order micro-batches run."""
+    """How blocks are divided into stages, and the order of micro-batches."""
 
     # Name of the order of forwards and backwards.
     schedule: str = "1f1b"
@@ -272,7 +272,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Wire:
-    """Formats in which numbers travel between ranks; see `gulliver.precision.wire`."""
+    """Wire formats of messages between ranks; see `gulliver.precision.wire`."""
 
     # Format of the parameters that ZeRO gathers, from stage 1 on.
     gather: str = "identity"
@@ -301,7 +301,7 @@ WIRE_KINDS = ("gather", "reduce", "tensor", "sequence", "pipeline")
 
 @dataclass(frozen=True)
 class Model:
-    """The model that a plan is of; a result.
+    """The model that the plan was made for; a result.
 
     Attributes:
         kind: class of the model.
@@ -318,7 +318,7 @@ class Model:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """What a block computes and keeps for one batch."""
+    """Costs of a block for one batch."""
 
     # Path of the block; empty for what is outside of all blocks.
     path: str
@@ -338,7 +338,7 @@ class BlockWork:
 
 @dataclass(frozen=True)
 class Work:
-    """What one model computes for one batch in one process, from which seconds are predicted."""
+    """Costs of one batch in one process; predictions start from these."""
 
     # Number of samples of the batch; 0 where none was measured.
     samples: int = choice(0, least=0)

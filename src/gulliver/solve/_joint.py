@@ -1,4 +1,4 @@
-"""Seconds and memory of a network whose operators are sharded, recomputed or moved, all at once.
+"""Cost model of the joint search: shardings, recomputation and offload of operators.
 
 A network is a row of *blocks*, each a small graph of *operators* in the order of forward; the last
 operator of a block gives the block's output. Each operator takes one of its *strategies*, ways of
@@ -44,7 +44,7 @@ ENTRY = -1
 # bytes of any forward in it. Runs end where blocks end: a block's output is kept or moved.
 @dataclass(frozen=True)
 class Strategy:
-    """One way to shard an operator, as one device sees it.
+    """A sharding of an operator, with the costs of one device.
 
     Attributes:
         name: name to tell it by.
@@ -115,7 +115,7 @@ class Block:
     operators: tuple[Operator, ...]
 
     def used_until(self, number: int, strategy: int) -> int:
-        """Number of the last operator that needs what one saves; the count where a block later."""
+        """Number of the last operator that needs what one saves; the count for later blocks."""
         operator = self.operators[number]
         last = max(number, operator.last_use or 0)
         if operator.strategies[strategy].output:
@@ -136,7 +136,7 @@ class OffloadLink:
 
 
 class Pick(NamedTuple):
-    """The strategy of an operator, by its number, and what becomes of what it saves."""
+    """The strategy of an operator, and whether its saved tensors are kept, recomputed or moved."""
 
     strategy: int
     choice: Choice
@@ -144,7 +144,7 @@ class Pick(NamedTuple):
 
 @dataclass(frozen=True)
 class JointCost:
-    """What picks take."""
+    """Costs of picks."""
 
     # Seconds of forward and backward.
     seconds: float
@@ -191,7 +191,7 @@ def joint_cost(
 
 
 class _Walk:
-    """One block with given picks: what it takes and leaves."""
+    """Costs of one block with given picks."""
 
     def __init__(self, block: Block, picks: Sequence[Pick], entry: int | None, below: int) -> None:
         self.forward = self.backward = 0.0

@@ -1,4 +1,4 @@
-"""What can be made of one block: its undominated plans, by dynamic programming over operators.
+"""Undominated plans of one block, by dynamic programming over operators.
 
 States hold the picks so far. What follows depends on the strategies of operators that are still to
 be read (the frontier), on where the open run ends, and on these measures, of which less is better:
@@ -43,7 +43,7 @@ PRICES = np.array(
 
 
 class StateSizes(NamedTuple):
-    """What states are priced by: seconds, and bytes at the peak, that stay, that are moved."""
+    """What states are priced by: seconds, peak bytes, resident bytes, moved bytes."""
 
     seconds: Floats
     peak: Floats
@@ -86,7 +86,7 @@ class Rules:
         return np.stack(columns, axis=1)
 
     def best(self, kinds: Ints, measures: Floats, sizes: StateSizes) -> tuple[Ints, bool]:
-        """Numbers of the states to go on with, and whether that is exact."""
+        """Indices of the states to keep, and whether nothing better was dropped."""
         if self.timed and len(kinds) > COMPARED * self.most:
             some = self._boxed(kinds, sizes)
             return some, len(some) == len(kinds)
@@ -110,7 +110,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans of a block, by the strategy of what comes before it and of its last operator."""
+    """Plans of a block, by the strategies of its input and its last operator."""
 
     # Columns `FORWARD` to `PEAK` of each plan.
     values: Floats
@@ -123,7 +123,7 @@ class Plans:
 
     @property
     def entry(self) -> Bytes:
-        """Strategy of what comes before, of each plan."""
+        """Strategy of the input, of each plan."""
         return self.strategies[:, 0]
 
     @property
@@ -175,7 +175,7 @@ def block_plans(
 
 
 def _sizes(values: Floats) -> StateSizes:
-    """What states of a block are priced by; what is open counts as if more were to come."""
+    """Sizes of a block's states; open runs count as if they continued."""
     state, under = values[:, STATE], values[:, LEFT] + values[:, MOVED]
     ahead = under + values[:, RUN] + values[:, REPLAYED]
     seconds = values[:, FORWARD] + values[:, BACKWARD]
@@ -218,7 +218,7 @@ def _placed(
     choices: Bytes,
     entries: int,
 ) -> tuple[Floats, Ints, Bytes, Bytes]:
-    """All states after one more operator with a given pick."""
+    """States after one more operator with a given pick."""
     (place, choice), operator = pick, block.operators[number]
     taken = operator.strategies[place]
     forward, backward, saved = _passes(operator, taken, place, strategies, entries)

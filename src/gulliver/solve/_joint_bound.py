@@ -1,4 +1,4 @@
-"""Seconds that no picks can be below, and the price of memory: Lagrangian relaxation.
+"""Lower bound of the seconds and price of memory, by Lagrangian relaxation.
 
 Of all that has to fit, the moments of one block are kept: the passes of each of its operators, at
 which state, what is left below and the operator's own bytes have to be within the budget. Bytes
@@ -78,7 +78,7 @@ class Relaxation:
         return max(found, key=lambda bound: bound.seconds)
 
     def _best(self, at: int, hidden: float) -> Bound:
-        """Looks for the price first, for the moments' shares of it, and for the price again."""
+        """Optimizes the price, the moments' shares, and the price again."""
         shares = np.zeros(len(self.blocks[at].operators))
         shares[-1] = 1.0
         top = self._best_price(partial(self._priced, at, hidden, shares))
@@ -93,7 +93,7 @@ class Relaxation:
     def _best_shares(
         self, top: Bound, priced: Callable[[Floats, float], Bound], shares: Floats
     ) -> tuple[Bound, Floats]:
-        """Moves shares of the price to the moments that gain by it, in smaller and smaller steps.
+        """Moves shares of the price to the moments that gain, with a shrinking step.
 
         Args:
             top: the best bound with the given shares.
@@ -117,7 +117,7 @@ class Relaxation:
         return top, best
 
     def _best_price(self, priced: Callable[[float], Bound]) -> Bound:
-        """Looks for the price with the highest bound; it rises up to there and falls beyond."""
+        """Golden-section search for the price with the highest bound."""
         free = priced(0.0)
         high = free.seconds / self.budget if self.budget and free.seconds else 1.0
         best = top = max((free, priced(high)), key=lambda b: b.seconds)
@@ -151,7 +151,7 @@ class Relaxation:
         return Bound(seconds, price, hidden, tuple(reversed(rest)), moments)
 
     def _matrix(self, cost: _Cost, entries: int) -> Floats:
-        """Priced seconds of a block, made once for as long as the price stays."""
+        """Priced seconds of a block, cached per price."""
         key = (id(cost.block), entries, cost.last, cost.later, cost.moments)
         if (cost.price, cost.hidden) != self._known_for:
             self._known, self._known_for = {}, (cost.price, cost.hidden)
@@ -171,7 +171,7 @@ class Relaxation:
         return _Cost(block, here, later, last, hidden, price, self.link, self.choices)
 
     def guides(self, bound: Bound) -> dict[tuple[Block, int, bool], Guide]:
-        """Least priced seconds of the whole network, by block, with any beginning of it."""
+        """Guides of all blocks: least priced seconds of the network given a prefix of the block."""
         at = len(self.blocks) - 1
         around: dict[tuple[Block, int, bool], tuple[_Cost, Floats]] = {}
         known: dict[tuple[Block, int, bool], Floats] = {}
@@ -232,7 +232,7 @@ class Guide:
 
 
 class GuidedStates(NamedTuple):
-    """Figures of states that a guide asks for: seconds and bytes, one of each a state."""
+    """Columns of states that a guide reads."""
 
     passes: Floats
     state: Floats
@@ -287,7 +287,7 @@ class _Cost:
         return tables[0]
 
     def frontier(self, number: int, axes: Sequence[int]) -> list[int]:
-        """Operators up to one that later ones read, and the entry and the last one in any case."""
+        """Operators that later ones read, and always the entry and the last one."""
         operators = self.block.operators
         ahead = {s for o in operators[number + 1 :] for s in o.inputs}
         end = {len(operators) - 1} if number == len(operators) - 1 else set[int]()
@@ -329,7 +329,7 @@ class _Cost:
         return self._with_runs(number, stays, seconds + shown * forward, saved)
 
     def _with_runs(self, number: int, stays: Floats, again: Floats, saved: Floats) -> _Parts:
-        """Adds what becomes of it in a run, by the end of that."""
+        """Adds the costs of recomputation, by the end of the run."""
         operator, count = self.block.operators[number], len(self.block.operators)
         if "recompute" not in self.choices or not operator.recomputable:
             return _Parts(stays, stays, [])

@@ -1,4 +1,4 @@
-"""Picks a sharding for every operator and what becomes of what it saves, jointly, with least time.
+"""Joint search for shardings, recomputation and offload with the least time.
 
 `solve_joint` knows the picks' seconds and bytes as `joint_cost` does (`_joint.py`; read that
 first). First it makes the undominated plans of each different block once (`_joint_block.py`);
@@ -70,7 +70,7 @@ class JointPlan:
 
     @property
     def gap(self) -> float:
-        """Share by which better picks could at most be below these."""
+        """Largest relative improvement that better picks could bring."""
         return 0.0 if self.exact else max(0.0, 1 - self.lower / self.cost.seconds)
 
 
@@ -82,7 +82,7 @@ def searched(
     states: int,
     tolerance: float,
 ) -> JointPlan:
-    """Finds picks that keep within a budget, in rounds that look at more and more."""
+    """Finds picks within a budget, in rounds with growing beam width."""
     lean, _ = _BlockChain(blocks, Rules(allowed, max(states, STATES), timed=False), link).best(
         math.inf
     )
@@ -125,7 +125,7 @@ def least_memory(
     link: OffloadLink | None = None,
     allowed: Sequence[Choice] = CHOICES,
 ) -> JointCost:
-    """Finds the least budget with which some picks work, and the operator that needs it.
+    """Finds the least feasible budget, and the operator that needs it.
 
     Args:
         blocks: blocks in the order of forward.
@@ -139,13 +139,13 @@ def least_memory(
 
 
 def possible(allowed: Sequence[Choice], link: OffloadLink | None) -> tuple[Choice, ...]:
-    """Choices that are allowed, and can be made with the link."""
+    """Allowed choices that are possible with the link."""
     some: list[Choice] = [c for c in CHOICES if c in allowed]
     return tuple(some) if link is not None else tuple(c for c in some if c != "offload")
 
 
 def check(blocks: Sequence[Block], chosen: Sequence[Choice]) -> None:
-    """Refuses what contradicts itself."""
+    """Refuses inconsistent networks."""
     if "keep" not in chosen:
         raise GulliverError("what is saved can always be kept: allow 'keep'")
     if not blocks or not all(block.operators for block in blocks):
@@ -179,7 +179,7 @@ def _too_little(blocks: Sequence[Block], budget: int, least: JointCost) -> str:
 
 @dataclass(frozen=True)
 class _States:
-    """States after a block: columns, and what they come from."""
+    """States after a block, as columns."""
 
     seconds: Floats
     held: Floats
@@ -194,7 +194,7 @@ class _States:
     plan: Ints
 
     def at(self, rows: Ints) -> _States:
-        """Some of them."""
+        """A subset of the states."""
         return _States(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
@@ -232,7 +232,7 @@ class _BlockChain:
     def best(
         self, budget: float, bound: Bound | None = None, known: float = math.inf
     ) -> tuple[tuple[tuple[Pick, ...], ...], bool]:
-        """The best picks within a budget, none if none are better, and whether that is exact."""
+        """The best picks within a budget, empty if none improve, and whether that is exact."""
         zeros = np.zeros(1)
         start, none = np.zeros(1, np.int16), np.zeros(1, np.intp)
         state = _States(zeros, zeros, zeros, zeros, zeros, start, none, none)
@@ -256,7 +256,7 @@ class _BlockChain:
     def _grown(
         self, number: int, state: _States, budget: float, bound: Bound | None, known: float
     ) -> _States:
-        """All states after one more block that may still end well."""
+        """States after one more block that may still improve the best."""
         plans, parts = self._plans[number], list[_States]()
         slack = 1.0 if number == len(self._plans) - 1 else 1 + SAME
         for entry in np.unique(plans.entry):
@@ -300,7 +300,7 @@ class _BlockChain:
         )
 
     def _raise_peaks(self, number: int, part: _States, budget: float) -> None:
-        """Makes peaks equal that make no difference, so that more states are dominated."""
+        """Raises peaks that make no difference, so that more states are dominated."""
         # Later blocks need at least so much above what is held, which hides any lower peak; and
         # what is within the budget with the most state that they can add is never too much.
         hidden = part.held + self._least_need[number]
@@ -309,7 +309,7 @@ class _BlockChain:
         np.maximum(part.peak, hidden, out=part.peak)
 
     def _hopes(self, number: int, part: _States, budget: float, bound: Bound) -> Floats:
-        """Least seconds with which states may end."""
+        """Lower bounds of the final seconds of states."""
         if number == len(self._plans) - 1:
             return part.seconds
         rest = bound.rest[number + 1]

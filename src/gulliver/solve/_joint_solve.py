@@ -1,4 +1,4 @@
-"""The joint search and the search in two stages, which it is never worse than.
+"""`solve_joint`, and the two-stage search that it is never worse than.
 
 Two stages are what planners do: shardings first, with all that is saved kept, then what becomes
 of what is saved, for these shardings. How much memory the first stage may take for that is not
@@ -67,7 +67,7 @@ def solve_in_stages(
     link: OffloadLink | None = None,
     allowed: Sequence[Choice] = CHOICES,
 ) -> JointPlan:
-    """Finds shardings first and what becomes of what is saved afterwards, to compare with.
+    """Finds shardings first and recomputation afterwards, for comparison.
 
     Args:
         blocks: blocks in the order of forward.
@@ -99,7 +99,7 @@ def _staged(
     chosen: tuple[Choice, ...],
     known: float = math.inf,
 ) -> JointPlan | None:
-    """The best answer of the stages; None if none is below what is known."""
+    """The best two-stage answer; None if none improves on `known`."""
     best, tried = None, set[tuple[int, ...]]()
     lean = least_memory(blocks, link, ("keep",)).peak
     rooms = (ENDLESS if math.isinf(room) else int(room * budget) for room in ROOMS)
@@ -125,7 +125,7 @@ def _second(
     link: OffloadLink | None,
     chosen: tuple[Choice, ...],
 ) -> tuple[tuple[Pick, ...], ...]:
-    """Picks with given shardings; none if those do not fit, whatever is recomputed."""
+    """Picks with given shardings; empty if they do not fit."""
     before = [None, *(row[-1].strategy for row in first)]
     alone = [fixed(*parts) for parts in zip(blocks, first, before, strict=False)]
     if least_memory(alone, link, chosen).peak > budget:

@@ -1,4 +1,4 @@
-"""Operators of a model shared over ranks one by one, kept, computed again or moved away.
+"""Plans that shard each operator of a model, and keep, recompute or offload what it saves.
 
     plan = find_operators(model, batch, cluster, {"data": 2, "tensor": 2}, memory="8GiB")
     booster = Booster(plan=plan)

@@ -1,4 +1,4 @@
-"""Tensors that calls save for backward: kept, computed again, or moved away, call by call.
+"""Keeps, recomputes or offloads what each call saves for the backward.
 
 What autograd saves in a call is known by where it comes from: a tensor that the call took (from the
 call that gave it, or from a change of layout), or memory that the call made. If that is to be
@@ -38,7 +38,7 @@ class Origin(NamedTuple):
 
 
 class CallRunner(Protocol):
-    """Function that runs a call again."""
+    """Recomputes a call."""
 
     def kept(self, tensor: Tensor) -> Tensor:
         """A tensor without its graph."""
@@ -49,13 +49,13 @@ class CallRunner(Protocol):
         ...
 
     def spread_given(self, planned: Any, out: Any) -> list[DTensor]:
-        """Results of the call, as DTensors."""
+        """Outputs of the call, as DTensors."""
         ...
 
 
 @dataclass
 class _RecomputedRun:
-    """A run of calls in one forward."""
+    """Consecutive calls of a forward that are recomputed together."""
 
     # Calls with what they take: a tensor from outside, or the origin in the run.
     tape: list[tuple[Any, list[Tensor | Origin]]] = field(default_factory=list)
@@ -83,7 +83,7 @@ class _Away(NamedTuple):
 
 
 class Again:
-    """Keeps what the calls of one forward save."""
+    """Holds what the calls of one forward save."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Again:
         return self._runs.setdefault(self._numbers[call], _RecomputedRun())
 
     def packed(self, origin: Origin | None, tensor: Tensor) -> Any:
-        """Object that autograd keeps in the place of a tensor."""
+        """What autograd keeps in place of a tensor."""
         tensor = tensor.detach()
         form = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         if origin is None:
@@ -149,7 +149,7 @@ class Again:
         return tensor.as_strided(saved.size, saved.stride, saved.offset)
 
     def _origin(self, call: int, number: int, taken: Tensor, part: Tensor) -> Origin | None:
-        """Source of a part; None for what is there anyway."""
+        """Origin of a part; None for tensors that are kept anyway."""
         source = vars(taken).get("_gulliver_origin")
         same = isinstance(taken, DTensor) and _storage(_own(taken)) == _storage(part)
         if same or taken is part:
@@ -166,7 +166,7 @@ class Again:
     def name(
         self, planned: Any, given: Sequence[DTensor], aliases: Mapping[int, Origin | None]
     ) -> None:
-        """Notes where what a call gives comes from."""
+        """Records the origins of a call's outputs."""
         for index, (tensor, value) in enumerate(zip(given, planned.call.gives, strict=True)):
             own = Origin(planned.number, "given", index)
             vars(tensor)["_gulliver_given"] = own
@@ -203,7 +203,7 @@ class Again:
 
 
 class Made:
-    """A call that runs."""
+    """A running call."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Made:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Takes what is saved inside."""
+        """Context that takes what autograd saves."""
         with saved_tensors_hooks(self._pack, self._again.unpacked):
             yield
 

@@ -1,4 +1,4 @@
-"""Runs a plan of operators: parameters become DTensors, and calls of the model go as planned."""
+"""Runs a plan of operators: parameters become DTensors, calls run as planned."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gulliver.plan import Plan
 def check_operators(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Program:
-    """Refuses what cannot be run so, with nothing done; returns what would run."""
+    """Refuses what cannot run, with nothing changed; returns the program."""
     if optimizer is not None:
         check_optimizer(optimizer, 1)
         named_trainables(model, optimizer)
@@ -55,7 +55,7 @@ def share_operators(
     optimizer: torch.optim.Optimizer | None,
     world: World,
 ) -> tuple[nn.Module, OperatorOptimizer]:
-    """Turns a model and its optimizer into the planned run, which `check_operators` gave."""
+    """Applies the program of `check_operators` to a model and its optimizer."""
     if world.size > 1:
         broadcast_all([*model.parameters(), *model.buffers()])
     axes = axes_of(plan.mesh)
@@ -157,7 +157,7 @@ class OperatorOptimizer(BoostedOptimizer):
 
     @property
     def has_whole_model(self) -> bool:
-        """No: parameters are DTensors, which files of a model do not take."""
+        """False: parameters are DTensors, which model files cannot hold."""
         return False
 
     def gradient_bytes(self) -> int:
@@ -208,7 +208,7 @@ class OperatorOptimizer(BoostedOptimizer):
         raise _unsaved()
 
     def release(self, model: nn.Module) -> None:
-        """Gives the model whole parameters and its plain call again."""
+        """Restores whole parameters and the model's own forward."""
         known: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
             for key, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""Costs of an operator on one device: its calls are followed with the shapes that a rank has.
+"""Costs of an operator on one device, from its calls with a rank's shapes.
 
 Forward and backward run with fake tensors; every operation below autograd is charged by its FLOPs
 and bytes (`gulliver.hardware`), every memory counts as long as somebody refers to it.
@@ -74,7 +74,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Costs:
-    """Costs of operators on a device; those of equal calls with equal parts are found once."""
+    """Costs of operators on a device, cached by calls and shapes."""
 
     def __init__(self, device: Device, sizes: tuple[int, ...]) -> None:
         self.device, self.sizes = device, sizes
@@ -164,7 +164,7 @@ def _run(
     layouts: Mapping[int, Layout],
     sizes: tuple[int, ...],
 ) -> None:
-    """Runs a call with the parts of a rank, and puts what it gives to the others."""
+    """Runs a call on a rank's parts and stores its outputs."""
     shapes = [local_shape(values[v].shape, layouts[v], sizes) for v in call.gives]
     takes = [there[v] for v in call.takes]
     out = run_local(call, takes, [layouts[v] for v in call.takes], shapes)

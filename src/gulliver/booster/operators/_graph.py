@@ -1,4 +1,4 @@
-"""The operators of a forward: calls that are shared, kept and recomputed as one.
+"""The operators of a forward: calls that are sharded, kept and recomputed together.
 
 An operator is a product of matrices, an attention, or a few calls that move bytes only, with the
 views of what they give. Products that read the same are one operator, too: the *fork* before them
@@ -39,7 +39,7 @@ class Node:
 
 @dataclass(frozen=True)
 class OperatorSharding:
-    """A way to share an operator over all axes."""
+    """A sharding of an operator over all axes."""
 
     # Word of each axis.
     words: tuple[str, ...]
@@ -49,7 +49,7 @@ class OperatorSharding:
 
 @dataclass
 class Graph:
-    """Operators of a forward, and how values go between them."""
+    """Operators of a forward and the values between them."""
 
     # The calls, forks among them.
     trace: Trace
@@ -74,7 +74,7 @@ class Graph:
 
     @cached_property
     def saved(self) -> frozenset[int]:
-        """Values that some backward reads, those that share memory with one included."""
+        """Values that some backward reads, including views of them."""
         found = {v for call in self.trace.calls for v in call.saves}
         for call in reversed(self.trace.calls):
             if call.view and found.intersection(call.gives):
@@ -85,18 +85,18 @@ class Graph:
         return frozenset(found)
 
     def maker(self, value: int) -> int:
-        """Number of the operator that gives a value; -1 for what was there."""
+        """Number of the operator that makes a value; -1 for inputs and parameters."""
         made = self.trace.values[value].maker
         return self.node_of[made] if made >= 0 else -1
 
     def takes(self, node: int) -> list[int]:
-        """Values that an operator takes of others, in their order; parameters too."""
+        """Inputs of an operator in order, parameters included."""
         calls = (self.trace.calls[n] for n in self.nodes[node].calls)
         found = dict.fromkeys(v for call in calls for v in call.takes)
         return [v for v in found if self.maker(v) != node]
 
     def gives(self, node: int) -> list[int]:
-        """Values that an operator gives to others."""
+        """Outputs of an operator that others read."""
         calls = (self.trace.calls[n] for n in self.nodes[node].calls)
         every = (v for call in calls for v in call.gives)
         return [v for v in every if self.users.get(v) or v in self.trace.outputs]
@@ -116,7 +116,7 @@ class Graph:
         return [range(a, b) for a, b in zip(starts, [*starts[1:], len(self.nodes)], strict=True)]
 
     def _crosses(self, number: int) -> bool:
-        """Whether what goes past a place is what the operator before it gives, and that alone."""
+        """Whether the only value alive at a place is the output of the operator before it."""
         past = [
             value
             for value, nodes in self.users.items()
@@ -126,7 +126,7 @@ class Graph:
         return len(past) == 1 and self.maker(past[0]) == number - 1
 
     def ways(self, node: int) -> list[OperatorSharding]:
-        """The ways to share an operator over all axes."""
+        """The shardings of an operator over all axes."""
         if not self.trains(node):
             along = [self._along(node)[:1] for _ in self.sizes]
         else:
@@ -149,7 +149,7 @@ class Graph:
         return shared if multiplies and shared else full
 
     def _along(self, node: int) -> list[tuple[str, dict[int, str]]]:
-        """Ways along one axis: a word, and the layout of each value."""
+        """Shardings along one axis: a word, and the layout of each value."""
         calls = [self.trace.calls[n] for n in self.nodes[node].calls]
         first = next((c for c in calls if not c.view), calls[0])
         found: dict[str, dict[int, str]] = {}
@@ -170,7 +170,7 @@ class Graph:
     def _fitting(
         self, call: OperatorCall, way: Way, known: dict[int, str], node: int
     ) -> dict[int, str] | None:
-        """Layouts with those of one more call; None where they contradict each other."""
+        """Layouts extended by one more call; None if they contradict each other."""
         more = dict(known)
         for value, layout in zip(call.takes, way.takes, strict=True):
             if not self.trace.values[value].trains and layout == SUMMED:
@@ -194,7 +194,7 @@ def graph_of(trace: Trace, sizes: tuple[int, ...], blocks: Sequence[str]) -> Gra
 
 
 def with_forks(trace: Trace) -> Trace:
-    """A trace in which what several products take passes a fork."""
+    """A trace with a fork in front of products that read the same value."""
     wanted = dict[int, list[int]]()
     for number, value in enumerate(trace.values):
         users = [n for n in trace.users(number) if trace.calls[n].name in PRODUCTS]
@@ -240,7 +240,7 @@ def _same(tensor: object) -> object:
 
 
 def _nodes(trace: Trace, blocks: Sequence[str]) -> Iterator[Node]:
-    """Puts calls together to operators."""
+    """Groups calls into operators."""
     found, node_of = list[Node](), dict[int, int]()
     leaves = _leaves(trace)
     for number, call in enumerate(trace.calls):
@@ -256,7 +256,7 @@ def _nodes(trace: Trace, blocks: Sequence[str]) -> Iterator[Node]:
 
 
 def _leaves(trace: Trace) -> frozenset[str]:
-    """Paths of modules that make no products."""
+    """Paths of modules without products."""
     hard = {c.path for c in trace.calls if c.name in HARD - {FORK}}
     every = {c.path for c in trace.calls} - hard
     return frozenset(p for p in every if p and not any(h.startswith(f"{p}.") for h in hard))

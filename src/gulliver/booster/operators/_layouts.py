@@ -1,4 +1,4 @@
-"""Layouts of a value along one axis of a mesh, and what follows of them for all axes.
+"""Layouts of values along the axes of a mesh.
 
 A layout says how the value lies and how its gradient does, in two letters:
 
@@ -49,7 +49,7 @@ def _placement(layout: str, terms: str) -> Placement:
 
 
 def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Shape of what a rank has of a value."""
+    """Local shape of a value."""
     found = list(shape)
     for one, size in zip(layout, sizes, strict=True):
         dim = cut_dim(one)

@@ -1,4 +1,4 @@
-"""A forward is made a plan of its operators, and such a plan calls that run."""
+"""Makes plans of a forward's operators, and programs of such plans."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def batch_of(given: Any) -> Batch:
 
 
 def form_of(batch: Batch) -> dict[str, str]:
-    """A batch as it stands in a plan: dtype and shape of each argument."""
+    """Dtype and shape of each argument of a batch, as written in a plan."""
     found = dict[str, str]()
     for name, value in [*((str(n), v) for n, v in enumerate(batch[0])), *batch[1].items()]:
         if not isinstance(value, Tensor):
@@ -77,7 +77,7 @@ def form_of(batch: Batch) -> dict[str, str]:
 
 
 def batch_from(plan: Plan) -> Batch:
-    """A batch on meta of the form that a plan was made for."""
+    """A batch on meta with the dtypes and shapes of a plan."""
     assert plan.operators is not None, "the plan is of operators"
     args, kwargs = list[Any](), dict[str, Any]()
     for name, form in plan.operators.batch.items():
@@ -146,13 +146,13 @@ def find_operators(
 def problem_of(
     model: nn.Module, batch: Batch, sizes: tuple[int, ...], cluster: Cluster, moments: int = 2
 ) -> Problem:
-    """The joint search's problem of a model."""
+    """The joint search problem of a model."""
     graph = graph_of(trace_calls(model, batch), sizes, blocks_of(model))
     return Problem(graph, cluster, moments)
 
 
 def link_of(cluster: Cluster) -> OffloadLink | None:
-    """The link to the host's memory; None where a device computes there."""
+    """The link to the host's memory; None on CPUs."""
     device = cluster.device
     if device.to_host_rate is None or device.to_device_rate is None:
         return None
@@ -172,7 +172,7 @@ def moments_of(optimizer: torch.optim.Optimizer | None) -> int:
 def plan_from(
     problem: Problem, found: JointPlan, mesh: Mesh, form: dict[str, str], budget: int
 ) -> Plan:
-    """The plan of picks that a search has found."""
+    """The plan of the picks of a search."""
     graph, names = problem.graph, tuple(axes_of(mesh))
     blocks: dict[str, tuple[tuple[OperatorChoice, ...], list[str]]] = {}
     for label, numbers, picks in zip(labels(graph), graph.blocks, found.picks, strict=True):
@@ -221,7 +221,7 @@ def _relative(node: Node) -> str:
 
 
 def program_of(plan: Plan, model: nn.Module) -> Program:
-    """The forward of a model as a plan runs it."""
+    """The program of a plan for a model."""
     assert plan.operators is not None, "the plan is of operators"
     names = tuple(axes_of(plan.mesh))
     sizes = tuple(axes_of(plan.mesh).values())
@@ -230,7 +230,7 @@ def program_of(plan: Plan, model: nn.Module) -> Program:
 
 
 class _Compiler:
-    """Makes a program of a plan, and refuses what is not possible."""
+    """Compiles a plan into a program; refuses contradictions."""
 
     def __init__(self, plan: Plan, graph: Graph, names: tuple[str, ...]) -> None:
         self.plan, self.graph, self.names = plan, graph, names
@@ -349,7 +349,7 @@ class _Compiler:
         raise GulliverError(f"{lines} contradict each other: together go {some}")
 
     def _fates(self) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
-        """Runs of calls that are computed again, values that stay, calls that are moved."""
+        """Recomputed runs of calls, kept values, and offloaded calls."""
         runs, stays, away, number = dict[int, int](), set[int](), set[int](), 0
         for block in self.graph.blocks:
             stays |= set(self.graph.gives(block[-1]))

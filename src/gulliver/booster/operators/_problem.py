@@ -1,4 +1,4 @@
-"""The joint search's problem for a forward: strategies, conversions and bytes of every operator."""
+"""The joint search problem of a forward: strategies, conversions and bytes of every operator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STEP_COPIES = 2
 # parameter.
 @dataclass
 class Problem:
-    """The network of the joint search for a forward."""
+    """The joint search problem of a forward."""
 
     graph: Graph
     cluster: Cluster
@@ -62,7 +62,7 @@ class Problem:
         return [self._block(costs, numbers) for numbers in self.graph.blocks]
 
     def held(self, strategies: Sequence[int], activations: int) -> MemoryPlan:
-        """Bytes of a rank if each operator, in the order of the graph, runs in one of its ways."""
+        """Bytes of a rank for one strategy per operator, in graph order."""
         nodes = [node for numbers in self.graph.blocks for node in numbers]
         whole = trained = 0
         for node, number in zip(nodes, strategies, strict=True):
@@ -121,7 +121,7 @@ class Problem:
         )
 
     def _is_recomputable(self, node: int) -> bool:
-        """Whether all that an operator reads is there in backward; see [Note: what joins]."""
+        """Whether everything an operator reads exists in backward; see [Note: what joins]."""
         values = self.graph.trace.values
         reads = (v for v in self.graph.takes(node) if values[v].flows)
         return self.graph.trains(node) and all(v in self.graph.saved for v in reads)
@@ -192,7 +192,7 @@ class Problem:
         )
 
     def _own(self, node: int) -> list[int]:
-        """Values that an operator gives, one for each memory of its own."""
+        """Outputs of an operator, one for each memory that it allocates."""
         calls, found = self.graph.trace.calls, dict[int, int]()
         for value in self.graph.gives(node):
             root = value
@@ -207,7 +207,7 @@ class Problem:
     def _edge(
         self, value: int, maker: int, node: int, measured: Sequence[OperatorCosts]
     ) -> EdgeSeconds:
-        """Costs of a value's change of layout, by the ways of who gives and who takes it."""
+        """Costs of changing a value's layout, by the shardings of producer and consumer."""
         one = self.graph.trace.values[value]
         rows: list[list[tuple[float, float, int]]] = []
         for before in self.ways[maker]:
@@ -227,7 +227,7 @@ class Problem:
         return self.graph.trace.calls[self.graph.nodes[node].calls[0]].name == FORK
 
     def _rooms(self, node: int, way: OperatorSharding, backward: bool) -> list[int]:
-        """Most bytes of the changes of layout of what is taken, one after the other."""
+        """Peak bytes of changing the layouts of the inputs, one after the other."""
         found = [0]
         for value in self.graph.takes(node):
             one = self.graph.trace.values[value]
@@ -266,7 +266,7 @@ class Problem:
 
     @cached_property
     def _lives(self) -> list[tuple[int, int, int, int, bool, bool]]:
-        """Maker, last taker, last to refer to it, most bytes, saved, trained: of each value."""
+        """Maker, last reader, last referrer, largest bytes, saved, trained: of each value."""
         found = []
         trace = self.graph.trace
         for number, value in enumerate(trace.values):
@@ -284,7 +284,7 @@ class Problem:
         return found
 
     def _around(self, node: int) -> tuple[int, int]:
-        """Bytes that are there besides while an operator runs, forward and backward."""
+        """Bytes of other live values while an operator runs, forward and backward."""
         block = next(b for b in self.graph.blocks if node in b)
         passing = pending = 0
         for maker, last, frame, most, saved, trained in self._lives:
@@ -298,5 +298,5 @@ class Problem:
 
 
 def stored_layout(layout: Layout) -> Layout:
-    """Placements in which a parameter is kept that an operator reads in a layout."""
+    """Layout in which a parameter is stored, given the one in which an operator reads it."""
     return tuple(one if one[0] == "S" else "R" for one in layout)

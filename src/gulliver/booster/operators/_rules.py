@@ -1,4 +1,4 @@
-"""Rules by which a call of a function of torch may be shared along one axis of a mesh.
+"""Sharding rules of torch functions along one axis of a mesh.
 
 `ways(call)` lists them: for each a word, the layout of every tensor that the call takes, and of
 every tensor that it gives. In each way every rank calls the same function with its part; what each
@@ -16,7 +16,7 @@ from gulliver.booster.operators._trace import OperatorCall, Ref
 
 
 class Way(NamedTuple):
-    """A way to share a call along one axis."""
+    """A sharding of a call along one axis."""
 
     # Name of the way, as it stands in a plan.
     word: str
@@ -27,7 +27,7 @@ class Way(NamedTuple):
 
 
 def ways(call: OperatorCall) -> Iterator[Way]:
-    """Yields the ways to share a call, that of all ranks doing the same first."""
+    """Yields the shardings of a call; replicated execution comes first."""
     yield Way("whole", (WHOLE,) * len(call.takes), (WHOLE,) * len(call.gives))
     rule = _RULES.get(call.name)
     if rule is not None:
@@ -43,13 +43,13 @@ def _element_wise(call: OperatorCall) -> Iterator[Way]:
 
 
 def _along(shape: Sequence[int], output: Sequence[int], dim: int) -> str:
-    """Layout of what is broadcast to an output that is cut along a dim."""
+    """Layout of an input that is broadcast to an output sharded along a dim."""
     own = dim - len(output) + len(shape)
     return cut(own) if own >= 0 and shape[own] == output[dim] else SUMMED
 
 
 def _leading(count: Callable[[OperatorCall], int]) -> Callable[[OperatorCall], Iterator[Way]]:
-    """A rule: dims of the first tensor are cut but for so many last ones; others are whole."""
+    """A rule: the first tensor is sharded along any but the last `count` dims, others are whole."""
 
     def rule(call: OperatorCall) -> Iterator[Way]:
         shape = call.shapes_taken[0]
@@ -145,7 +145,7 @@ def _cross_entropy(call: OperatorCall) -> Iterator[Way]:
 
 
 def _viewed(call: OperatorCall) -> Iterator[Way]:
-    """A view in which whole dims, or the outermost of several, stay together."""
+    """Rule of views that keep dims, or the outermost of merged ones, together."""
     given, found = call.shapes_taken[0], call.shapes_given[0]
     for dim, other in _kept_dims(given, found):
         yield Way(f"dim {dim}", (cut(dim),), (cut(other),))
@@ -153,7 +153,7 @@ def _viewed(call: OperatorCall) -> Iterator[Way]:
 
 
 def _kept_dims(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Dims whose outermost cut is a cut of a dim of the other shape."""
+    """Dims whose sharding corresponds to a dim of the other shape."""
     a = b = 0
     while a < len(one) and b < len(other):
         first, second, sizes = a, b, [one[a], other[b]]
@@ -203,7 +203,7 @@ def _order(call: OperatorCall) -> list[int]:
 
 
 def _apart(call: OperatorCall) -> Iterator[Way]:
-    """Several tensors along a dim, which is not cut itself."""
+    """Rule of concatenation: the dim itself is not sharded."""
     shape = call.shapes_taken[0]
     own = call.argument(2, "dim", 0) % len(shape)
     many = len(call.gives)
@@ -259,7 +259,7 @@ def _expanded(call: OperatorCall) -> Iterator[Way]:
 
 
 def _passed(call: OperatorCall) -> Iterator[Way]:
-    """A change of layout that a plan has put in: see `with_forks`."""
+    """Rule of a fork, see `with_forks`."""
     for dim in range(len(call.shapes_taken[0])):
         yield Way(f"dim {dim}", (cut(dim),), (cut(dim),))
     yield Way("summed", (SUMMED,), (SUMMED,))

@@ -1,4 +1,4 @@
-"""Runs the calls of a forward as they were planned, on DTensors.
+"""Runs the calls of a forward as planned, on DTensors.
 
 A mode sees every call of a function of torch that the model makes, in its order. Each is one that
 was planned (else it is refused). What it takes is brought into the layout that its function wants,
@@ -45,7 +45,7 @@ FORKED = "_gulliver_fork"
 # gradients are known, and changed.
 @dataclass(frozen=True)
 class PlannedCall:
-    """A call as it is to run."""
+    """A call with its layouts."""
 
     # Call of the trace.
     call: OperatorCall
@@ -78,7 +78,7 @@ class OperatorMode(TorchFunctionMode):
         self._sizes, self._here = tuple(mesh.shape), tuple(mesh.get_coordinate() or ())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function as it was planned; what gives no tensors runs as it is."""
+        """Runs a function as planned; functions without tensor outputs run unchanged."""
         kwargs = kwargs or {}
         planned = self._calls[self._at] if self._at < len(self._calls) else None
         name = name_of(func)
@@ -100,12 +100,12 @@ class OperatorMode(TorchFunctionMode):
         return out
 
     def end(self) -> None:
-        """Refuses a forward that has made fewer calls than were planned."""
+        """Refuses a forward with fewer calls than planned."""
         if self._at < len(self._calls):
             raise self._other("the end", self._calls[self._at])
 
     def left(self, tensor: Tensor, number: int, layout: Layout) -> Tensor:
-        """Returns the model's output, whole on every rank, no DTensor any more."""
+        """The model's output as a plain tensor, whole on every rank."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole = (Replicate(),) * len(self._sizes)
@@ -177,7 +177,7 @@ class OperatorMode(TorchFunctionMode):
         return first_index(0, shape[0], planned.takes[0], self._sizes, self._here)
 
     def _part(self, planned: PlannedCall, number: int, tensor: Tensor) -> Tensor:
-        """Returns this rank's part of a tensor, in the layout that the call wants."""
+        """This rank's part of a tensor, in the layout of the call."""
         layout = planned.takes[number]
         whole = (Replicate(),) * len(self._sizes)
         if not isinstance(tensor, DTensor):
@@ -209,7 +209,7 @@ class OperatorMode(TorchFunctionMode):
         return plain(tensor) if isinstance(tensor, DTensor) else tensor
 
     def replayed(self, planned: PlannedCall, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Parts of a call's tensors, changed again, and a function that runs it on them."""
+        """Parts of a call's inputs, converted again, and a function that runs the call on them."""
         with torch.no_grad():
             parts = [self._part(planned, n, t) for n, t in enumerate(sources)]
         trains = [self._trace.values[v].trains for v in planned.call.takes]
@@ -218,7 +218,7 @@ class OperatorMode(TorchFunctionMode):
         return parts, lambda: run_local(planned.call, parts, planned.takes, shapes, first)
 
     def spread_given(self, planned: PlannedCall, out: Any) -> list[DTensor]:
-        """Returns the results of a call that ran again, as DTensors."""
+        """Outputs of a recomputed call, as DTensors."""
         leaves = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         rows = zip(leaves, planned.call.gives, planned.gives, strict=True)
         values = self._trace.values
@@ -231,20 +231,20 @@ class OperatorMode(TorchFunctionMode):
 def spread(
     local: Tensor, mesh: DeviceMesh, wanted: Placements, shape: Sequence[int] | None = None
 ) -> DTensor:
-    """A DTensor of what this rank has."""
+    """A DTensor from this rank's part."""
     shape = torch.Size(local.shape if shape is None else shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, wanted, run_check=False, shape=shape, stride=stride)
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """Returns this rank's part of a DTensor, past autograd."""
+    """This rank's part of a DTensor, without autograd."""
     with torch.no_grad():
         return tensor.to_local()
 
 
 def changed(tensor: DTensor, wanted: Placements, cluster: Cluster | None) -> DTensor:
-    """A tensor in another layout, past autograd; itself where it lies so."""
+    """A tensor in another layout, without autograd."""
     if tuple(tensor.placements) == tuple(wanted):
         return tensor
     with torch.no_grad():
@@ -252,7 +252,7 @@ def changed(tensor: DTensor, wanted: Placements, cluster: Cluster | None) -> DTe
 
 
 def plain(tensor: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """The same part of the same tensor, past autograd."""
+    """The same DTensor without autograd."""
     # A `detach` would come with the mesh of the first DTensor of that form in this process, which
     # torch remembers, and whose groups may be gone.
     mesh = mesh or tensor.device_mesh
@@ -267,7 +267,7 @@ def whole_of(tensor: Any, mesh: DeviceMesh) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """Turns a DTensor into the part of this rank in the layout that a call wants."""
+    """Converts a DTensor into this rank's part in the layout of a call."""
 
     @staticmethod
     def forward(
@@ -293,7 +293,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Turns the part of this rank into a DTensor."""
+    """Converts this rank's part into a DTensor."""
 
     @staticmethod
     def forward(
@@ -309,7 +309,7 @@ class _Leave(torch.autograd.Function):
 
 
 def _behind_fork(tensor: Tensor, number: int) -> Tensor:
-    """The tensor behind the fork that a value has passed, if it is asked for."""
+    """The output of a value's fork, if a call reads that."""
     if isinstance(tensor, DTensor) and getattr(tensor, VALUE, number) != number:
         return vars(tensor).get(FORKED, tensor)
     return tensor

@@ -1,4 +1,4 @@
-"""The calls of functions of torch that the forward of a model makes, followed with fake tensors.
+"""Traces the torch functions that a model's forward calls, with fake tensors.
 
 An `OperatorCall` is what a person wrote, such as ``F.linear(x, w)``, above autograd: that is what
 is shared and computed again. Values are numbered as they come; each call says which it takes and
@@ -47,7 +47,7 @@ ALIASES = {"radd": "add", "rmul": "mul", "rtruediv": "rdiv", "iadd": "add_", "im
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for a tensor in the arguments of a call: the number of it among those taken."""
+    """Placeholder of a tensor in the arguments of a call: its number among the inputs."""
 
     index: int
 
@@ -72,7 +72,7 @@ class Value:
 
     @property
     def flows(self) -> bool:
-        """Whether it is computed, and has a gradient."""
+        """Whether the value is computed and has a gradient."""
         return self.trains and self.maker >= 0
 
 
@@ -109,11 +109,11 @@ class OperatorCall:
         return self.kwargs.get(name, default)
 
     def constants_besides(self) -> bool:
-        """Whether there are arguments that are no tensors."""
+        """Whether there are arguments that are not tensors."""
         return bool(self.kwargs) or any(not isinstance(a, Ref) for a in self.args)
 
     def filled(self, tensors: Any) -> tuple[Any, Any]:
-        """The arguments with tensors."""
+        """The arguments with tensors filled in."""
         return pytree.tree_map_only(Ref, lambda r: tensors[r.index], (self.args, dict(self.kwargs)))
 
 
@@ -131,7 +131,7 @@ class Trace:
     dies: dict[int, int] = field(default_factory=dict)
 
     def users(self, value: int) -> list[int]:
-        """Numbers of the calls that take a value."""
+        """Numbers of the calls that read a value."""
         return [n for n, call in enumerate(self.calls) if value in call.takes]
 
 
@@ -184,7 +184,7 @@ class Tracer(TorchFunctionMode):
             self.trace.values[number] = replace(self.trace.values[number], parameter=name)
 
     def following(self) -> Any:
-        """A context in which calls are written down."""
+        """Context that records calls."""
         return _Following(self)
 
     def number(self, tensor: Tensor, maker: int = -1) -> int:
@@ -203,7 +203,7 @@ class Tracer(TorchFunctionMode):
         return number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, and writes it down if it gives tensors."""
+        """Runs a function and records it if it returns tensors."""
         kwargs, name = kwargs or {}, name_of(func)
         self._saving = []
         out = func(*args, **kwargs)
@@ -260,7 +260,7 @@ class Tracer(TorchFunctionMode):
         )
 
     def pack(self, tensor: Tensor) -> None:
-        """Notes what is saved, and keeps nothing of it: lifetimes are those of the program."""
+        """Records what is saved without keeping it, so lifetimes stay those of the program."""
         self._saving.append(tensor.detach())
 
     def enter(self, module: nn.Module, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""Answers besides the best grid: the price of memory, and what would be enough."""
+"""The price of memory, and the least memory and ranks that suffice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Price:
 
 @dataclass(frozen=True)
 class MinimumResources:
-    """Memory and ranks that would be enough."""
+    """Least memory and fewest ranks that suffice."""
 
     # Least bytes of a rank that a grid on this cluster holds.
     bytes: int
@@ -56,7 +56,7 @@ class MinimumResources:
 def searched_again(
     found: Found, samples: int, cluster: Cluster | None = None, **others: int | None
 ) -> Found:
-    """Searches once more for what a search was of, for the fastest grid alone."""
+    """Repeats a search with other machines or limits, for the fastest grid only."""
     machines = cluster or found.cluster
     facts = (
         found.facts if machines.device == found.facts.device else found.facts.on(machines.device)
@@ -66,7 +66,7 @@ def searched_again(
 
 
 def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
-    """Finds what a step takes under smaller and larger limits, and with one GiB more."""
+    """Step times under smaller and larger limits, and with one GiB more."""
     if not found.best:
         return ()
     limit, best = found.limit, found.best[0]
@@ -80,7 +80,7 @@ def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
 
 
 def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> tuple[Price, ...]:
-    """Prices of limits under which state leaves: what moves changes with every byte."""
+    """Prices of limits with offloading, where every byte changes what moves."""
     # What runs under a limit runs under a larger one, where the size of chunks may be chosen worse.
     found, best = list[Price](), None
     for at in limits:
@@ -92,7 +92,7 @@ def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> t
 
 
 def _limits(limit: int) -> list[int]:
-    """Limits that memory is priced at, the one that was given among them."""
+    """Limits to price, including the given one."""
     return sorted({*(int(limit * share) for share in SHARES), limit + GIB})
 
 
@@ -103,7 +103,7 @@ def _first(found: Found) -> Scored | None:
 def _under(
     at: int, limit: int, best: Scored, free: Scored, search: Callable[..., Found]
 ) -> Scored | None:
-    """The fastest grid under a limit, searched for only where it cannot be one of those known."""
+    """The fastest grid under a limit; searches only if no known one applies."""
     if at >= free.bytes:
         return free
     if best.bytes <= at <= limit:
@@ -118,7 +118,7 @@ def saved_by_a_gib(prices: Sequence[Price], limit: int) -> float:
 
 
 def enough(found: Found, samples: int) -> MinimumResources:
-    """The least memory that would do on this cluster, and the fewest ranks that would."""
+    """The least memory on this cluster and the fewest ranks that suffice."""
     least, grid = least_bytes(found.facts, found.cluster, samples)
     offloaded = _offloaded(found, samples)
     if offloaded is not None and offloaded.bytes >= least:
@@ -127,7 +127,7 @@ def enough(found: Found, samples: int) -> MinimumResources:
 
 
 def _offloaded(found: Found, samples: int) -> Least | None:
-    """The least memory that would do if what does not fit left."""
+    """The least memory that suffices with offloading."""
     if found.offloaded is not None or found.facts.optimizer is None:
         return found.offloaded
     scorer, meshes = _scorer(found.facts, found.cluster, samples)
@@ -135,7 +135,7 @@ def _offloaded(found: Found, samples: int) -> Least | None:
 
 
 def _scorer(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[Axes]]:
-    """Prices grids of a model on a cluster, and the meshes that it can be laid over."""
+    """A scorer for a model on a cluster, and the possible meshes."""
     on_cpu = cluster.device.to_device_rate is None
     scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", 0.0)
     blocks = len(facts.blocks) * facts.has_stack
@@ -162,7 +162,7 @@ def _enough(found: Found, samples: int, least: int, grid: Grid) -> MinimumResour
 
 
 def _fewest(found: Found) -> int:
-    """A number of ranks that no fewer than can hold the state, however it is shared."""
+    """A lower bound of the ranks that can hold the state."""
     facts = found.facts
     home = WIDE if facts.copied else facts.item
     # What the optimizer works with: its numbers, what it steps, and the gradients of that.
@@ -180,7 +180,7 @@ def _fits(found: Found, samples: int, ranks: int) -> bool:
 
 
 def least_bytes(facts: Facts, cluster: Cluster, samples: int, limit: int = 0) -> tuple[int, Grid]:
-    """The grid that holds the least on its fullest rank, every block recomputed."""
+    """The grid with the smallest fullest rank, every block recomputed."""
     scorer, meshes = _scorer(facts, cluster, samples)
     again, trains = len(facts.recomputable), facts.optimizer is not None
     best: tuple[int, Grid] | None = None

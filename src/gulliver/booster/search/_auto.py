@@ -1,4 +1,4 @@
-"""Plans of the grids that a search found, and the one call that searches, plans and boosts.
+"""`auto_engine`: searches, plans and boosts in one call.
 
 engine = auto_engine(model, optimizer, batch=example, samples=64)
 for inputs in loader:                    # of this rank: engine.samples of them
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass
 class AutoEngine:
-    """A model that runs as a search has chosen."""
+    """A boosted model that runs the plan a search has chosen."""
 
     # Booster that runs the plan: its `backward`, `compare` and checkpoints.
     booster: Booster
@@ -151,7 +151,7 @@ def _of_grids(
     precision: str,
     verbose: bool,
 ) -> AutoEngine:
-    """Boosts the model as the fastest grid says that can be run."""
+    """Boosts the model with the fastest grid that can be run."""
     left_out: list[tuple[Grid, str]] = []
     # Ranks may have timed, or know, other links: the first one's order counts.
     for scored in broadcast_object(found.best):
@@ -184,7 +184,7 @@ def _of_size(cluster: Cluster, size: int) -> Cluster:
 
 
 def _on_all(make: Callable[[], T]) -> T:
-    """What each rank makes; where one cannot, all end with its error, and none waits for it."""
+    """Runs a function on every rank; if one fails, all raise its error."""
     made: T | None = None
     failure: Exception | None = None
     try:
@@ -257,7 +257,7 @@ def plan_of(
     optimizer: torch.optim.Optimizer | None,
     precision: str = "fp32",
 ) -> Plan:
-    """The plan that runs a grid, with what is predicted of it; nothing is changed."""
+    """The plan of a grid with its predictions; nothing is changed."""
     grid, facts = scored.grid, found.facts
     scorer = Scorer(facts, found.cluster, scored.samples, "cpu", 0.0)
     work = scorer.work(grid)

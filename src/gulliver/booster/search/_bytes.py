@@ -1,4 +1,4 @@
-"""Bytes that a rank holds on a grid, at the moment of a step at which they are most.
+"""Closed form of the peak bytes of a rank on a grid.
 
 State is that of ZeRO (Rajbhandari et al. 2020) as our engine holds it, what is kept that of the
 micro-batches whose backward has not run. A plan that is made of a grid has its own bytes, chunk by
@@ -100,7 +100,7 @@ class _Gradients:
 
 
 class RankBytes:
-    """Counts the bytes of ranks on grids of one model."""
+    """Bytes of ranks on grids of one model."""
 
     def __init__(self, facts: Facts, batch: int) -> None:
         self.facts, self.batch = facts, batch
@@ -114,7 +114,7 @@ class RankBytes:
     def held(
         self, grid: Grid, stage: RankBlocks, flying: float, waiting: int = 0
     ) -> tuple[MemoryPlan, int]:
-        """Bytes of a rank by kind when they are most, and those that it works with besides."""
+        """Peak bytes of a rank by kind, and its working memory."""
         parameters, window, state = self._state(grid, stage)
         inputs, found = self._inputs(grid, stage), []
         for gradients, others in self._backwards(grid, stage, flying):
@@ -127,7 +127,7 @@ class RankBytes:
         return MemoryPlan(held, grads, int(state), kept), working
 
     def _inputs(self, grid: Grid, stage: RankBlocks) -> float:
-        """Bytes of a step's samples on a rank, and of what generating keeps of them."""
+        """Bytes of a step's samples on a rank, and of its key-value cache."""
         samples = self.batch // grid.axes.data
         inputs = samples * self.facts.analysis.inputs / self.facts.samples / grid.axes.sequence
         return inputs + samples * self._cached(grid, stage)
@@ -135,7 +135,7 @@ class RankBytes:
     def _fullest(
         self, grid: Grid, stage: RankBlocks, gradients: _Gradients, others: float, waiting: int
     ) -> tuple[float, float, float]:
-        """Bytes of gradients, kept and worked with, at the fullest moment of a backward."""
+        """Bytes of gradients, activations and working memory at the peak of a backward."""
         axes, learns = grid.axes, self._learns
         micro = self.batch // axes.data // grid.micro_batches
         by_tensor = axes.mode in SHARED_BY_TENSOR
@@ -160,13 +160,13 @@ class RankBytes:
         return grads, kept + micro * fullest.kept, micro * fullest.working
 
     def beside(self, grid: Grid, stage: RankBlocks, flying: float, waiting: int = 0) -> int:
-        """Most bytes of a rank that are no state: inputs, what is kept, what is worked with."""
+        """Peak bytes of a rank that are not state: inputs, activations, working memory."""
         none = _Gradients(0.0, 0.0, 0.0, 0.0, 0.0)
         held = sum(self._fullest(grid, stage, none, flying - 1, waiting))
         return int(max(held, self._inputs(grid, stage) + self._embedded(grid, stage)))
 
     def moments(self, grid: Grid, stage: RankBlocks) -> list[tuple[float, int]]:
-        """Bytes that are no state through a backward of a whole batch, and through the update."""
+        """Bytes that are not state, through a backward of a whole batch and the update."""
         # Each with the elements whose gradients are there by then; in their order.
         axes, inputs = grid.axes, self._inputs(grid, stage)
         by_tensor = axes.mode in SHARED_BY_TENSOR
@@ -177,7 +177,7 @@ class RankBytes:
         return [*held, (own, int(inputs + self._updating(replace(grid, stage=3), stage)))]
 
     def resting(self, grid: Grid, stage: RankBlocks) -> tuple[int, int]:
-        """Bytes of a rank's state between two steps at stage 3, and of that which learns."""
+        """Bytes of a rank's state between steps at stage 3: all of it, and what is trained."""
         own = self._sums(stage, grid.axes.tensor)[0]
         parts = grid.axes.data * grid.axes.sequence
         learned = own * self._learns
@@ -188,7 +188,7 @@ class RankBytes:
     def _backwards(
         self, grid: Grid, stage: RankBlocks, flying: float
     ) -> Iterator[tuple[_Gradients, float]]:
-        """Yields backwards of a step, and how many micro-batches are kept besides their own."""
+        """Yields backwards of a step, with the number of other micro-batches in flight."""
         several, ranks = grid.micro_batches > 1, grid.axes.pipeline
         if grid.schedule == "dualpipev" and stage.first and grid.micro_batches == 2 * ranks:
             # The first rank has run all forwards of its first stage before it has a backward of
@@ -206,7 +206,7 @@ class RankBytes:
             yield self._gradients(grid, stage), flying - 1
 
     def state(self, grid: Grid, stage: RankBlocks) -> MemoryPlan:
-        """Bytes of parameters, gradients and optimizer state of a rank when they are most."""
+        """Peak bytes of parameters, gradients and optimizer state of a rank."""
         parameters, window, state = self._state(grid, stage)
         gradients = self._gradients(grid, stage)
         own, _ = self._sums(stage, grid.axes.tensor)
@@ -220,7 +220,7 @@ class RankBytes:
         return grid.axes.data * grid.axes.sequence if grid.stage else 1
 
     def _state(self, grid: Grid, stage: RankBlocks) -> tuple[float, float, float]:
-        """Bytes of parameters that stay, that come and go, and of optimizer state."""
+        """Bytes of resident parameters, of gathered ones, and of optimizer state."""
         facts, parts = self.facts, self._parts(grid)
         own = self._sums(stage, grid.axes.tensor)[0]
         learned = own * self._learns
@@ -234,7 +234,7 @@ class RankBytes:
         return facts.item * shards / parts, window, state
 
     def _gradients(self, grid: Grid, stage: RankBlocks, backwards: int = 0) -> _Gradients:
-        """Bytes of gradients over the last of some backwards; see the note above."""
+        """Bytes of gradients over the last of `backwards`."""
         facts, parts = self.facts, self._parts(grid)
         learned = self._learns * self._sums(stage, grid.axes.tensor)[0]
         home = WIDE if facts.copied else facts.item
@@ -261,12 +261,12 @@ class RankBytes:
         return _Gradients(begin, rate, window, shards * (1 - ahead) + window, shards)
 
     def _embedded(self, grid: Grid, stage: RankBlocks) -> float:
-        """Bytes of the gradient of what is embedded, as the backward makes it."""
+        """Bytes of the gradient of the embedding."""
         before, *_ = self._shared(grid.axes.tensor).ends
         return self.facts.item * max(before, default=0) * stage.first * self._learns
 
     def _updating(self, grid: Grid, stage: RankBlocks) -> float:
-        """Bytes that an update works with: one number for each it steps at once, on a CPU two."""
+        """Working memory of an update."""
         facts, parts = self.facts, self._parts(grid)
         if facts.states < 2:
             return 0.0
@@ -306,7 +306,7 @@ class RankBytes:
         return sum(sizes), max(sizes, default=0)
 
     def _windows_of(self, stage: RankBlocks, tensor: int, capacity: int) -> tuple[int, int]:
-        """Most bytes of chunks that are whole at once at stage 3, and of gradients from 2 on."""
+        """Most bytes of gathered chunks at stage 3, and of gradients in flight from stage 2."""
         chunks = _chunks(self._sizes(stage, tensor), capacity // self.facts.item)
         gathered, collected = (_most_together(chunks, n) for n in (GATHERED, COLLECTED))
         return self.facts.item * gathered, self.facts.item * collected
@@ -314,17 +314,17 @@ class RankBytes:
     # Activations.
 
     def _cached(self, grid: Grid, stage: RankBlocks) -> float:
-        """Bytes of keys and values of a sample that blocks of a rank keep to generate after it."""
+        """Bytes of the key-value cache of a sample on a rank."""
         axes, facts = grid.axes, self.facts
         ranks = min(axes.tensor, facts.cached_heads) * axes.sequence
         return facts.cached * stage.count / max(1, len(facts.blocks)) / ranks
 
     def _head(self, grid: Grid) -> float:
-        """Bytes of a sample that head and loss keep."""
+        """Activation bytes of head and loss for a sample."""
         return self.facts.outside.saved * self._divided(grid.axes.tensor, grid.axes.sequence)[1]
 
     def _divided(self, tensor: int, sequence: int) -> tuple[float, float]:
-        """Share of what blocks, and of what head and loss keep, that a rank has."""
+        """A rank's share of the activations of blocks, and of head and loss."""
         shared, rest = self._shared(tensor), 1 - 1 / tensor
         return (1 - shared.saved * rest) / sequence, (1 - shared.outside * rest) / sequence
 
@@ -337,7 +337,7 @@ class RankBytes:
         recomputed: int,
         parts: int,
     ) -> tuple[tuple[_Moment, ...], float, float]:
-        """Moments of a backward at which a rank may hold most, what a micro-batch keeps, and notes.
+        """Candidate peaks, activation bytes of a micro-batch, and bytes of deferred gradients.
 
         Where a backward is in two `parts` of so many stages each, nothing goes in the first one.
         """
@@ -380,7 +380,7 @@ class RankBytes:
         return tuple(_undominated(found)), total, sum(noted)
 
     def _noted_of(self, block: int) -> int:
-        """Bytes of the gradients of a sample that come into the weights of a block."""
+        """Bytes of output gradients that a block keeps for its weight gradients, for a sample."""
         facts = self.facts
         path = facts.analysis.followed(facts.blocks[block])
         try:
@@ -393,7 +393,7 @@ class RankBytes:
 
 
 def _undominated(moments: Sequence[_Moment]) -> Iterator[_Moment]:
-    """Yields the moments, in their order, that hold more than each later one does."""
+    """Yields the moments, in order, that hold more than every later one."""
     most, found = -1.0, []
     for moment in reversed(moments):
         if moment.all > most:
@@ -418,7 +418,7 @@ def _chunks(sizes: Sequence[int], capacity: int) -> list[int]:
 
 
 def _most_together(chunks: Sequence[int], count: int) -> int:
-    """The largest sum of so many chunks, one after the other."""
+    """The largest sum of `count` consecutive chunks."""
     starts = range(max(1, len(chunks) - count + 1))
     return max(sum(chunks[start : start + count]) for start in starts)
 
@@ -431,7 +431,7 @@ def stages_of(rank: int, ranks: int, chunks: int, folded: bool) -> list[int]:
 
 
 def under_way(grid: Grid, rank: int) -> float:
-    """Micro-batches whose forward has run on a rank and whose backward has not, at most."""
+    """Most micro-batches in flight on a rank: forward done, backward not."""
     # In parts of all the rank's stages, by the definition of the schedules (Narayanan et al. 2021;
     # Qi et al. 2024).
     ranks, chunks, micro = grid.axes.pipeline, grid.chunks, grid.micro_batches
@@ -449,5 +449,5 @@ def under_way(grid: Grid, rank: int) -> float:
 
 
 def put_off(grid: Grid, rank: int) -> int:
-    """Micro-batches of a rank of which gradients of weights alone are left, at most."""
+    """Most micro-batches of a rank that only wait for gradients of weights."""
     return min(grid.micro_batches - 1, rank) if grid.schedule == "zero_bubble" else 0

@@ -1,4 +1,4 @@
-"""What a model is to the search: its blocks in numbers for one sample, and what tensor ranks share.
+"""Costs of a model's blocks for one sample, and what tensor ranks share of them.
 
 The numbers are sums over the operators that the analysis found (`gulliver.plan.analyse`), so that
 a model of a hundred blocks costs as much to look at as one of three.
@@ -28,7 +28,7 @@ from gulliver.plan.analysis import BACKWARD, FORWARD, Operator
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A block, or what is outside of all, for one sample on one device."""
+    """Costs of a block, or of everything outside of blocks, for one sample on one device."""
 
     # Seconds of its forward, but for launching operators.
     forward_s: float = 0.0
@@ -48,7 +48,7 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class TensorShares:
-    """What ranks of a tensor axis share of a model."""
+    """How the ranks of a tensor axis share a model."""
 
     # Number of ranks.
     size: int
@@ -74,7 +74,7 @@ class TensorShares:
 
 @dataclass
 class Facts:
-    """A model and a batch in numbers."""
+    """A model and a batch as numbers."""
 
     # Whole model, perhaps on meta.
     model: nn.Module
@@ -116,7 +116,7 @@ class Facts:
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
-        """Paths of the blocks that a pipeline deals out, or that backward may compute again."""
+        """Paths of the blocks that a pipeline can divide, or that can be recomputed."""
         try:
             return tuple(stack_of(self.model, None).blocks)
         except GulliverError:
@@ -124,7 +124,7 @@ class Facts:
 
     @cached_property
     def has_stack(self) -> bool:
-        """Whether the blocks are a chain that a pipeline can cut: most of the model is in them."""
+        """Whether the blocks are a chain that holds most of the model, which a pipeline can cut."""
         try:
             blocks = stack_of(self.model, None).blocks
         except GulliverError:
@@ -134,12 +134,12 @@ class Facts:
 
     @cached_property
     def recomputable(self) -> frozenset[str]:
-        """Paths of the blocks that backward may compute again."""
+        """Paths of the blocks that can be recomputed."""
         return frozenset(self.blocks) & frozenset(recomputable_blocks(self.model))
 
     @cached_property
     def parts(self) -> tuple[ModelPart, ...]:
-        """The blocks in order; equal ones are summed once."""
+        """Costs of the blocks in order; equal ones are computed once."""
         known: dict[str, ModelPart] = {}
         found = []
         for path in self.blocks:
@@ -151,7 +151,7 @@ class Facts:
 
     @cached_property
     def outside(self) -> ModelPart:
-        """What is in no block: embeddings, head and loss."""
+        """Costs outside of blocks: embeddings, head and loss."""
         whole, n = self.analysis, self.samples
 
         def rest(of_all: float, name: str) -> float:
@@ -173,12 +173,12 @@ class Facts:
         )
 
     def _each(self, seconds: float, operators: int) -> float:
-        """Seconds of a sample, of those of the batch that was followed, without launches."""
+        """Seconds of one sample without launches, from those of the followed batch."""
         return max(0.0, seconds - self.device.launch_s * operators) / self.samples
 
     @cached_property
     def ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the parameters that the first and the last rank of a pipeline have besides."""
+        """Names of parameters outside of blocks on the first and the last pipeline rank."""
         # Those of modules that every rank keeps are in both; without a pipeline the first has all.
         inside = {f"{path}." for path in self.blocks}
 
@@ -196,7 +196,7 @@ class Facts:
         return before, after
 
     def _peak_behind(self) -> int:
-        """Most bytes while head and loss run, forward and backward."""
+        """Peak bytes while head and loss run, forward and backward."""
         operators = self.analysis.operators
         own = _within(self.analysis, self.blocks)
         inside = [number for number, operator in enumerate(operators) if own(operator)]
@@ -224,7 +224,7 @@ class Facts:
         )
 
     def _before(self, path: str) -> int:
-        """Bytes that are there as a block begins, where no backward needs them: it was given them.
+        """Bytes that exist when a block begins and that no backward needs.
 
         The caller holds what it gave, and perhaps more, such as embeddings.
         """
@@ -234,24 +234,24 @@ class Facts:
 
     @cached_property
     def forward_s(self) -> float:
-        """Seconds of a forward of one sample on one device, but for launching operators."""
+        """Seconds of a forward of one sample on one device, without launches."""
         return self.outside.forward_s + sum(part.forward_s for part in self.parts)
 
     @cached_property
     def backward_s(self) -> float:
-        """Seconds of a backward of one sample on one device, alike."""
+        """Seconds of a backward of one sample on one device, without launches."""
         return self.outside.backward_s + sum(part.backward_s for part in self.parts)
 
     @cached_property
     def launches(self) -> tuple[float, float]:
-        """Seconds that launching all operators of a forward, and of a backward, takes."""
+        """Seconds spent launching the operators of a forward, and of a backward."""
         parts = (*self.parts, self.outside)
         forward, backward = (sum(part.operators[n] for part in parts) for n in (0, 1))
         return self.device.launch_s * forward, self.device.launch_s * backward
 
     @cached_property
     def weights_s(self) -> float:
-        """Seconds for reading the weights of all blocks."""
+        """Seconds to read the weights of all blocks."""
         return sum(part.parameters for part in self.parts) * self.item / self.device.memory_rate
 
     @cached_property
@@ -266,12 +266,12 @@ class Facts:
 
     @cached_property
     def saved(self) -> int:
-        """Bytes that a sample keeps for the backward."""
+        """Activation bytes of a sample."""
         return self.outside.saved + sum(part.saved for part in self.parts)
 
     @cached_property
     def hidden(self) -> int:
-        """Bytes of what a block hands on, of one sample."""
+        """Bytes of a hidden state of one sample."""
         return max((part.output for part in self.parts), default=0)
 
     @cached_property
@@ -280,7 +280,7 @@ class Facts:
         return update_seconds(self.device, 4 * self.trained, self.states)
 
     def shared(self, size: int) -> TensorShares | None:
-        """What `size` tensor ranks share; None where the model cannot be cut so: see `refused`."""
+        """What `size` tensor ranks share; None where the model cannot be cut (see `refused`)."""
         if size not in self._shared:
             try:
                 self._shared[size] = self._shares(plan_tensor(self.model, size, None, True, True))
@@ -311,7 +311,7 @@ class Facts:
         )
 
     def _elements(self, tensor: TensorPlan) -> tuple[Any, Any]:
-        """Elements of a rank's parameters: of each block, and of what is outside of all."""
+        """Elements of a rank's parameters: of each block, and outside of blocks."""
         named, known = dict(self.model.named_parameters()), dict[str, tuple[int, ...]]()
         # Of a tied parameter each name counts.
         every = dict(self.model.named_parameters(remove_duplicate=False))
@@ -331,7 +331,7 @@ class Facts:
         return tuple(found), (counts(before), counts(after), counts(rest))
 
     def _divided(self, tensor: TensorPlan) -> tuple[float, float]:
-        """Shares of what blocks, and of what head and loss keep, that tensor ranks divide."""
+        """Shares of the activations of blocks, and of head and loss, that tensor ranks divide."""
         analysis, kept = self.analysis, self.analysis.kept
         own, apart = _within(analysis, self.blocks), _apart(analysis, tensor)
         cut, seen = [0, 0], set[int]()
@@ -352,7 +352,7 @@ class Facts:
         return operator.count * operator.seconds_on(self.device)
 
     def _bytes(self, path: str, side: str) -> int:
-        """Bytes that a module is given first, or gives last, for one sample."""
+        """Bytes of the first input, or the last output, of a module for one sample."""
         try:
             own = [o for o in self.analysis.graph(path, FORWARD) if not o.in_place]
         except GulliverError:
@@ -365,7 +365,7 @@ class Facts:
 
 
 def _within(analysis: Analysis, paths: Iterable[str]) -> Callable[[Operator], bool]:
-    """Tells operators that run in one of some modules, or in one that stands for it."""
+    """A predicate for operators that run inside some modules."""
     heads = {analysis.followed(path) for path in paths}
 
     def inside(operator: Operator) -> bool:
@@ -376,7 +376,7 @@ def _within(analysis: Analysis, paths: Iterable[str]) -> Callable[[Operator], bo
 
 
 def _apart(analysis: Analysis, tensor: TensorPlan) -> set[int]:
-    """Memories of a forward of which each tensor rank has a part: what comes of a cut parameter."""
+    """Memories of a forward that are sharded over tensor ranks."""
     # What a row adds up is whole on all ranks again, and so is what a module of experts gives.
     cut = {analysis.followed(path): placed for path, placed in tensor.modules.items()}
     found = dict[int, str]()

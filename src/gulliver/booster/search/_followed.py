@@ -1,4 +1,4 @@
-"""How a model becomes facts: its step is followed as a run would run it, in the dtypes of a run."""
+"""Analyses a model for the search, in the dtypes in which it will run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def facts_of(
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Refuses parameters and buffers that a first forward would give their shape."""
+    """Refuses parameters and buffers without shapes (lazy modules)."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
@@ -72,7 +72,7 @@ def check_shapes(model: nn.Module) -> None:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model without its values."""
+    """A copy of a model on meta."""
     own = [*model.parameters(), *model.buffers()]
     memo: dict[int, Any] = {}
     for tensor in own:
@@ -93,7 +93,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
-    """Elements of the parameters that learn, and numbers that their optimizer keeps for each."""
+    """Trained elements, and the numbers that their optimizer keeps for each."""
     if optimizer is None:
         return 0, 0
     count = most = 0

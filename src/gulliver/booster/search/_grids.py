@@ -1,4 +1,4 @@
-"""The grids of a search: every way to lay a model over ranks that a plugin of ours can run.
+"""The grids of a search: every combination of axes and choices that a plugin can run.
 
 A grid is a product of axes and the choices that go with them. None is left out by a rule of thumb:
 `grids_of` yields all that divide, and the search leaves out what a bound proves to be no better.
@@ -21,7 +21,7 @@ CHUNKS_MB = (4, 8, 16, 32)
 
 @dataclass(frozen=True, order=True)
 class Axes:
-    """Sizes of the axes of a mesh, and how sequences lie on it."""
+    """Sizes of the axes of a mesh, and its sequence mode."""
 
     # Number of replicas that read different samples.
     data: int = 1
@@ -41,13 +41,13 @@ class Axes:
 
     @property
     def cuts_model(self) -> bool:
-        """Whether a model is spread over several ranks."""
+        """Whether a model is sharded over several ranks."""
         return self.size > self.data
 
 
 @dataclass(frozen=True, order=True)
 class Grid:
-    """A way to lay a model over ranks."""
+    """Axes and choices of a parallel run."""
 
     axes: Axes
     # Stage of ZeRO over data and sequence ranks.
@@ -82,12 +82,12 @@ class Grid:
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a number, rising."""
+    """Divisors of a number, in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def axes_of(ranks: int, batch: int, blocks: int, modes: Sequence[str]) -> Iterator[Axes]:
-    """Every mesh on which a batch and the blocks can be dealt out."""
+    """Every mesh that divides the batch and the blocks."""
     apart = [mode for mode in modes if mode in SHARED_BY_SEQUENCE]
     for pipeline in divisors(ranks):
         if pipeline > max(1, blocks):
@@ -128,7 +128,7 @@ def grids_of(axes: Axes, batch: int, blocks: int, trains: bool = True) -> Iterat
 
 @cache
 def _ordered(schedule: str, stages: int, ranks: int, micro_batches: int) -> bool:
-    """Whether a schedule can order so many micro-batches."""
+    """Whether a schedule supports this number of micro-batches."""
     try:
         check_counts(schedule, stages, ranks, micro_batches)
     except GulliverError:

@@ -1,4 +1,4 @@
-"""Grids whose state leaves the memory of their ranks, for the host's memory or for a disk.
+"""Grids that offload state to the host's memory or to a disk.
 
 Bytes that move, and seconds that a step waits for them, are those of the memory engine's own replay
 (`booster._residency`), asked for the very plan that the grid's plugin makes: there is no formula of
@@ -46,7 +46,7 @@ MICRO_BATCHES = 16
 # nothing, and grids are replayed in its order until it is no better than what was found.
 @dataclass(frozen=True)
 class Least:
-    """The least memory that would do if what does not fit it left."""
+    """The least memory that suffices with offloading."""
 
     # Bytes of a rank.
     bytes: int
@@ -60,7 +60,7 @@ class Least:
 
 
 def offloaded_grids(scorer: Scorer, axes: Axes, behind: OffloadTiers) -> Iterator[Grid]:
-    """Every grid of a mesh that off-loads, with all of its blocks recomputed or none."""
+    """Every offloading grid of a mesh, with all of its blocks recomputed or none."""
     # State leaves in chunks of ZeRO's stage 3. Backwards that accumulate are left out, as what
     # moves in them is not replayed, and so are pipelines of more than `MICRO_BATCHES`.
     facts = scorer.facts
@@ -76,20 +76,20 @@ def offloaded_grids(scorer: Scorer, axes: Axes, behind: OffloadTiers) -> Iterato
 
 
 class Offloader:
-    """Prices grids that off-load."""
+    """Prices grids that offload."""
 
     def __init__(self, scorer: Scorer, behind: OffloadTiers, limit: int) -> None:
         self.scorer, self.behind, self.limit = scorer, behind, limit
         self.looked = self.replayed = 0
 
     def may_pay(self, grid: Grid) -> bool:
-        """Whether something has to leave for a grid to fit, and what cannot leave fits."""
+        """Whether a grid fits only with offloading."""
         if smallest_limit(0, self.scorer.beside(grid)) > self.limit:
             return False
         return self.scorer.bytes_of(replace(grid, offload="")) > self.limit
 
     def bound(self, grid: Grid) -> float:
-        """Seconds that a step of a grid is not below."""
+        """A lower bound of the seconds of a step."""
         scorer = self.scorer
         seconds = scorer.score(grid).seconds
         held, learned = scorer.resting(grid)
@@ -103,7 +103,7 @@ class Offloader:
         return max(seconds.step, seconds.step - compute + busy)
 
     def score(self, grid: Grid) -> Scored | None:
-        """Replays a grid; None where the limit, or what lies behind, is too small for it."""
+        """Replays a grid; None if the limit, or the memory behind it, is too small."""
         self._count(grid, grid.axes.pipeline * grid.axes.tensor)
         facts, cluster = self.scorer.facts, self.scorer.cluster
         try:
@@ -119,7 +119,7 @@ class Offloader:
         return Scored(known.grid, seconds, memory, 0, known.samples, moved)
 
     def _fullest(self, grid: Grid, resolved: ResolvedPlan) -> MemoryPlan:
-        """Bytes of state and of all else at the moment at which they are most together."""
+        """Bytes of state and of everything else at the fullest moment."""
         facts, plan = self.scorer.facts, resolved.plan
         assert plan.tiers is not None, "what off-loads has a limit"
         # It was asked for before, and is remembered.
@@ -140,13 +140,13 @@ class Offloader:
         return most
 
     def plan(self, grid: Grid) -> Plan:
-        """The plan of a grid's plugin, for the machines that are searched for."""
+        """The plan of a grid's plugin for the searched cluster."""
         facts, cluster = self.scorer.facts, self.scorer.cluster
         plugin, plan = self._choices(grid)
         return plugin.for_model(plan, facts.model, facts.optimizer, cluster)
 
     def least(self, grid: Grid) -> Least | None:
-        """The least memory that a grid can do with; None where it cannot run."""
+        """The least memory of a grid; None if it cannot run."""
         facts, model = self.scorer.facts, self.scorer.facts.model
         self._count(grid, 1)
         try:
@@ -197,7 +197,7 @@ class Offloader:
 def with_offload(
     offloader: Offloader, meshes: Sequence[Axes], found: Sequence[Scored], best: int
 ) -> tuple[tuple[Scored, ...], int]:
-    """The fastest grids, of each mesh one, with those that off-load; and how many were left out."""
+    """The fastest grids, one per mesh, offloading ones included; and how many were skipped."""
     scorer, fastest = offloader.scorer, {scored.grid.axes: scored for scored in found}
     grids = [g for axes in meshes for g in offloaded_grids(scorer, axes, offloader.behind)]
     bounds = sorted((offloader.bound(grid), grid) for grid in filter(offloader.may_pay, grids))
@@ -221,7 +221,7 @@ def _fastest(found: Iterable[Scored], best: int) -> tuple[Scored, ...]:
 
 
 def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> Least | None:
-    """The least memory of a rank that would do with endless memory behind it."""
+    """The least memory of a rank that suffices with unlimited memory behind it."""
     # Grids are asked in the order of what they need besides state; the first that need as much as
     # another one needs in all end the search, or `ASKED` micro-batches.
     on_host = host_rates(scorer.cluster.device) is not None

@@ -1,4 +1,4 @@
-"""Memory behind that of the ranks, which state that does not fit goes to."""
+"""Memory tiers that state is offloaded to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gulliver.options import byte_size, size_text
 
 @dataclass(frozen=True)
 class OffloadTiers:
-    """Memory behind that of a rank's device, for what does not fit."""
+    """Host memory and disk of a rank, for what does not fit its device."""
 
     # Bytes of page-locked host memory of a rank; 0 for none.
     host: int = 0
@@ -31,7 +31,7 @@ class OffloadTiers:
 
     @classmethod
     def of(cls, host: int | str | None, disk: str | None) -> Self:
-        """Reads what a user says."""
+        """Parses a user's options."""
         folder, size = (None, "0") if disk is None else split_disk(disk)
         return cls(
             0 if host is None else byte_size("host", host),
@@ -41,11 +41,11 @@ class OffloadTiers:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of host memory and disk together."""
         return self.host + self.disk_bytes
 
     def check(self, cluster: Cluster) -> None:
-        """Refuses memory that the machines do not have, or of unknown speed."""
+        """Refuses tiers that the machines do not have, or whose speed is not known."""
         if self.host and host_rates(cluster.device) is None:
             raise GulliverError(
                 f"host={size_text(self.host)}: ranks of {cluster.name} compute in the host's "

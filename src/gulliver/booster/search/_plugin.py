@@ -1,4 +1,4 @@
-"""Plugins that a person would write for a grid."""
+"""The plugin of a grid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALVES = ("bf16", "fp16")
 def plugin_of(
     grid: Grid, precision: str = "fp32", limit: int = 0, behind: OffloadTiers | None = None
 ) -> Plugin:
-    """The plugin that a person would write for a grid."""
+    """The plugin that runs a grid."""
     half = precision if precision in HALVES else None
     axes, chunk = grid.axes, float(grid.chunk_mb) or "auto"
     limits: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def plugin_of(
 
 
 def _check_offload(grid: Grid, limit: int) -> None:
-    """Refuses what no plugin does under a limit."""
+    """Refuses offloading grids that no plugin can run."""
     if grid.stage != 3:
         raise GulliverError(
             f"{grid}: what is whole on every rank cannot leave its memory; off-load needs stage 3"

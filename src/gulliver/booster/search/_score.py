@@ -1,4 +1,4 @@
-"""Seconds and bytes of a grid: the formulas of the plan's own prediction, without making the plan.
+"""Seconds and bytes of a grid, by the formulas of a plan's prediction, without making the plan.
 
 Seconds are those that `_predict.py` computes for a plan, whose messages and schedule are asked for
 here with chunks and cuts in numbers. Bytes are those of the rank that holds most: of its stage the
@@ -57,7 +57,7 @@ from gulliver.plan import (
 # grid the least number that fits is the best, and is found by halving.
 @dataclass(frozen=True)
 class Scored:
-    """A grid with what it is predicted to take."""
+    """A grid with its predicted costs."""
 
     grid: Grid
     # Seconds of a step by kind.
@@ -74,7 +74,7 @@ class Scored:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the rank that holds most, all in all."""
+        """Total bytes of the fullest rank."""
         held = self.memory
         state = held.parameters + held.gradients + held.optimizer_state
         return state + held.activations + self.working
@@ -100,11 +100,11 @@ class Scorer:
         self._bytes = RankBytes(facts, batch)
 
     def shared(self, axes: Axes) -> TensorShares | None:
-        """What the tensor ranks of a mesh share; None where they cannot."""
+        """What the tensor ranks of a mesh share; None if they cannot."""
         return self.facts.shared(axes.tensor)
 
     def refuses(self, axes: Axes) -> str:
-        """Why a model cannot be laid over a mesh; empty where it can."""
+        """Why a model cannot run on a mesh; empty if it can."""
         shared = self.shared(axes)
         if shared is None:
             return self.facts.refused[axes.tensor]
@@ -120,7 +120,7 @@ class Scorer:
         return ""
 
     def bound(self, axes: Axes) -> float:
-        """Seconds that no grid on a mesh is below: what is computed, and sent while nothing is."""
+        """A lower bound of the seconds of all grids on a mesh: compute and exposed messages."""
         shared = self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
         share = self._share(axes, shared)
@@ -135,13 +135,13 @@ class Scorer:
         return compute + self.free * open_s / axes.pipeline
 
     def work(self, grid: Grid) -> Work:
-        """What the batch of a replica costs one process."""
+        """Costs of a replica's batch in one process."""
         backwards = 1 if grid.axes.pipeline > 1 else grid.micro_batches
         work = self._work(grid.axes, self.batch // grid.axes.data, backwards)
         return replace(work, peak_rank=self.beside(grid)) if grid.offload else work
 
     def score(self, grid: Grid) -> Scored:
-        """Prices a grid, with the size of a chunk that it is best run with."""
+        """Prices a grid, with its best chunk size."""
         grid = self.settled(grid)
         axes = grid.axes
         shared = self.shared(axes)
@@ -171,7 +171,7 @@ class Scorer:
         return Scored(grid, seconds, memory, working, self.batch)
 
     def least(self, grid: Grid, limit: int | None) -> Scored | None:
-        """The grid with the fewest recomputed blocks that fits; None where none does."""
+        """The grid with the fewest recomputed blocks that fits; None if none does."""
         if limit is None or self.bytes_of(grid) <= limit:
             return self.score(grid)
         count = len(self.facts.recomputable)
@@ -185,23 +185,23 @@ class Scorer:
         return self.score(replace(grid, recomputed=low))
 
     def bytes_of(self, grid: Grid) -> int:
-        """Bytes of the rank that holds most."""
+        """Bytes of the fullest rank."""
         memory, working = self._held(self.settled(grid))
         return sum(vars(memory).values()) + working
 
     def beside(self, grid: Grid) -> int:
-        """Bytes besides state of the rank that has most of them."""
+        """Most bytes of a rank that are not state."""
         ends = self._ends(grid.axes.pipeline, grid.chunks, self._folded(grid))
         beside = self._bytes.beside
         return max(beside(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends)
 
     def moments(self, grid: Grid) -> list[tuple[float, int]]:
-        """Bytes besides state through a step of a model that no pipeline cuts."""
+        """Bytes that are not state through a step without a pipeline."""
         (stage,) = self._stages(grid)
         return self._bytes.moments(grid, stage)
 
     def resting(self, grid: Grid) -> tuple[int, int]:
-        """Bytes of state between two steps at stage 3, of all and of what learns, at least."""
+        """Least bytes of state between steps at stage 3: all of it, and what is trained."""
         return min(self._bytes.resting(grid, stage) for stage in self._stages(grid))
 
     # Seconds.
@@ -237,7 +237,7 @@ class Scorer:
         return (1 - shared.seconds * (1 - 1 / axes.tensor)) / axes.sequence
 
     def settled(self, grid: Grid) -> Grid:
-        """The grid with a size of a chunk: that whose messages show least beside the passes."""
+        """The grid with the chunk size that exposes the least communication."""
         alone = grid.axes.data * grid.axes.sequence == 1
         if grid.chunk_mb or self.facts.chunk_bytes or alone:
             return grid
@@ -269,7 +269,7 @@ class Scorer:
     def _sharded_of(
         self, axes: Axes, stage: int, times: int, part: float, chunk_mb: int
     ) -> list[Message]:
-        """Messages of the replicas, of chunks of one size."""
+        """Messages between replicas, with chunks of one size."""
         facts, line = self.facts, self._links(axes)["replicas"]
         shared = self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
@@ -294,7 +294,7 @@ class Scorer:
         return Mesh(self.device, {n: size for n, size in sizes.items() if size > 1 or n == "data"})
 
     def _plan(self, grid: Grid, work: Work) -> Plan:
-        """A plan with what its prediction looks at."""
+        """A plan with the fields that its prediction reads."""
         axes, facts = grid.axes, self.facts
         pipeline = PipelineLayout()
         if axes.pipeline > 1:
@@ -351,7 +351,7 @@ class Scorer:
         return sizes, shares
 
     def state_of(self, grid: Grid) -> MemoryPlan:
-        """Bytes of the model state of the rank that has most of it, when it is most."""
+        """Peak bytes of model state of the fullest rank."""
         grid = self.settled(grid)
         every = [self._bytes.state(grid, stage) for stage in self._stages(grid)]
         return max(every, key=lambda found: found.total)
@@ -363,14 +363,14 @@ class Scorer:
         return grid.axes.pipeline > 1 and STYLES[grid.schedule].folded
 
     def _held_of(self, grid: Grid) -> tuple[MemoryPlan, int]:
-        """Bytes of the rank that holds most, by kind, and what it works with."""
+        """Bytes of the fullest rank by kind, and its working memory."""
         ends = self._ends(grid.axes.pipeline, grid.chunks, self._folded(grid))
         held = self._bytes.held
         every = [held(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends]
         return max(every, key=lambda found: sum(vars(found[0]).values()) + found[1])
 
     def _ends_of(self, ranks: int, chunks: int, folded: bool) -> list[tuple[int, RankBlocks]]:
-        """The ranks of a pipeline that may hold most: both ends, and the one of most blocks."""
+        """The ranks of a pipeline that may be fullest: both ends, and the one with most blocks."""
         stages = self._summed(ranks, chunks, folded)
         fullest = max(range(len(stages)), key=lambda n: stages[n].count)
         return [(n, stages[n]) for n in sorted({0, len(stages) - 1, fullest})]
@@ -394,7 +394,7 @@ class Scorer:
 
 
 def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
-    """Bounds of consecutive parts whose largest is as small as can be, by halving of the limit."""
+    """Cuts a chain into consecutive parts with the smallest possible maximum, by bisection."""
     # `partition_chain` finds the most even of them too, in time that grows with the square of the
     # costs.
     low, high = max(costs), sum(costs)
@@ -411,7 +411,7 @@ def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def _filled(costs: Sequence[float], parts: int, limit: float) -> list[int] | None:
-    """Bounds of parts that are filled up to a limit one by one; None where they do not take all."""
+    """Bounds of parts filled greedily up to a limit; None if they do not hold everything."""
     bounds, held = [0], 0.0
     for number, cost in enumerate(costs):
         left = len(costs) - number  # each part that is still empty needs one

@@ -1,4 +1,4 @@
-"""The search over grids: which way to lay a model over a cluster takes the least time and fits.
+"""The search over grids: the fastest way to run a model on a cluster within its memory.
 
     found = search_grids(model, optimizer, batch, cluster, samples=512, memory="70GiB")
     print(found)
@@ -80,7 +80,7 @@ class Found:
         return "\n".join(lines)
 
     def why_none(self) -> str:
-        """Says which constraint nothing meets, and how many bytes would do."""
+        """Explains why nothing fits, and how many bytes would suffice."""
         least = self.least
         kinds = {**vars(least.memory), "working memory": least.working}
         largest = max(kinds, key=lambda kind: kinds[kind])
@@ -92,7 +92,7 @@ class Found:
         )
 
     def _off_load(self) -> str:
-        """Says what would do if what does not fit left."""
+        """What would suffice with offloading."""
         if self.offloaded is None or self.offloaded.bytes >= self.least.bytes:
             return f"; off-load to {self.behind} helps nothing" if self.behind else ""
         where = "the host" if self.cluster.device.to_device_rate is not None else "a disk"
@@ -116,7 +116,7 @@ def search_grids(
     behind: OffloadTiers = NOTHING,
     explain: bool = True,
 ) -> Found:
-    """Searches all grids that a plugin of ours can run.
+    """Searches all grids that a plugin can run.
 
     Args:
         model: whole model, perhaps on meta; it is left as it was.
@@ -173,7 +173,7 @@ def search_grids(
 
 
 def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
-    """Meshes that the model can be laid over, and why not over the others."""
+    """Meshes that the model can run on, and why not on the others."""
     facts, ranks = scorer.facts, scorer.cluster.size
     blocks = len(facts.blocks) if facts.has_stack else 0
     meshes = axes_of(ranks, scorer.batch, blocks, modes_of(facts))
@@ -229,13 +229,13 @@ def _look(scorer: Scorer, possible: Sequence[Axes], limit: int, best: int) -> _L
 
 
 def _order(scored: Scored) -> tuple[float, int, int]:
-    """Faster first; of those alike to four digits the one with fewer parts, then fewer bytes."""
+    """Sort key: faster first; of equals to four digits fewer micro-batches, then fewer bytes."""
     step = float(f"{scored.seconds.step:.4g}")
     return step, scored.grid.micro_batches, scored.bytes
 
 
 def modes_of(facts: Facts) -> Sequence[str]:
-    """Sequence modes that a model can be run in, of those that are searched."""
+    """Searched sequence modes that a model supports."""
     family = family_of(facts.model)
     if family.sequences is None or not (family.classes or is_hugging_face(facts.model)):
         return ()
@@ -254,5 +254,5 @@ def _limit(memory: int | str | None, cluster: Cluster, on_cpu: bool) -> int:
 
 
 def axes_text(axes: Axes) -> str:
-    """The sizes of a mesh in a few words."""
+    """Short description of a mesh."""
     return str(Grid(axes))

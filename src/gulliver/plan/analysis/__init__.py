@@ -1,4 +1,4 @@
-"""What a step of any model computes, moves and keeps, before it runs and wherever it will run.
+"""FLOPs, bytes and memory of a training step, found before it runs.
 
     from gulliver.plan import analyse
     found = analyse(model, {"input_ids": ids, "labels": ids})

@@ -1,4 +1,4 @@
-"""The kernels that torch takes on a GPU, where there is none: which ones decides what is saved.
+"""Selects CUDA kernels while following a step without a GPU; kernels decide what is saved.
 
 Fake tensors of a GPU cannot run backward in a torch without CUDA. So the step is followed as on a
 CPU, but for the functions that choose by device: attention and dropout are called with the operator
@@ -33,7 +33,7 @@ ALIGNED = 16
 
 
 def kernels_of(name: str) -> AbstractContextManager[Any]:
-    """A context in which operators are those of a kind of device."""
+    """Context in which operators dispatch as on a kind of device."""
     if name not in KERNELS:
         raise GulliverError(f"unknown kernels {name!r}: {nearest(name, KERNELS)}")
     return _on_cuda() if name == "cuda" else nullcontext()
@@ -48,7 +48,7 @@ def _on_cuda() -> Iterator[None]:
 
 
 def _in_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward of an LSTM, token by token: without the kernel of CPUs that has all of them."""
+    """LSTM forward token by token, without the fused CPU kernel."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         was = mkldnn.enabled
@@ -107,7 +107,7 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as memory-efficient attention takes it."""
+    """A mask in the layout that memory-efficient attention takes."""
     if mask.dtype == torch.bool:
         zeros = torch.zeros_like(mask, dtype=query.dtype)
         mask = zeros.masked_fill_(mask.logical_not(), float("-inf"))

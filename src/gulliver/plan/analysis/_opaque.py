@@ -1,4 +1,4 @@
-"""Modules that cannot be followed: where, and what stands for them.
+"""Modules that cannot be followed, and the placeholders that replace them.
 
 A module that looks at its data (``.item()``, numpy, a number of rows that depends on values) has
 none with fake tensors. The innermost module that does is left out, with all others of its class: it
@@ -33,7 +33,7 @@ OURS = Path(__file__).parents[2]
 def widened(
     model: nn.Module, known: Mapping[str, Opaque], error: Exception, running: str
 ) -> dict[str, Opaque]:
-    """The modules that stay whole, after a step failed with those that were known."""
+    """Adds the module that made a step fail to those that are not followed."""
     where, line = _where(error), str(error).strip().split("\n")[0]
     if needs_data(error):
         path = running
@@ -54,7 +54,7 @@ def widened(
 
 
 def _around(running: str, known: Mapping[str, Opaque]) -> str:
-    """The innermost module around one that runs and one that stayed whole."""
+    """The innermost module that contains the running module and one that is not followed."""
     parts = running.split(".") if running else []
     for end in range(len(parts), 0, -1):
         path = ".".join(parts[:end])
@@ -85,7 +85,7 @@ def _where(error: Exception) -> str:
 def left_out(
     model: nn.Module, recorder: Recorder, opaque: Mapping[str, Opaque]
 ) -> AbstractContextManager[None]:
-    """A context in which modules are not run, and something stands for them."""
+    """Context in which modules are replaced by placeholders."""
     paths = {model.get_submodule(path): path for path in opaque}
 
     def call(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ def left_out(
 
 
 def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> Any:
-    """What a module is taken to do."""
+    """Placeholder for the call of a module."""
     leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
     tensors = list({id(t): t for t in leaves}.values())
     first = next((t for t in tensors if t.is_floating_point()), None)
@@ -131,7 +131,7 @@ def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> A
 def operators_of(
     module: nn.Module, path: str, tensors: list[Tensor], first: Tensor
 ) -> tuple[Operator, Operator]:
-    """Forward and backward of a module of which only parameters and input are known."""
+    """Forward and backward operators of a module of which only parameters and input are known."""
     parameters = list(module.parameters())
     weights = sum(p.numel() for p in parameters if p.ndim > 1)
     rows = first.numel() // max(1, first.shape[-1] if first.ndim else 1)

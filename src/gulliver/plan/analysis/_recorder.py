@@ -1,4 +1,4 @@
-"""Records every operator of a step that runs now, with whatever tensors there are.
+"""Records every operator of a running step, with real or fake tensors.
 
 A `Recorder` is a `StorageCounter` that also writes down what each operator took, gave and saved, to
 which module it belongs, and whose gradient it computes. It knows nothing of fake tensors: the tests
@@ -40,7 +40,7 @@ from gulliver.plan.analysis._records import BACKWARD, FORWARD, RECOMPUTE, Operat
 # autograd does not need it could not be told from what it does need (`_repeats.py`).
 @dataclass
 class Moment:
-    """Memory around something that happened."""
+    """Memory before and after an event."""
 
     # Bytes that were there as it began.
     before: int
@@ -99,7 +99,7 @@ class Packed:
 
 
 class Recorder(StorageCounter):
-    """Writes down the operators of a step."""
+    """Records the operators of a step."""
 
     def __init__(self, model: nn.Module, inputs: list[Tensor], known: Known | None = None) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Recorder(StorageCounter):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follows what runs inside."""
+        """Records what runs inside the context."""
         handles: list[Any] = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave),
@@ -169,7 +169,7 @@ class Recorder(StorageCounter):
 
     @property
     def saves(self) -> bool:
-        """Whether what autograd saves now comes here, and to no hooks inside of the step."""
+        """Whether this recorder's hooks receive what autograd saves now."""
         hooks = saving_hooks()
         return hooks is not None and hooks[0] == self.pack
 
@@ -198,24 +198,24 @@ class Recorder(StorageCounter):
         return self._serials[key]
 
     def drop(self, key: int) -> None:
-        """Does not count a storage any more."""
+        """Stops counting a storage."""
         if key in self._held:
             serial = self._serials.pop(key)
             self._names.pop(serial, None)
         super().drop(key)
 
     def name(self, serial: int) -> str:
-        """Name of what a memory belongs to that was there before the step; empty for others."""
+        """Name of the tensor that owned a memory before the step; empty for new memory."""
         return self._names.get(serial, "")
 
     def was_there(self, tensor: Tensor) -> bool:
-        """Whether the step did not make the memory of a tensor."""
+        """Whether a tensor's memory existed before the step."""
         return tensor.untyped_storage()._cdata not in self._held
 
     # Operators.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation, or says a value that is known."""
+        """Runs an operation, or returns a known value."""
         if func in ASKED and self.known is not None:
             value = self.known.number(args[0])
             if value is not None:
@@ -229,7 +229,7 @@ class Recorder(StorageCounter):
     def ran(
         self, func: Any, call: tuple[Any, Any, Any], taken: list[Tensor], given: list[Tensor]
     ) -> None:
-        """Writes down what ran."""
+        """Records an operation."""
         if self.known is not None and not self.backward and not self.quiet:
             self.known.ran(func, call, taken)
         if self.quiet or not (given or _changed(func)):
@@ -275,7 +275,7 @@ class Recorder(StorageCounter):
         )
 
     def _region(self, phase: str) -> ModuleCall | None:
-        """The call in whose forward the checkpoint lies that is computed again now."""
+        """The call whose checkpoint is being recomputed."""
         if phase != RECOMPUTE:
             return None
         forward = self._nodes.get(running_node(), -1)
@@ -285,7 +285,7 @@ class Recorder(StorageCounter):
         return owner
 
     def _spans(self, owner: ModuleCall | None, phase: str) -> None:
-        """Notes the moment in the backward of a call and of those around it."""
+        """Extends the backward span of a call and its parents to this moment."""
         if phase == FORWARD:
             return
         at = len(self.moments) - 1
@@ -295,7 +295,7 @@ class Recorder(StorageCounter):
             owner = owner.parent
 
     def moment(self, operator: int = -1, replayed: tuple[Any, bool] | None = None) -> None:
-        """Notes the memory around what happened."""
+        """Records memory before and after an event."""
         before = self._before if operator >= 0 else self.live
         self.moments.append(Moment(before, self.live, self.gradients, operator, replayed))
 
@@ -337,7 +337,7 @@ class Recorder(StorageCounter):
         return Value(tuple(tensor.shape), dtype, storage, producer, self.name(storage))
 
     def _written(self, tensor: Tensor, index: int, changed: bool) -> None:
-        """Notes who gave a tensor, or wrote into its memory."""
+        """Records the producer of a tensor, or the last writer of its memory."""
         storage = self.serial(tensor)
         if changed or storage not in self._writers:
             # Views that were taken before show what is written now.
@@ -345,7 +345,7 @@ class Recorder(StorageCounter):
         self._views[storage][_look(tensor)] = index
 
     def given_by(self, tensor: Tensor, index: int) -> None:
-        """Notes that an operator of another call stands for the one that gives a tensor."""
+        """Records an operator of another call as the producer of a tensor."""
         self._written(tensor, index, False)
 
     def values(self, tensors: list[Tensor]) -> tuple[Value, ...]:
@@ -359,7 +359,7 @@ class Recorder(StorageCounter):
     # What is saved.
 
     def pack(self, value: Tensor) -> Tensor:
-        """Notes what autograd saves."""
+        """Records what autograd saves."""
         serial, nbytes = self.serial(value), value.untyped_storage().nbytes()
         if not self.backward:
             self._saved(value, serial, nbytes)
@@ -373,7 +373,7 @@ class Recorder(StorageCounter):
             self.quiet, self.made = quiet, made
 
     def keep(self, tensor: Tensor) -> None:
-        """Notes that a parameter is saved by a call that is replayed."""
+        """Records that a replayed call saves a parameter."""
         self._saved(tensor, self.serial(tensor), tensor.untyped_storage().nbytes())
 
     def _saved(self, value: Tensor, serial: int, nbytes: int) -> None:
@@ -436,13 +436,13 @@ class Recorder(StorageCounter):
             self.drop_tensor(parameter.grad)
 
     def replayed(self, what: Any, backward: bool, owner: ModuleCall | None = None) -> None:
-        """Notes that a call is replayed."""
+        """Records a replayed call."""
         self._replayed = backward
         self.moment(replayed=(what, backward))
         self._spans(owner, BACKWARD if backward else FORWARD)
 
     def stand_in(self, operator: Operator) -> None:
-        """Writes down an operator that stands for a module."""
+        """Records an operator in place of a module."""
         operator.live, self._before = self.live, self.live
         self._operator_calls.append(self.running)
         self.operators.append(operator)
@@ -450,7 +450,7 @@ class Recorder(StorageCounter):
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in its memory."""
+    """Offset, shape, strides and dtype of a tensor."""
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 

@@ -1,4 +1,4 @@
-"""What an analysis found, as plain data: operators, calls of modules, and the sums over them.
+"""Results of an analysis: operators, calls of modules, and sums over them.
 
 found = analyse(model, batch)
 found.flops, found.saved, found.peak
@@ -29,7 +29,7 @@ OPAQUE = "opaque"
 # Bytes and FLOPs do not depend on a device. Seconds do: ask for them with a device of a cluster.
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that an operator takes or gives.
+    """An input or output tensor of an operator.
 
     Attributes:
         shape: sizes of its dimensions.
@@ -48,7 +48,7 @@ class Value:
 
 @dataclass(slots=True)
 class Operator:
-    """An operation below autograd, as torch ran it; a recorder fills it in as a step goes on.
+    """An operation below autograd, as torch ran it.
 
     Attributes:
         name: name with its overload, such as ``aten::addmm``.
@@ -90,7 +90,7 @@ class Operator:
     seconds: float | None = None
 
     def seconds_on(self, device: Device) -> float:
-        """Seconds of one call on a device, or those that were measured.
+        """Seconds of one call on a device; measured ones if there are any.
 
         Raises:
             GulliverError: the device has no rate for the dtype of a product.
@@ -119,7 +119,7 @@ class Cost:
     operators: int = 0
 
     def plus(self, operator: Operator, times: int) -> Cost:
-        """The cost with some calls of an operator more."""
+        """The cost plus some calls of an operator."""
         return Cost(
             self.flops + times * operator.flops,
             self.read + times * operator.read,
@@ -130,7 +130,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class ModuleCosts:
-    """What a module costs in a step, all its calls together."""
+    """Costs of a module in a step, summed over its calls."""
 
     # Path of the module.
     path: str
@@ -166,7 +166,7 @@ class ModuleCosts:
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that autograd keeps from forward to backward, each memory once."""
+    """Bytes that autograd saves for the backward, each memory counted once."""
 
     # What the step computes.
     activations: int = 0
@@ -178,7 +178,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A module that could not be followed, and stays whole."""
+    """A module that could not be followed."""
 
     # Path of the module; empty for the model.
     path: str
@@ -201,7 +201,7 @@ class Opaque:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a step of a model computes, moves and keeps."""
+    """FLOPs, bytes and memory of a step."""
 
     # Operators in the order in which they ran, each standing for `count` of them.
     operators: tuple[Operator, ...]
@@ -249,7 +249,7 @@ class Analysis:
         return sum(count * o.seconds_on(device) for o, count in every)
 
     def module(self, path: str) -> ModuleCosts:
-        """The costs of a module; those of an equal one where it was not followed itself."""
+        """Costs of a module, or of the equal one that was followed in its place."""
         stands = self.followed(path)
         found = self.modules.get(stands)
         if found is None:
@@ -261,7 +261,7 @@ class Analysis:
         return found if stands == path else replace(found, path=path, alike=stands)
 
     def followed(self, path: str) -> str:
-        """The path of the module whose operators stand for those of another."""
+        """Path of the module that was followed in place of another."""
         parts = path.split(".")
         for end in range(len(parts), 0, -1):
             head = ".".join(parts[:end])
@@ -270,13 +270,13 @@ class Analysis:
         return path
 
     def graph(self, path: str, phase: str | None = None) -> tuple[Operator, ...]:
-        """The operators of a module, or of the one that stands for it, in their order."""
+        """Operators of a module, or of the one followed in its place, in order."""
         own = self.module(path).alike or path
         inside = (o for o in self.operators if not own or f"{o.path}.".startswith(f"{own}."))
         return tuple(o for o in inside if phase in (None, o.phase))
 
     def stacks(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Yields modules that were followed and those that they stand for."""
+        """Yields each followed module with the equal ones that it represents."""
         found: dict[str, list[str]] = {}
         for path, stands in self.alike.items():
             found.setdefault(stands, []).append(path)

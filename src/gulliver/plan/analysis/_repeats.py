@@ -35,7 +35,7 @@ PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, to
 # time. So is what runs inside a checkpoint that lies around it, and what has hooks.
 @dataclass
 class CallKind:
-    """Calls that are equal."""
+    """Equal calls of equal modules."""
 
     # Operators of the first.
     first: list[Any] | None = None
@@ -47,7 +47,7 @@ class CallKind:
 
 @dataclass
 class Repeats:
-    """Follows the first calls of each kind, and replays the others."""
+    """Follows the first two calls of each kind and replays the others."""
 
     model: nn.Module
     # Path of a module whose call was replayed, to that of the one which stands for it.
@@ -66,7 +66,7 @@ class Repeats:
 
     @contextmanager
     def replaying(self, recorder: Recorder) -> Iterator[None]:
-        """Replays equal calls inside."""
+        """Replays equal calls inside the context."""
         self._recorder = recorder
         with calls_through(self._call, list(self._candidates)):
             yield
@@ -74,7 +74,7 @@ class Repeats:
     # Modules.
 
     def _equal_modules(self) -> Iterator[tuple[nn.Module, tuple[str, int]]]:
-        """Yields the outermost modules of which there are several, with path and form."""
+        """Yields the outermost modules that occur several times, with path and form."""
         forms = dict[nn.Module, int]()
         paths = dict(self.model.named_modules())
         for module in reversed(paths.values()):
@@ -108,7 +108,7 @@ class Repeats:
         return forms[module]
 
     def _cached(self, path: str, why: str) -> str:
-        """Says which configurations around a module ask for a cache, where something is kept."""
+        """Names the configurations that enable a cache, if that prevented the replay."""
         if not why.startswith("something keeps"):
             return ""
         parts = path.split(".")
@@ -148,7 +148,7 @@ class Repeats:
     def _followed(
         self, kind: CallKind, module: nn.Module, path: str, leaves: list[Any], run: Any
     ) -> Any:
-        """Follows a call, and keeps what it leaves if it is the second of its kind."""
+        """Follows a call, and keeps a template of the second of its kind."""
         recorder = self._recorder
         assert recorder is not None
         operators, packed, live = len(recorder.operators), len(recorder.packed), recorder.live
@@ -186,7 +186,7 @@ class Repeats:
 def _left(
     recorder: Recorder, path: str, leaves: list[Any], output: Any, made: list[Any], packed: int
 ) -> Template | str:
-    """What a call leaves behind, or why that is not known."""
+    """What a call leaves behind, or why it cannot be replayed."""
     given, spec = pytree.tree_flatten(output)
     tensors = _distinct(leaves)
     storages = {recorder.serial(t): n for n, t in reversed(list(enumerate(tensors)))}
@@ -226,7 +226,7 @@ def _left(
 
 @contextmanager
 def calls_through(call: Any, modules: list[nn.Module]) -> Iterator[None]:
-    """Lets calls of modules go through a function."""
+    """Routes calls of modules through a function."""
     # Each module gets a class of its own that derives from its class: calls that transformers wraps
     # in a checkpoint inside `__call__` are seen from outside of it.
     before = [(module, type(module)) for module in modules]
@@ -275,12 +275,12 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_number(name: str) -> bool:
-    """Whether an attribute says which of its kind a module is."""
+    """Whether an attribute only numbers a module among its kind."""
     return any(part in name for part in ("idx", "index", "layer_id", "layer_number"))
 
 
 def _comparable(value: Any) -> Any:
-    """Something that is equal for equal attributes; what is not plain is equal to itself only."""
+    """A value that compares equal for equal attributes; other objects equal only themselves."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple | set | frozenset):

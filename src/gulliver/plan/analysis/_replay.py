@@ -1,4 +1,4 @@
-"""Calls of modules that are not run: what an equal call left behind is made again.
+"""Replays calls of modules without running them: recreates what an equal call left behind.
 
 A replay makes the output of a call and one memory for all that it saved inside, keeps of its input
 what the call kept, and in backward makes the gradients of the input: the bytes are those of the
@@ -20,7 +20,7 @@ from gulliver.plan.analysis._recorder import ModuleCall, Recorder
 
 @dataclass(frozen=True)
 class Given:
-    """A tensor that a call gives."""
+    """An output tensor of a call."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -94,7 +94,7 @@ def replay(recorder: Recorder, template: Template, tensors: Sequence[Tensor]) ->
 
 
 class _Replay(torch.autograd.Function):
-    """A call in autograd's graph; the anchor makes it part of it, whatever the input is."""
+    """A call in autograd's graph; the anchor attaches it even if no input needs a gradient."""
 
     @staticmethod
     def forward(

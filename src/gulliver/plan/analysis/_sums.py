@@ -1,4 +1,4 @@
-"""An `Analysis` made from what was written down of a step."""
+"""Builds an `Analysis` from the record of a step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Ana
 
 
 class Peaks:
-    """Most bytes between moments; of what was replayed, as far as its call was above its begin."""
+    """Peak bytes between moments; a replayed call adds the peak of the call that it repeats."""
 
     def __init__(self, moments: Sequence[Moment]) -> None:
         self._moments = moments
@@ -109,7 +109,7 @@ class Peaks:
 
 
 def _extend(call: ModuleCall, moments: Sequence[Moment], operators: Sequence[Operator]) -> None:
-    """Takes in what autograd adds up right after the backward of a call."""
+    """Extends a call's backward by the accumulations that follow it."""
     while call.span and call.span[1] + 1 < len(moments):
         after = moments[call.span[1] + 1]
         if after.operator < 0 or not _added_up(operators[after.operator]):
@@ -118,14 +118,14 @@ def _extend(call: ModuleCall, moments: Sequence[Moment], operators: Sequence[Ope
 
 
 def _added_up(operator: Operator) -> bool:
-    """Whether an operator is the engine's own, which no node has called."""
+    """Whether an operator was run by the autograd engine itself."""
     return operator.phase == BACKWARD and operator.forward < 0
 
 
 def _in_one_piece(
     template: Template, moments: Sequence[Moment], operators: Sequence[Operator]
 ) -> bool:
-    """Whether all of the backward of a call is its own."""
+    """Whether the backward of a call is contiguous."""
     assert template.call is not None
     if not template.call.span:
         return not template.backwards
@@ -189,7 +189,7 @@ def _modules(
 
 
 def _work(operators: Sequence[Operator], templates: Sequence[str]) -> dict[tuple[str, str], Cost]:
-    """Work by path and phase; inside of a call that stands for others, that of one call."""
+    """Work by path and phase; inside a replayed call, that of one call."""
     found = dict[tuple[str, str], Cost]()
     for operator in operators:
         path = operator.path
