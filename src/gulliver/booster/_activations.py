@@ -168,9 +168,9 @@ def _best(
     least = max(endless.minimum, largest_made(state)[0])
     needed = least if rates is not None else endless.most
     tried = list[tuple[float, int, ActivationChoice]]()
-    # What has left comes back beside the state that is in use.
-    beside = {allowed: max(block.movable for block in blocks), allowed[:2]: 0}
-    for some, more in beside.items() if rates is not None else [(allowed, 0)]:
+    # Offloaded activations come back while the state in use stays.
+    extra = {allowed: max(block.movable for block in blocks), allowed[:2]: 0}
+    for some, more in extra.items() if rates is not None else [(allowed, 0)]:
         least, most = least_room(blocks, some), room_without_unseen(whole - needed - more)
         most = min(most, work.peak)
         for part in range(ROOMS + 1) if most >= least else ():

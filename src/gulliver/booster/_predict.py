@@ -367,7 +367,7 @@ def model_messages(
                 # In backward keys and values go round, and their gradients, each by themselves.
                 each = 1 if beside == "forward" else 2
                 number = (ring - 1) * each
-                # Of each attention a ring computes as much while a hop is under way.
+                # The part of an attention that a ring computes during one hop.
                 shared = degree * ring * plan.mesh.of("tensor") * max(1.0, blocks / max(own, 1e-9))
                 behind = seconds / (shared * each) if seconds else None
                 yield Message(

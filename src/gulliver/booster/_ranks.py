@@ -284,7 +284,7 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
     ranks = parts if zero.tiers is not None else 1
     states = {t.name: t.states for t in sizes}
     uses = _uses(sizes, [slot.name for layout, _, _ in layouts for slot in layout.slots])
-    beside = any(tensor.beside for tensor in sizes)
+    twice = any(tensor.beside for tensor in sizes)
 
     def counted(trained: set[str]) -> StateBytes:
         found = [_chunk_bytes(one, dtype, states, trained, ranks) for one, dtype, _ in layouts]
@@ -294,7 +294,7 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
             found = [(replace(c, packed=n), m) for (c, m), n in zip(found, shown, strict=True)]
         chunks, moments = zip(*found, strict=True) if found else ((), ())
         taken = _taken(plan, chunks)
-        found = StateBytes(chunks, moments, parts, zero.gather_ahead, uses, beside, taken)
+        found = StateBytes(chunks, moments, parts, zero.gather_ahead, uses, twice, taken)
         if zero.tiers is None or not zero.unequal:
             return found
         # How many micro-batches a step has differs: the second is as every other.
@@ -315,8 +315,8 @@ def _chunk_bytes(
     """Bytes of a chunk, and of each tensor of its optimizer state."""
     names = tuple(slot.name for slot in layout.slots)
     is_trained = names[0] in trained
-    home = shard_dtype(dtype, is_trained)
-    whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
+    master = shard_dtype(dtype, is_trained)
+    whole, shard = layout.size * dtype.itemsize, layout.part_size * master.itemsize
     cut = layout.parts > 1 and not layout.whole
     held = list[list[int]]()
     for part in range(min(layout.parts, ranks) if is_trained else 0):
@@ -326,9 +326,9 @@ def _chunk_bytes(
             for piece in layout.pieces(part)
         ]
         kinds = itertools.zip_longest(*kept, fillvalue=0)
-        held.append([moment_size(kind) * home.itemsize for kind in kinds])
+        held.append([moment_size(kind) * master.itemsize for kind in kinds])
     most = itertools.zip_longest(*held, fillvalue=0)
-    return ChunkBytes(names, whole, shard, is_trained, home != dtype), tuple(map(max, most))
+    return ChunkBytes(names, whole, shard, is_trained, master != dtype), tuple(map(max, most))
 
 
 def _shown_bytes(wires: ZeroWires, layout: ChunkLayout, dtype: torch.dtype) -> int:

@@ -55,7 +55,7 @@ class Coming:
     nbytes: int
     # Whether it leaves the first memory.
     write: bool
-    # Bytes of writes under way beside which there is memory for it.
+    # Bytes of writes in flight that leave memory for it.
     room: int = 0
     # Number of visits until it is used.
     until: int = 0
@@ -163,7 +163,7 @@ class Replay:
         shares = Shares.of(tiers)
         self.visit(FORWARD, 0)
         for one in self._objects.values():
-            filled = one.key[0] == "home"
+            filled = one.key[0] == "master"
             name = f"{one.kind} of chunk {one.chunk}"
             self._run(self._core.add(one.key, name, whole_pages(one.nbytes), filled))
             if one.key[0] == "copy" or shares is None:
@@ -200,7 +200,7 @@ class Replay:
     # of a module until the next one's, and a module may have parameters in several chunks. With
     # other ranks, or copies in a wider dtype, whole chunks are gathered into buffers that are lent,
     # and an object is pinned only while it is copied; reduced gradients are while they travel. How
-    # many do is a matter of room: where there is none, those on their way are waited for.
+    # many do is a matter of room: where there is none, those in flight are waited for.
 
     def _alone(self) -> None:
         count = range(len(self.state.chunks))
@@ -227,7 +227,7 @@ class Replay:
         self._entered = deque(sorted(self._entered))
         self._leave(0)
 
-    # [Note: micro-batches] Every forward and backward of a pipeline uses the parameters anew, and
+    # [Note: micro-batches] Every forward and backward of a pipeline uses the parameters again, and
     # gradients are reduced after the last. In between each may leave as soon as its micro-batch has
     # been added, so that no more is in use at once than in a step of one batch.
 
@@ -290,9 +290,9 @@ class Replay:
         self._leave(max(WINDOW, last - first + 1) - 1)
         if self.state.chunks[number].copied:
             self.lend(self.state.chunks[number].whole, PARAMETERS)
-        self.use(("home", number))
+        self.use(("master", number))
         if self.state.chunks[number].copied:
-            self.done(("home", number))
+            self.done(("master", number))
         self._entered.append(number)
 
     def _leave(self, width: int) -> None:
@@ -303,7 +303,7 @@ class Replay:
         if self.state.chunks[number].copied:
             self.give(self.state.chunks[number].whole, PARAMETERS)
         else:
-            self.done(("home", number))
+            self.done(("master", number))
 
     def keep(self, number: int) -> None:
         """Offloads the activations of a chunk after its use."""
@@ -359,16 +359,16 @@ class Replay:
         gradient: Key = ("gradient", number)
         first = number not in self._stepped
         self._stepped.add(number)
-        beside = sum(self.state.moments[number]) * (first and self.state.beside)
-        keys: list[Key] = [("home", number), *moments, gradient]
+        extra = sum(self.state.moments[number]) * (first and self.state.moments_twice)
+        keys: list[Key] = [("master", number), *moments, gradient]
         if first:  # moments are made where the step has need of them
-            keys = [("home", number), gradient, *moments]
+            keys = [("master", number), gradient, *moments]
         for key in keys:
-            if beside and key == moments[0]:
-                self.lend(beside, OPTIMIZER_STATE)
+            if extra and key == moments[0]:
+                self.lend(extra, OPTIMIZER_STATE)
             self.use(key, write=key != gradient, fresh=first and key in moments)
-        if beside:
-            self.give(beside, OPTIMIZER_STATE)
+        if extra:
+            self.give(extra, OPTIMIZER_STATE)
         for key in reversed(keys):
             self.done(key)
         if not self.tiers.step_in_backward:
@@ -490,8 +490,8 @@ class SeveralRanks(StepReplay):
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
         if fresh:
             self._replay.lend(chunk.size.whole, PARAMETERS)
-        self._replay.use(("home", chunk.number))
-        self._replay.done(("home", chunk.number))
+        self._replay.use(("master", chunk.number))
+        self._replay.done(("master", chunk.number))
 
     def gives_back(self, chunk: ImaginedChunk) -> None:
         self._replay.give(chunk.size.whole, PARAMETERS)
@@ -617,8 +617,8 @@ class UnequalRanks(MicroBatches):
         for chunk in self.chunks:
             self._replay.visit(BEGIN, chunk.number)
             self._replay.use(("copy", chunk.number), fresh=True)
-            self._replay.use(("home", chunk.number))
-            self._replay.done(("home", chunk.number))
+            self._replay.use(("master", chunk.number))
+            self._replay.done(("master", chunk.number))
             self._replay.done(("copy", chunk.number))
         super().step()
 

@@ -2,7 +2,7 @@
 
 `resolve` is asked by every plugin and for every plan that was read from a file, with the same
 answer in one process as in a world of ranks. What a file says of a result is not used; where the
-file differs from the result, that is told in a line (`differences`).
+file differs from the result, a line says so (`differences`).
 """
 
 from __future__ import annotations
@@ -321,14 +321,14 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
     if zero.unequal:
         limited = zero.tiers is not None
         found = in_unequal_step(found, state.chunks, zero.stage, state.parts, limited)
-    beside = 0
+    outside = 0
     if zero.stage < 3:
         # What is not in chunks: frozen parameters, and those of another optimizer.
         inside = {t.name for t in trained}
         held = {t.name: t.numel * t.dtype.itemsize for t in sizes}
         others = [p.nbytes for p in model.parameters() if is_boosted(p)]
-        beside = sum(count for name, count in held.items() if name not in inside) + sum(others)
-    found["parameters"] += beside
+        outside = sum(count for name, count in held.items() if name not in inside) + sum(others)
+    found["parameters"] += outside
     return MemoryPlan(**found)
 
 

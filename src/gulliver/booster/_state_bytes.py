@@ -44,8 +44,8 @@ class StateBytes:
     ahead: int
     # Names of the parameters in the order of use; a tied one is there at each use.
     order: tuple[str, ...] = ()
-    # Whether the first step of a chunk has its new moments beside those that are placed.
-    beside: bool = False
+    # Whether the first step of a chunk holds its moments twice: new ones and placed ones.
+    moments_twice: bool = False
     # Bytes of each activation that leaves, by the chunk that is used before it.
     activations: tuple[tuple[int, ...], ...] = ()
     # Bytes that there would be more if what the optimizer may step were all unfrozen.
@@ -74,7 +74,7 @@ class StateBytes:
         """All objects, in the order in which they are made."""
         for number, chunk in enumerate(self.chunks):
             kind = OPTIMIZER_STATE if chunk.copied else PARAMETERS
-            yield StateObject(("home", number), kind, chunk.shard, number)
+            yield StateObject(("master", number), kind, chunk.shard, number)
         for number, (chunk, sizes) in enumerate(zip(self.chunks, self.moments, strict=True)):
             for moment, size in enumerate(sizes):
                 yield StateObject(("moment", number, moment), OPTIMIZER_STATE, size, number)

@@ -11,7 +11,7 @@ class MemoryPlan:
 
     # Size of the parameters, of those gathered at once where they are sharded.
     parameters: int = 0
-    # Size of gradients, shards and those under way.
+    # Size of gradients: shards, and buffers in flight.
     gradients: int = 0
     # Size of the optimizer's state, float32 copies included.
     optimizer_state: int = 0

@@ -2,7 +2,7 @@
 
 Choices and results stand side by side. A choice is what a person may edit, and takes effect; a
 result (`MemoryPlan`, `Seconds`, `Model`, the bytes of a chunk, shares, reasons) follows from the
-choices, and is computed anew when a plan is applied.
+choices, and is computed again when a plan is applied.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ class BlockWork:
     saved: int = choice(0, least=0)
     # Size of its output.
     output: int = choice(0, least=0)
-    # Bytes that a pass of it needs besides.
+    # Working memory of a pass of it.
     working: int = choice(0, least=0)
     # Size of what leaves where activations are off-loaded, its input included.
     movable: int = choice(0, least=0)
@@ -384,7 +384,7 @@ class Work:
     # Seconds of each forward beside those of the batch, whatever its size and however many ranks
     # share it: operations are launched; likewise the next.
     launch_forward_s: float = choice(0.0, least=0)
-    # Seconds of each backward beside those of the batch.
+    # The same of each backward.
     launch_backward_s: float = choice(0.0, least=0)
     # Seconds for reading all weights, below which no forward of a part comes.
     weights_s: float = choice(0.0, least=0)

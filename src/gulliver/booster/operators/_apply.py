@@ -113,8 +113,8 @@ class _Engine:
         form = form_of((args, kwargs))
         if form != self._form:
             raise GulliverError(
-                f"the plan is for the batch {_told(self._form)}, and this one is {_told(form)}: "
-                "plan anew for it, or pad it"
+                f"the plan is for the batch {_described(self._form)}, and this one is {_described(form)}: "
+                "plan again for it, or pad it"
             )
         program = self.program
         again = None
@@ -142,7 +142,7 @@ def _nowhere(_: Tensor) -> Any:
     raise AssertionError("nothing is moved without a store")
 
 
-def _told(form: dict[str, str]) -> str:
+def _described(form: dict[str, str]) -> str:
     return ", ".join(f"{name} {text}" for name, text in form.items())
 
 

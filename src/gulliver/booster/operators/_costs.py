@@ -37,7 +37,7 @@ class OperatorCosts:
     forward_s: float
     # Seconds of the backward.
     backward_s: float
-    # Bytes that it saves besides what it takes and gives.
+    # Bytes that it saves, without its inputs and outputs.
     inner: int
     # Most bytes of the forward, what it gives included.
     forward_peak: int

@@ -235,7 +235,7 @@ class _Compiler:
     def __init__(self, plan: Plan, graph: Graph, names: tuple[str, ...]) -> None:
         self.plan, self.graph, self.names = plan, graph, names
         assert plan.operators is not None
-        self.told: dict[int, str] = {}
+        self.places: dict[int, str] = {}
         self.chosen: dict[int, OperatorChoice] = {}
         self._place()
 
@@ -262,7 +262,7 @@ class _Compiler:
                 self._place_block(f"{where}.operators", row, known[label])
         missing = [label for label in known if label not in seen]
         if missing:
-            raise GulliverError(f"operators.blocks does not name {missing[0]!r}: plan anew")
+            raise GulliverError(f"operators.blocks does not name {missing[0]!r}: plan again")
 
     def _place_block(self, where: str, row: OperatorBlock, numbers: range) -> None:
         wanted = [_relative(self.graph.nodes[n]) for n in numbers]
@@ -283,7 +283,7 @@ class _Compiler:
                 f"computes there, {there!r}: the plan is of another model, or batch"
             )
         for index, (node, choice) in enumerate(zip(numbers, row.operators, strict=True)):
-            self.chosen[node], self.told[node] = choice, f"{where}[{index}]"
+            self.chosen[node], self.places[node] = choice, f"{where}[{index}]"
 
     def _line(self, place: str, value: str) -> str:
         return f"{place}: {value}{self.plan.line_text(place)}"
@@ -320,7 +320,7 @@ class _Compiler:
         return Program(self.graph, tuple(calls), parameters, runs, stays, away)
 
     def _layouts(self, node: int) -> Mapping[int, Layout]:
-        choice, where = self.chosen[node], self.told[node]
+        choice, where = self.chosen[node], self.places[node]
         if tuple(choice.along) != self.names:
             place = f"{where}.along"
             raise GulliverError(
@@ -375,7 +375,7 @@ class _Compiler:
         values = self.graph.trace.values
         if not self.graph.trains(node):
             raise GulliverError(
-                f"{self._line(f'{self.told[node]}.saved', 'recompute')}: "
+                f"{self._line(f'{self.places[node]}.saved', 'recompute')}: "
                 f"{self.chosen[node].operator} has no gradient, and saves nothing: keep it"
             )
         for value in self.graph.takes(node):
@@ -384,8 +384,8 @@ class _Compiler:
             maker = self.graph.maker(value)
             if self.chosen[maker].saved != "recompute":
                 raise GulliverError(
-                    f"{self._line(f'{self.told[node]}.saved', 'recompute')} and "
-                    f"{self._line(f'{self.told[maker]}.saved', self.chosen[maker].saved)}: what "
+                    f"{self._line(f'{self.places[node]}.saved', 'recompute')} and "
+                    f"{self._line(f'{self.places[maker]}.saved', self.chosen[maker].saved)}: what "
                     f"{self.chosen[maker].operator} gives is in no backward, and not there to "
                     f"compute {self.chosen[node].operator} again: recompute both, or keep this one"
                 )

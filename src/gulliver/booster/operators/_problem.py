@@ -251,7 +251,7 @@ class Problem:
             plan = plan_conversion(
                 value.shape, value.dtype.itemsize, self.graph.sizes, *ends, self.cluster
             )
-            # Messages are padded, or put together, beside what is read and written.
+            # Messages need buffers in addition to what is read and written.
             self._converted[key] = plan.total, 2 * plan.peak_bytes
         return *self._converted[key], True
 

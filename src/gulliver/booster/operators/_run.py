@@ -112,10 +112,10 @@ class OperatorMode(TorchFunctionMode):
         return self._entered(tensor, whole, whole, gradient_placements(layout))
 
     def _other(self, name: str, planned: PlannedCall | None) -> GulliverError:
-        wanted = "nothing more" if planned is None else _told(planned.call)
+        wanted = "nothing more" if planned is None else _described(planned.call)
         return GulliverError(
             f"the forward differs from the one that was planned: {name} comes where {wanted} was "
-            f"(call {self._at}); plan anew with a batch of this form, or give the model what it "
+            f"(call {self._at}); plan again with a batch of this form, or give the model what it "
             "makes otherwise when it is traced (transformers: an attention_mask of four dims)"
         )
 
@@ -128,8 +128,8 @@ class OperatorMode(TorchFunctionMode):
         shapes = tuple(tuple(t.shape) for t in taken)
         if shapes != call.shapes_taken:
             raise GulliverError(
-                f"{_told(call)} was planned for {_shapes(call.shapes_taken)} and takes "
-                f"{_shapes(shapes)}: plan anew with a batch of this form"
+                f"{_described(call)} was planned for {_shapes(call.shapes_taken)} and takes "
+                f"{_shapes(shapes)}: plan again with a batch of this form"
             )
         same = len(leaves) == len(wanted) and plain == [x for x in wanted if not isinstance(x, Ref)]
         pairs = zip(taken, call.takes, strict=True)
@@ -319,7 +319,7 @@ def _has_tensor(out: Any) -> bool:
     return any(isinstance(t, Tensor) for t in pytree.tree_leaves(out))
 
 
-def _told(call: OperatorCall) -> str:
+def _described(call: OperatorCall) -> str:
     return f"{call.name} of {call.path or 'the model'}"
 
 

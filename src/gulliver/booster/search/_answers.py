@@ -164,9 +164,9 @@ def _enough(found: Found, samples: int, least: int, grid: Grid) -> MinimumResour
 def _fewest(found: Found) -> int:
     """A lower bound of the ranks that can hold the state."""
     facts = found.facts
-    home = WIDE if facts.copied else facts.item
+    master = WIDE if facts.copied else facts.item
     # What the optimizer works with: its numbers, what it steps, and the gradients of that.
-    learned = facts.trained * (WIDE * facts.states + 2 * home)
+    learned = facts.trained * (WIDE * facts.states + 2 * master)
     state = learned + facts.item * (facts.parameters - facts.trained)
     return max(1, -(-state // max(1, found.limit)))
 

@@ -36,7 +36,7 @@ WIDE = 4
 # [Note: moments] Activations are most as a backward begins, gradients as it ends, and what the
 # optimizer works with is there when neither grows. So a step is looked at where its bytes can be
 # most: at the beginning of the backward of the head and of each block, at the end of the last
-# backward, and in the update. Kinds of bytes are told as of the moment that is the largest.
+# backward, and in the update. Bytes by kind are those of the fullest moment.
 #
 # [Note: gradients] Stages 0 and 1 of ZeRO collect gradients in whole buffers, which stage 1 keeps
 # from step to step. Stages 2 and 3 give a buffer back as soon as it is reduced. A pipeline collects
@@ -45,7 +45,7 @@ WIDE = 4
 #
 # [Note: backward in two parts] What a micro-batch keeps goes when the gradients of its weights are
 # computed, and until then there are the gradients that come into its weights besides. Under
-# zero_bubble the i-th rank puts off i micro-batches so (Qi et al. 2024: as many are under way on
+# zero_bubble the i-th rank puts off i micro-batches so (Qi et al. 2024: as many are in flight on
 # each rank as on the first), under zbv none but the one in work.
 @dataclass(frozen=True)
 class RankBlocks:
@@ -143,7 +143,7 @@ class RankBytes:
         moments, whole, noted = self._moments(
             stage, axes.tensor, axes.sequence, by_tensor, grid.recomputed, parts
         )
-        # Of head and loss one micro-batch is under way, but where all forwards come first, and
+        # Of head and loss one micro-batch is in flight, except where all forwards come first, and
         # those that are put off.
         heads = others if grid.schedule == "gpipe" else min(others, waiting)
         kept = others * whole + heads * stage.last * self._head(grid) + waiting * noted
@@ -159,7 +159,7 @@ class RankBytes:
                 most, grads, fullest = held, now, moment
         return grads, kept + micro * fullest.kept, micro * fullest.working
 
-    def beside(self, grid: Grid, stage: RankBlocks, flying: float, waiting: int = 0) -> int:
+    def other(self, grid: Grid, stage: RankBlocks, flying: float, waiting: int = 0) -> int:
         """Peak bytes of a rank that are not state: inputs, activations, working memory."""
         none = _Gradients(0.0, 0.0, 0.0, 0.0, 0.0)
         held = sum(self._fullest(grid, stage, none, flying - 1, waiting))
@@ -182,8 +182,8 @@ class RankBytes:
         parts = grid.axes.data * grid.axes.sequence
         learned = own * self._learns
         copied = WIDE if self.facts.copied else self.facts.item
-        home = (WIDE * self.facts.states + copied) * learned
-        return int((home + self.facts.item * (own - learned)) / parts), int(home / parts)
+        master = (WIDE * self.facts.states + copied) * learned
+        return int((master + self.facts.item * (own - learned)) / parts), int(master / parts)
 
     def _backwards(
         self, grid: Grid, stage: RankBlocks, flying: float
@@ -237,8 +237,8 @@ class RankBytes:
         """Bytes of gradients over the last of `backwards`."""
         facts, parts = self.facts, self._parts(grid)
         learned = self._learns * self._sums(stage, grid.axes.tensor)[0]
-        home = WIDE if facts.copied else facts.item
-        whole, shards = facts.item * learned, home * learned / parts
+        master = WIDE if facts.copied else facts.item
+        whole, shards = facts.item * learned, master * learned / parts
         several, line = (backwards or grid.micro_batches) > 1, grid.axes.pipeline > 1
         if parts == 1:
             copies = WIDE * learned if facts.copied else 0
@@ -247,15 +247,15 @@ class RankBytes:
             rate += WIDE if facts.copied and not line else 0.0
             return _Gradients(begin, rate, 0.0, whole + copies, copies or whole)
         if grid.stage == 1:
-            rate = 0.0 if line else home / parts
+            rate = 0.0 if line else master / parts
             return _Gradients(whole, rate, 0.0, whole + shards, whole + shards)
         together = self._windows(stage, grid.axes.tensor, _chunk_bytes(self.facts, grid))[1]
         window = min(together * self._learns, whole)
-        incoming = window * home / facts.item / parts
+        incoming = window * master / facts.item / parts
         if line:
             begin, rate = (whole, 0.0) if several else (0.0, float(facts.item))
             return _Gradients(begin, rate, 0.0, whole + incoming, shards)
-        begin, rate = (shards + incoming, 0.0) if several else (0.0, home / parts)
+        begin, rate = (shards + incoming, 0.0) if several else (0.0, master / parts)
         # Stage 3 holds most while there are chunks to gather ahead, which are not sent yet.
         ahead = min(1.0, AHEAD / COLLECTED * window / max(whole, 1)) if grid.stage == 3 else 0.0
         return _Gradients(begin, rate, window, shards * (1 - ahead) + window, shards)

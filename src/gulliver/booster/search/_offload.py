@@ -84,7 +84,7 @@ class Offloader:
 
     def may_pay(self, grid: Grid) -> bool:
         """Whether a grid fits only with offloading."""
-        if smallest_limit(0, self.scorer.beside(grid)) > self.limit:
+        if smallest_limit(0, self.scorer.other_bytes(grid)) > self.limit:
             return False
         return self.scorer.bytes_of(replace(grid, offload="")) > self.limit
 
@@ -96,7 +96,7 @@ class Offloader:
         rates = self._rates()
         if rates is None:
             return seconds.step
-        most = self.limit - scorer.beside(grid)
+        most = self.limit - scorer.other_bytes(grid)
         reads, writes = (max(0.0, n - most) for n in (held, learned))
         busy = rates.busy(reads / rates.read_rate, writes / rates.write_rate)
         compute = seconds.compute + seconds.recompute + seconds.update
@@ -231,8 +231,8 @@ def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> Least | None:
     asked = Offloader(scorer, behind, ENDLESS)
     grids = [grid for axes in meshes for grid in offloaded_grids(scorer, axes, behind)]
     best: Least | None = None
-    for grid in sorted(grids, key=scorer.beside):
-        if asked.replayed >= ASKED or (best is not None and scorer.beside(grid) >= best.bytes):
+    for grid in sorted(grids, key=scorer.other_bytes):
+        if asked.replayed >= ASKED or (best is not None and scorer.other_bytes(grid) >= best.bytes):
             break
         found = asked.least(grid)
         if found is not None and (best is None or found.bytes < best.bytes):

@@ -138,7 +138,7 @@ class Scorer:
         """Costs of a replica's batch in one process."""
         backwards = 1 if grid.axes.pipeline > 1 else grid.micro_batches
         work = self._work(grid.axes, self.batch // grid.axes.data, backwards)
-        return replace(work, peak_rank=self.beside(grid)) if grid.offload else work
+        return replace(work, peak_rank=self.other_bytes(grid)) if grid.offload else work
 
     def score(self, grid: Grid) -> Scored:
         """Prices a grid, with its best chunk size."""
@@ -189,11 +189,11 @@ class Scorer:
         memory, working = self._held(self.settled(grid))
         return sum(vars(memory).values()) + working
 
-    def beside(self, grid: Grid) -> int:
+    def other_bytes(self, grid: Grid) -> int:
         """Most bytes of a rank that are not state."""
         ends = self._ends(grid.axes.pipeline, grid.chunks, self._folded(grid))
-        beside = self._bytes.beside
-        return max(beside(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends)
+        count = self._bytes.other
+        return max(count(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends)
 
     def moments(self, grid: Grid) -> list[tuple[float, int]]:
         """Bytes that are not state through a step without a pipeline."""

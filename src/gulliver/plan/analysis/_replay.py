@@ -55,7 +55,7 @@ class Template:
     inputs: list[int] = field(default_factory=list)
     # Numbers of the new tensors that it saves.
     outputs: list[int] = field(default_factory=list)
-    # Bytes that it saves besides.
+    # Other bytes that it saves.
     inside: int = 0
     # Names of the parameters and buffers of its module that it saves.
     own: list[str] = field(default_factory=list)
