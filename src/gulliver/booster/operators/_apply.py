@@ -113,8 +113,8 @@ class _Engine:
         form = form_of((args, kwargs))
         if form != self._form:
             raise GulliverError(
-                f"the plan is for the batch {_described(self._form)}, and this one is {_described(form)}: "
-                "plan again for it, or pad it"
+                f"the plan is for the batch {_described(self._form)}, and this one is "
+                f"{_described(form)}: plan again for it, or pad it"
             )
         program = self.program
         again = None
