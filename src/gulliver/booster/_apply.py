@@ -53,7 +53,6 @@ from gulliver.booster.hybrid import (
     rewrite_groups,
     wire_sequences,
 )
-from gulliver.booster.operators import check_operators, share_operators
 from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError
 from gulliver.parallel import (
@@ -91,6 +90,8 @@ def apply_plan(
     tensor, stages = resolved.tensor, resolved.stages
     agreed(lambda: check_units(plan, model))
     if plan.operators is not None:
+        from gulliver.booster.operators import check_operators, share_operators
+
         program = agreed(lambda: check_operators(plan, model, optimizer))
         return share_operators(plan, program, model, optimizer, world)
     if plan.ddp is not None:
@@ -148,6 +149,8 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
     """
     check_modules(model, sharded=plan.zero is not None)
     if plan.operators is not None:
+        from gulliver.booster.operators import check_operators  # few plans are of operators
+
         check_operators(plan, model, optimizer)
         return
     if plan.mesh.names_model:

@@ -333,58 +333,87 @@ def model_messages(
     attention: Volume,
 ) -> Iterator[Message]:
     """Messages between ranks that share a model, for the whole batch."""
-    work, sequence, degree = plan.work, plan.sequence, plan.mesh.of("sequence")
     if "tensor" in links:
-        line = links["tensor"]
-        passes = dict[int, float](Counter((*work.reduced_forward, *work.reduced_backward)))
-        for count, number in Counter(work.reduced_again).items():
-            passes[count] = passes.get(count, 0) + again * number
-        for count, times in passes.items():
-            size = count // degree
-            if sequence.mode in SHARED_BY_TENSOR:
-                for kind in ("reduce_scatter", "all_gather"):
-                    yield Message(kind, size, line, times * own, launches=GATHER_LAUNCHES)
-            else:
-                yield Message("all_reduce", size, line, times * own)
-        if sequence.mode in SHARED_BY_TENSOR:
-            # Gathered inputs are not kept for the gradients of the weights, but gathered again.
-            for size, number in Counter(work.reduced_backward).items():
-                yield Message("all_gather", size, line, number * own, launches=GATHER_LAUNCHES)
+        yield from _tensor_messages(plan, links["tensor"], again, own)
     if "sequence" in links:
-        u, ring = sequence.ulysses, sequence.outer * sequence.inner
-        ways: tuple[tuple[Literal["forward", "backward"], float, float, float], ...] = (
-            ("forward", attention.forward, attention.ulysses_forward, 1 + again),
-            ("backward", attention.backward, attention.ulysses_backward, 1.0),
-        )
-        of_attention = work.attention_forward_s, work.attention_backward_s
-        for (beside, whole, exchanged, times), seconds in zip(ways, of_attention, strict=True):
-            if u > 1:
-                # One exchange of queries, keys and values, one of the result.
-                line, size = [(u, links["sequence"][0][1])], exchanged / 2 * u / (u - 1)
-                count, packing = 2 * blocks * times, exchange_launches(u)
-                yield Message("all_to_all", int(size), line, count, launches=packing)
-            if ring > 1:
-                # In backward keys and values go round, and their gradients, each by themselves.
-                each = 1 if beside == "forward" else 2
-                number = (ring - 1) * each
-                # The part of an attention that a ring computes during one hop.
-                shared = degree * ring * plan.mesh.of("tensor") * max(1.0, blocks / max(own, 1e-9))
-                behind = seconds / (shared * each) if seconds else None
-                yield Message(
-                    "sends",
-                    int((whole - exchanged) / number),
-                    links["sequence"],
-                    number * blocks * times,
-                    True,
-                    beside,
-                    behind_s=behind,
-                    launches=hop_launches(ring) / each,
-                )
+        yield from _sequence_messages(plan, links["sequence"], again, blocks, own, attention)
     if "pipeline" in links:
         micro = plan.pipeline.micro_batches
-        # What shows of them is in the seconds of the schedule.
-        size, line = work.hidden_bytes // micro, links["pipeline"]
+        # The seconds of the schedule include what of them is not hidden.
+        size, line = plan.work.hidden_bytes // micro, links["pipeline"]
         yield Message("sends", size, line, micro, True, behind_s=math.inf)
+
+
+def _tensor_messages(
+    plan: Plan, line: list[tuple[int, Link]], again: float, own: float
+) -> Iterator[Message]:
+    work, mode = plan.work, plan.sequence.mode
+    passes = dict[int, float](Counter((*work.reduced_forward, *work.reduced_backward)))
+    for count, number in Counter(work.reduced_again).items():
+        passes[count] = passes.get(count, 0) + again * number
+    for count, times in passes.items():
+        size = count // plan.mesh.of("sequence")
+        if mode in SHARED_BY_TENSOR:
+            for kind in ("reduce_scatter", "all_gather"):
+                yield Message(kind, size, line, times * own, launches=GATHER_LAUNCHES)
+        else:
+            yield Message("all_reduce", size, line, times * own)
+    if mode in SHARED_BY_TENSOR:
+        # Gathered inputs are not kept for the gradients of the weights, but gathered again.
+        for size, number in Counter(work.reduced_backward).items():
+            yield Message("all_gather", size, line, number * own, launches=GATHER_LAUNCHES)
+
+
+def _sequence_messages(
+    plan: Plan,
+    line: list[tuple[int, Link]],
+    again: float,
+    blocks: float,
+    own: float,
+    attention: Volume,
+) -> Iterator[Message]:
+    work, sequence = plan.work, plan.sequence
+    u, ring = sequence.ulysses, sequence.outer * sequence.inner
+    passes: tuple[tuple[Literal["forward", "backward"], float, float, float, float], ...] = (
+        (
+            "forward",
+            attention.forward,
+            attention.ulysses_forward,
+            1 + again,
+            work.attention_forward_s,
+        ),
+        (
+            "backward",
+            attention.backward,
+            attention.ulysses_backward,
+            1.0,
+            work.attention_backward_s,
+        ),
+    )
+    for beside, whole, exchanged, times, seconds in passes:
+        if u > 1:
+            # One exchange of queries, keys and values, one of the result.
+            size, count = exchanged / 2 * u / (u - 1), 2 * blocks * times
+            launches = exchange_launches(u)
+            yield Message("all_to_all", int(size), [(u, line[0][1])], count, launches=launches)
+        if ring > 1:
+            # In backward keys and values go round, and their gradients, each by themselves.
+            each = 1 if beside == "forward" else 2
+            number = (ring - 1) * each
+            # The part of an attention that a ring computes during one hop.
+            ranks = plan.mesh.of("sequence") * plan.mesh.of("tensor")
+            shared = ranks * ring * max(1.0, blocks / max(own, 1e-9))
+            behind = seconds / (shared * each) if seconds else None
+            yield Message(
+                "sends",
+                int((whole - exchanged) / number),
+                line,
+                number * blocks * times,
+                True,
+                beside,
+                behind_s=behind,
+                launches=hop_launches(ring) / each,
+            )
 
 
 def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) -> Iterator[Message]:

@@ -21,7 +21,6 @@ from gulliver.booster._measure import samples_of
 from gulliver.booster._pipelined import own_loss
 from gulliver.booster._predict import predict
 from gulliver.booster._resolve import resolve
-from gulliver.booster.operators import find_operators
 from gulliver.booster.search._grids import Grid
 from gulliver.booster.search._offload_tiers import OffloadTiers
 from gulliver.booster.search._plugin import plugin_of
@@ -211,6 +210,7 @@ def _of_operators(
     verbose: bool,
 ) -> AutoEngine:
     """The best plan of operators along one axis, or along two where the cluster has several."""
+    from gulliver.booster.operators import find_operators
 
     def search() -> Plan:
         if samples_of(batch) != samples or precision not in (None, "fp32"):

@@ -145,22 +145,13 @@ def search_grids(
     scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", free)
     possible, refused = _possible(scorer)
     looked = _look(scorer, possible, limit, best)
-    ranked, count, unlooked, offloaded = looked.ranked, looked.count, 0, None
     offloader = Offloader(scorer, behind, limit)
-    if behind:
-        ranked, unlooked = with_offload(offloader, possible, ranked, best)
-        count += offloader.looked
-    if not ranked and (explain or behind):
-        offloaded = least_offloaded(scorer, possible)
-    if behind and offloaded is not None and offloaded.bytes <= limit:
-        # It may not have been among those that were replayed.
-        last = offloader.score(replace(offloaded.grid, offload=str(behind)))
-        ranked = () if last is None else (last,)
+    ranked, unlooked, offloaded = _offloaded(offloader, possible, looked.ranked, best, explain)
     return Found(
         ranked,
         scorer.score(looked.least),
         limit or 0,
-        count,
+        looked.count + offloader.looked * bool(behind),
         (len(possible), len(possible) - looked.meshes),
         refused,
         (analysed - begun, time.perf_counter() - analysed),
@@ -226,6 +217,26 @@ def _look(scorer: Scorer, possible: Sequence[Axes], limit: int, best: int) -> _L
     assert least is not None, "some mesh was looked at"
     ranked = tuple(scored for _, _, scored in sorted(chosen, key=lambda e: (-e[0], e[1])))
     return _Looked(ranked, least[1], count, meshes)
+
+
+def _offloaded(
+    offloader: Offloader,
+    possible: list[Axes],
+    ranked: tuple[Scored, ...],
+    best: int,
+    explain: bool,
+) -> tuple[tuple[Scored, ...], int, Least | None]:
+    """Grids including offloading ones, how many were skipped, and the least memory if none fits."""
+    behind, unlooked, offloaded = offloader.behind, 0, None
+    if behind:
+        ranked, unlooked = with_offload(offloader, possible, ranked, best)
+    if not ranked and (explain or behind):
+        offloaded = least_offloaded(offloader.scorer, possible)
+    if behind and offloaded is not None and offloaded.bytes <= offloader.limit:
+        # It may not have been among those that were replayed.
+        last = offloader.score(replace(offloaded.grid, offload=str(behind)))
+        ranked = () if last is None else (last,)
+    return ranked, unlooked, offloaded
 
 
 def _order(scored: Scored) -> tuple[float, int, int]:
