@@ -17,7 +17,7 @@ from torch import nn
 from gulliver._compat import is_compiled
 from gulliver.booster._blocks import NO_BLOCKS, recomputable_blocks
 from gulliver.booster._replay import Replay
-from gulliver.booster._residency import largest_made
+from gulliver.booster._residency import state_needs
 from gulliver.booster._state_bytes import BACKWARD, FORWARD, StateBytes
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import TierRates, seconds_text
@@ -38,7 +38,6 @@ MOSTLY = 0.5
 """Share of a limit from which blocks are computed again, where blocks cannot be chosen for."""
 ROOMS = 6
 """Amounts of room that are tried, besides the least."""
-ENDLESS = 1 << 60
 STEPS = 3
 """Steps that are replayed to see what state moves."""
 
@@ -160,13 +159,10 @@ def _best(
     allowed: Sequence[Choice],
 ) -> tuple[float, ActivationChoice] | None:
     """The least predicted seconds and their choice; None if nothing fits."""
-    endless = Replay(state, ENDLESS, True, tiers, "farthest")
-    for _ in range(2):
-        endless.step()
     rule = BudgetRule(tiers.limit)
     whole = tiers.limit - rule.margin
-    least = max(endless.minimum, largest_made(state)[0])
-    needed = least if rates is not None else endless.most
+    least, _, most = state_needs(state, tiers)
+    needed = least if rates is not None else most
     tried = list[tuple[float, int, ActivationChoice]]()
     # Offloaded activations come back while the state in use stays.
     extra = {allowed: max(block.movable for block in blocks), allowed[:2]: 0}

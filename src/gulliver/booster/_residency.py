@@ -80,12 +80,12 @@ def other_bytes(tiers: Tiers, work: Work) -> int:
 
 def least_bytes(state: StateBytes, tiers: Tiers) -> int:
     """Least bytes of device memory that the state of a rank needs."""
-    least, _, most = _least(state, tiers)
+    least, _, most = state_needs(state, tiers)
     return least if tiers.host or tiers.disk is not None else most
 
 
 @lru_cache(maxsize=KNOWN)
-def _least(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
+def state_needs(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
     """Least bytes in use at once, the chunk that decides that, and bytes of all state."""
     endless = _endless(state, tiers)
     # A backward that only adds up steps nothing, and one that clips waits.
@@ -101,7 +101,7 @@ def find_residency(
 ) -> Residency:
     """Replays a step under a limit."""
     other = other_bytes(tiers, work)
-    least, deciding, most = _least(state, tiers)
+    least, deciding, most = state_needs(state, tiers)
     behind = tiers.disk_bytes + tiers.host
     decides = _named(state, deciding)
     if not behind:

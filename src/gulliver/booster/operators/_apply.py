@@ -15,7 +15,7 @@ from gulliver.booster.operators._again import Again
 from gulliver.booster.operators._layouts import placements
 from gulliver.booster.operators._plan import Program, axes_of, form_of, program_of
 from gulliver.booster.operators._run import OperatorMode, changed, local_of, spread, whole_of
-from gulliver.booster.operators._store import HostStore
+from gulliver.booster.operators._store import SavedTensorStore
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster
@@ -105,7 +105,7 @@ class _Engine:
     ) -> None:
         assert plan.operators is not None, "the plan is of operators"
         self.program, self.mesh = program, mesh
-        self.store = HostStore(device) if program.away else None
+        self.store = SavedTensorStore(device) if program.away else None
         self._form = plan.operators.batch
 
     def call(self, forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class HostStore:
+class SavedTensorStore:
     """Copies tensors to the host asynchronously, and back on demand."""
 
     # On a GPU copies go through page-locked memory on a stream of their own. A rank that computes

@@ -146,7 +146,7 @@ def search_grids(
     possible, refused = _possible(scorer)
     looked = _look(scorer, possible, limit, best)
     offloader = Offloader(scorer, behind, limit)
-    ranked, unlooked, offloaded = _offloaded(offloader, possible, looked.ranked, best, explain)
+    ranked, unlooked, offloaded = _with_offloaded(offloader, possible, looked.ranked, best, explain)
     return Found(
         ranked,
         scorer.score(looked.least),
@@ -219,7 +219,7 @@ def _look(scorer: Scorer, possible: Sequence[Axes], limit: int, best: int) -> _L
     return _Looked(ranked, least[1], count, meshes)
 
 
-def _offloaded(
+def _with_offloaded(
     offloader: Offloader,
     possible: list[Axes],
     ranked: tuple[Scored, ...],
