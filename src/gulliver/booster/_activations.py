@@ -1,9 +1,8 @@
 """Keeps, recomputes or offloads activations under a memory limit.
 
-`plan_activations` decides where a plan leaves it open. For several amounts of room it asks
-`gulliver.solve.choose_activations` what becomes of each block: what activations do not take, state
-may have, and moves less. The room with the least predicted seconds is taken. `take_activations`
-then gives what leaves to the manager that has the state, under the one budget.
+For several activation budgets `gulliver.solve.choose_activations` chooses for each block; what
+activations do not take, state may have, and moves less. The budget with the least predicted seconds
+wins.
 """
 
 from __future__ import annotations

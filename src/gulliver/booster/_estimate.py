@@ -1,8 +1,7 @@
 """Estimates the costs of a batch in one process from a model's sizes.
 
-Where a model can be run, `_measure.py` measures the same. The estimate counts the products of
-matrices, and the attention of transformers. Where ranks compute here, a block of each kind is timed
-(`_timed_blocks.py`): only what lies outside of blocks is counted then.
+Counts matrix products and the attention of transformers. Where ranks compute here, a block of each
+kind is timed, and only what lies outside of blocks is counted.
 """
 
 from __future__ import annotations

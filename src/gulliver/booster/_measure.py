@@ -1,8 +1,4 @@
-"""Measures the costs of a batch in one process; the model is left as it was.
-
-Seconds of forward, backward and an update, and the bytes from which messages follow. It does not
-know how the model will be cut.
-"""
+"""Measures the costs of a batch in one process; the model is left as it was."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Seconds of a step of a plan: what a rank computes, sends and waits for.
+"""Seconds of a step of a plan: compute, messages and waits of a rank.
 
-Every second is a formula of `gulliver.hardware`; here stands which messages a plan makes.
+Formulas of seconds are in `gulliver.hardware`; here is which messages a plan makes.
 """
 
 from __future__ import annotations

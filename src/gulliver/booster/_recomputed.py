@@ -1,8 +1,8 @@
-"""Keeps, recomputes or offloads blocks, chosen anew for each micro-batch.
+"""Keeps, recomputes or offloads blocks, chosen again for each micro-batch.
 
-Blocks of a kind are alike, so a micro-batch says how many of each kind go which way. Those that
-move lie evenly among the others: the blocks between hide their way to the host and back. Of the
-rest the first ones are computed again.
+A micro-batch says how many blocks of each kind are recomputed and offloaded. Offloaded blocks are
+spaced evenly, so that the blocks between them hide the transfers; of the rest, the first ones are
+recomputed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Which state stays on the device, which moves, and what that costs.
 
-`find_residency` replays a step of a plan (`_replay.py`), puts what moves in its place
-(`Plan.predicted.moved`), and refuses a limit that is too small, naming the least one that would do.
-`choose_chunk_bytes` does so for several sizes of chunks. Seconds are formulas of
-`gulliver.hardware`.
+`find_residency` replays the steps of a plan and refuses a limit that is too small, naming the least
+one that suffices.
 """
 
 from __future__ import annotations

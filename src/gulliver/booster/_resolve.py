@@ -1,8 +1,7 @@
 """Derives the results of a plan's choices for a model; the model is not changed.
 
-`resolve` is asked by every plugin and for every plan that was read from a file, with the same
-answer in one process as in a world of ranks. What a file says of a result is not used; where the
-file differs from the result, a line says so (`differences`).
+Every plan is resolved, whether a plugin made it or it was read from a file, with the same result in
+one process as on many ranks. Results in a file are not used; if they differ, a line says so.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Memory options of plugins as the section `tiers` of a plan, and chunk sizes under a limit.
-
-Sizes as text are checked early, in `TierOptions`. `plan_tiers` chooses what is left to it: the size
-of chunks.
-"""
+"""Memory options of plugins as the section `tiers` of a plan, and chunk sizes under a limit."""
 
 from __future__ import annotations
 

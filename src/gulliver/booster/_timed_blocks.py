@@ -1,9 +1,8 @@
 """Times the blocks of a model on meta one by one, with random weights.
 
-A formula counts products of matrices. What else a block does (norms, activations, rotations, casts,
-the kernels for a few rows) takes as long in 16 bits, where products are fast. So a block of each
-kind is filled at random, given inputs of the shapes that it will get, and timed, as the model is
-where it is there. Shapes come from a forward that is followed without memory.
+The formula counts matrix products. Everything else in a block (norms, activations, rotations,
+casts, small kernels) takes as long in 16 bits, where products are fast. So one block of each kind
+gets random weights, inputs of the right shapes, and is timed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Error feedback of packed messages in checkpoints, one entry per rank.
 
-A rank feeds back what packing has lost of its own gradients, and its parameters differ from its
-shards by what packing has lost of their changes. Both make no sense to a run on other ranks: there
-the first is left out, and all begin with the parameters as they were saved.
+A rank feeds back the packing errors of its own gradients, and its parameters differ from its shards
+by the packing errors of their changes. Neither makes sense on another number of ranks: there errors
+are dropped, and all ranks begin with the parameters as saved.
 """
 
 from __future__ import annotations

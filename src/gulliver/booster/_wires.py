@@ -1,8 +1,7 @@
 """Wire formats: what was requested, and whether it pays.
 
-`communication_dtype` of a plugin asks for a format for all that travels, or for some kinds. Packing
-costs the processor's time, links cost less with it: what would be slower by the prediction stays as
-it is, and the plan says so (`decide`). A plan that was read from a file runs as it stands there.
+Packing costs compute and saves communication. Formats that are predicted to be slower are dropped,
+and the plan says so (`decide`). A plan that was read from a file runs with the formats in it.
 """
 
 from __future__ import annotations

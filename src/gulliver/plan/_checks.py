@@ -1,6 +1,6 @@
 """Refuses values of a plan that contradict each other, or the world, with the lines of both.
 
-Only the plan is looked at. What a model does not allow is refused where there is one, in `booster`.
+What a model does not allow is refused when a plan is resolved for a model.
 """
 
 from __future__ import annotations

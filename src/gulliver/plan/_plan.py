@@ -2,9 +2,6 @@
 
     plan = Plan.load("plan.yaml")          # checked, with the line of every value
     booster = Booster(plan=plan)           # runs it
-
-The values themselves stand in `_tree.py`, how a file is read in `_reading.py`, which of them
-contradict each other in `_checks.py`. Reading goes through PyYAML.
 """
 
 from __future__ import annotations

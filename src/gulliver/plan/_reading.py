@@ -1,7 +1,6 @@
 """Reads a plan's YAML into dataclasses and keeps the line of each value.
 
-Every value is checked against its annotation, and against the `known` values and the `least` that
-its field allows. An error names the place as a person would write it, and the line.
+Every value is checked against its annotation and the range or choices of its field.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The sections of a plan: frozen dataclasses, all written to YAML.
 
-Choices and results stand side by side. A choice is what a person may edit, and takes effect; a
-result (`MemoryPlan`, `Seconds`, `Model`, the bytes of a chunk, shares, reasons) follows from the
-choices, and is computed again when a plan is applied.
+Choices and results are side by side. A choice may be edited and takes effect. A result
+(`MemoryPlan`, `Seconds`, `Model`, bytes of chunks, shares, reasons) follows from the choices and is
+computed again when a plan is applied.
 """
 
 from __future__ import annotations

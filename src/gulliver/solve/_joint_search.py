@@ -1,18 +1,16 @@
 """Joint search for shardings, recomputation and offload with the least time.
 
-`solve_joint` knows the picks' seconds and bytes as `joint_cost` does (`_joint.py`; read that
-first). First it makes the undominated plans of each different block once (`_joint_block.py`);
-then it goes through the chain of blocks, and its states are, by the last operator's strategy:
+The undominated plans of each different block are made once. Then the search goes through the chain
+of blocks; its states are, by the last operator's strategy:
 
     seconds so far; state and what is left; state and the peak so far; bytes that are moving
 
-A state that another one beats in all of them is dropped, which is exact; so are those that end
-beyond the budget, and those that a lower bound (`_joint_bound.py`) shows to end above picks that
-are known already. Where more than `states` of a strategy are left it is exact no more; the bound
-says how far off the answer can be.
+Dropped are states that another one beats in all of these, that end beyond the budget, or that a
+lower bound shows to end above known picks; all of that is exact. Where more than `states` of a
+strategy are left the search is not exact; the bound says how far off the answer can be.
 
-Complexity: O(blocks x strategies x states x plans of a block), after one
-`block_plans` for each different block.
+Complexity: O(blocks x strategies x states x plans of a block), after one `block_plans` for each
+different block.
 """
 
 from __future__ import annotations

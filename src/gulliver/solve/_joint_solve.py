@@ -1,11 +1,9 @@
 """`solve_joint`, and the two-stage search that it is never worse than.
 
-Two stages are what planners do: shardings first, with all that is saved kept, then what becomes
-of what is saved, for these shardings. How much memory the first stage may take for that is not
-known, so that several rooms are tried (`ROOMS`), and the best answer counts. `solve_joint` asks
-the search over both at once (`_joint_search.py`), and where that does not end exactly also the
-stages, as far as they may be below its answer: shardings whose seconds with everything kept are
-not below cannot.
+Two stages are what most planners do: shardings first, with everything kept, then recomputation for
+these shardings. The memory that the first stage may use is not known, so several amounts are tried
+(`ROOMS`). Where the joint search does not end exactly, `solve_joint` asks the two stages as well, for
+shardings whose seconds with everything kept are below its answer.
 """
 
 from __future__ import annotations

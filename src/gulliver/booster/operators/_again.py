@@ -1,9 +1,9 @@
 """Keeps, recomputes or offloads what each call saves for the backward.
 
-What autograd saves in a call is known by where it comes from: a tensor that the call took (from the
-call that gave it, or from a change of layout), or memory that the call made. If that is to be
-computed again, autograd gets a handle; the first handle that backward asks for lets all of its run
-be computed again, communication included, and each value goes when nobody asks for it any more.
+A tensor that autograd saves in a call is identified by its origin: an input of the call (from the
+call that produced it, or from a change of layout), or memory that the call allocated. If it is to be
+recomputed, autograd gets a handle. The first handle that backward unpacks recomputes its whole run,
+communication included; each value is freed after its last use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Costs of an operator on one device, from its calls with a rank's shapes.
 
-Forward and backward run with fake tensors; every operation below autograd is charged by its FLOPs
-and bytes (`gulliver.hardware`), every memory counts as long as somebody refers to it.
+Forward and backward run with fake tensors. Every operation below autograd is charged by its FLOPs
+and bytes; memory counts for as long as something refers to it.
 """
 
 from __future__ import annotations

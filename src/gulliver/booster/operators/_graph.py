@@ -1,8 +1,8 @@
 """The operators of a forward: calls that are sharded, kept and recomputed together.
 
-An operator is a product of matrices, an attention, or a few calls that move bytes only, with the
-views of what they give. Products that read the same are one operator, too: the *fork* before them
-does nothing but change the layout, so that the change is made, and paid, once.
+An operator is a matrix product, an attention, or a few memory-bound calls, with the views of its
+outputs. Products that read the same value share a *fork* in front of them, an operator that only
+changes the layout, so that the change is made, and paid for, once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Layouts of values along the axes of a mesh.
 
-A layout says how the value lies and how its gradient does, in two letters:
+A layout describes a value and its gradient:
 
-    R   whole, and so is its gradient
-    T   whole; its gradient is in terms that add up
-    P   in terms that add up; its gradient is whole
-    Sd  cut along dim d, and so is its gradient
+    R   replicated, and so is its gradient
+    T   replicated; its gradient is partial (a sum over ranks)
+    P   partial; its gradient is replicated
+    Sd  sharded along dim d, and so is its gradient
 
-`T` is what a product of matrices reads whose output is cut: each rank has a term of the gradient.
+`T` is the input of a matrix product with a sharded output: each rank has one term of its gradient.
 """
 
 from __future__ import annotations

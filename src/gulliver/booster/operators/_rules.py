@@ -1,9 +1,8 @@
 """Sharding rules of torch functions along one axis of a mesh.
 
-`ways(call)` lists them: for each a word, the layout of every tensor that the call takes, and of
-every tensor that it gives. In each way every rank calls the same function with its part; what each
-gives is its part of the whole result, or its term. A function without a rule has one way: whole on
-every rank, which is right for any that draws no random numbers.
+`ways(call)` lists them: for each a word, and the layouts of inputs and outputs. In each of them every
+rank calls the same function with its parts, and gets its part, or its term, of the outputs. A
+function without a rule is replicated, which is right for any that draws no random numbers.
 """
 
 from __future__ import annotations

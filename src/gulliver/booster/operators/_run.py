@@ -1,9 +1,9 @@
 """Runs the calls of a forward as planned, on DTensors.
 
-A mode sees every call of a function of torch that the model makes, in its order. Each is one that
-was planned (else it is refused). What it takes is brought into the layout that its function wants,
-on the least-cost way. Every rank calls the function with its part, and it gives a DTensor again.
-So the model is as it was written, and sees shapes of whole tensors.
+A function mode sees every torch function that the model calls, in order, and refuses calls that
+were not planned. Inputs are converted to the layout of the call by the cheapest conversion, every
+rank calls the function with its parts, and outputs become DTensors again. So the model's code is
+unchanged and sees the shapes of whole tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Traces the torch functions that a model's forward calls, with fake tensors.
 
-An `OperatorCall` is what a person wrote, such as ``F.linear(x, w)``, above autograd: that is what
-is shared and computed again. Values are numbered as they come; each call says which it takes and
-gives, which it saves for backward, and until which call somebody refers to them.
+An `OperatorCall` is a call as written, such as ``F.linear(x, w)``, above autograd: that is what is
+sharded and recomputed. Values are numbered in order; each call lists its inputs, outputs and saved
+values, and the trace says when each value dies.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The search over parallel grids: every grid that a plugin can run, priced and ranked.
-
-Read `_grids.py` (what is searched), `_facts.py` and `_followed.py` (what a model is to the search),
-`_score.py` (what a grid takes), `_search.py` (how the best are found) and `_offload.py` (those
-whose state leaves).
-"""
+"""The search over parallel grids: every grid that a plugin can run, priced and ranked."""
 
 from gulliver.booster.search._answers import (
     MinimumResources,

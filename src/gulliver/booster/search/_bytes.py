@@ -1,8 +1,7 @@
 """Closed form of the peak bytes of a rank on a grid.
 
-State is that of ZeRO (Rajbhandari et al. 2020) as our engine holds it, what is kept that of the
-micro-batches whose backward has not run. A plan that is made of a grid has its own bytes, chunk by
-chunk; these are for comparing thousands of grids.
+State as ZeRO holds it (Rajbhandari et al. 2020), activations of the micro-batches in flight. A plan
+predicts its bytes chunk by chunk; this form compares thousands of grids.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Costs of a model's blocks for one sample, and what tensor ranks share of them.
 
-The numbers are sums over the operators that the analysis found (`gulliver.plan.analyse`), so that
-a model of a hundred blocks costs as much to look at as one of three.
+The numbers are sums over the operators of an analysis, so that a model of a hundred blocks costs no
+more to look at than one of three.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The grids of a search: every combination of axes and choices that a plugin can run.
 
-A grid is a product of axes and the choices that go with them. None is left out by a rule of thumb:
-`grids_of` yields all that divide, and the search leaves out what a bound proves to be no better.
+No grid is left out by a rule of thumb: `grids_of` yields all that divide, and the search skips what
+a bound proves to be no better.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Grids that offload state to the host's memory or to a disk.
 
-Bytes that move, and seconds that a step waits for them, are those of the memory engine's own replay
-(`booster._residency`), asked for the very plan that the grid's plugin makes: there is no formula of
-them here, but for a bound.
+Traffic and waiting times come from the replay of the memory engine, for the very plan that the
+grid's plugin makes; only a bound is computed here.
 """
 
 from __future__ import annotations

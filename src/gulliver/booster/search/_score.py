@@ -1,9 +1,7 @@
 """Seconds and bytes of a grid, by the formulas of a plan's prediction, without making the plan.
 
-Seconds are those that `_predict.py` computes for a plan, whose messages and schedule are asked for
-here with chunks and cuts in numbers. Bytes are those of the rank that holds most: of its stage the
-parameters, gradients and optimizer state, what forwards keep until their backwards have run, and
-what one block works with.
+Bytes are those of the fullest rank: parameters, gradients and optimizer state of its stage,
+activations of the micro-batches in flight, and the working memory of one block.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     found = search_grids(model, optimizer, batch, cluster, samples=512, memory="70GiB")
     print(found)
 
-Meshes are looked at in the order of a bound that no grid on them is below; the search ends where
-the bound is no better than the worst of the best that it has. So nothing is left out that could
-have been among them, under the formulas that price them.
+Meshes are visited in the order of a lower bound. The search ends when the bound of the next mesh is
+no better than the worst of the grids kept, so none of the best is missed under the cost formulas.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
     from gulliver.plan import analyse
     found = analyse(model, {"input_ids": ids, "labels": ids})
     found.flops, found.saved.activations, found.peak, found.seconds(cluster.device)
-
-Read `_records.py` first: what is found. The rest is listed in `_analyse.py`.
 """
 
 from gulliver.plan.analysis._analyse import analyse

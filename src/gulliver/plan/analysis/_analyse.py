@@ -2,11 +2,7 @@
 
     analyse(model, {"input_ids": ids, "labels": ids}).peak
 
-Read `_records.py` (what is found), `_recorder.py` (how a step is written down), `_repeats.py` and
-`_replay.py` (how equal blocks are followed once), `_opaque.py` (what cannot be followed) and
-`_kernels.py` (operators of a GPU that is not there).
-
-It does not know how a model will be cut, nor what kernels use inside and give back.
+It does not know how a model will be sharded, nor what kernels allocate and free inside.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Selects CUDA kernels while following a step without a GPU; kernels decide what is saved.
 
-Fake tensors of a GPU cannot run backward in a torch without CUDA. So the step is followed as on a
-CPU, but for the functions that choose by device: attention and dropout are called with the operator
-that they would choose on CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to
-2.13, on devices since Ampere, everything else as it is set by default). Recurrent layers are
-followed token by token: what cuDNN reserves for their backward it tells on a GPU alone.
+Fake CUDA tensors cannot run backward in a torch without CUDA, so the step is followed as on a CPU,
+except for functions that choose by device: attention and dropout call the operator that they would
+choose on CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to 2.13, devices
+since Ampere, default settings). Recurrent layers are followed token by token: the size of cuDNN's
+reserve space is known on a GPU only.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Values of small tensors, computed alongside their fake tensors.
 
-Positions, masks and token numbers steer what many models do: a mask that masks nothing is left out,
-a caption's length is read. Such tensors are made of the batch and of constants, and are small. So
-beside the fake tensor the real one is computed, and a value that is asked for is given. What comes
-out of parameters is never known.
+Positions, masks and token counts steer many models: an empty mask is dropped, a caption's length is
+read. Such tensors are small and computed from the batch and constants, so their real values are
+computed as well and returned when the model asks. What depends on parameters is never known.
 """
 
 from __future__ import annotations

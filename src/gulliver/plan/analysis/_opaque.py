@@ -1,9 +1,9 @@
 """Modules that cannot be followed, and the placeholders that replace them.
 
-A module that looks at its data (``.item()``, numpy, a number of rows that depends on values) has
-none with fake tensors. The innermost module that does is left out, with all others of its class: it
-stays whole, is costed by its parameters and its input, and gives what it was given. If that does
-not fit what comes next, the module around both stays whole.
+A module that looks at its data (``.item()``, numpy, a number of rows that depends on values) fails
+with fake tensors. The innermost such module is replaced, with all others of its class: it is costed
+by its parameters and inputs, and returns its input. If that does not fit what comes next, the module
+around both is replaced.
 """
 
 from __future__ import annotations

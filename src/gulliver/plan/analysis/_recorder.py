@@ -1,8 +1,7 @@
 """Records every operator of a running step, with real or fake tensors.
 
-A `Recorder` is a `StorageCounter` that also writes down what each operator took, gave and saved, to
-which module it belongs, and whose gradient it computes. It knows nothing of fake tensors: the tests
-run it on real ones too.
+A `Recorder` is a `StorageCounter` that also records inputs, outputs and saved tensors of each
+operator, its module, and the forward operator whose gradient it computes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from gulliver.plan.analysis._records import BACKWARD, FORWARD, RECOMPUTE, Operat
 #
 # [Note: saved tensors] What `pack` is given is replaced by another tensor on the same memory. Else
 # an output that its own node saves would refer to itself; and what is alive after a call although
-# autograd does not need it could not be told from what it does need (`_repeats.py`).
+# autograd does not need could not be distinguished from what it does need.
 @dataclass
 class Moment:
     """Memory before and after an event."""

@@ -22,7 +22,7 @@ OPAQUE = "opaque"
 """Name of the operator that stands for a module that could not be followed."""
 
 
-# [Note: what stands for many] Equal calls of equal modules are followed once (`_repeats.py`). The
+# [Note: what stands for many] Equal calls of equal modules are followed once. The
 # operators of that call stand for all of them and say how many they are (`Operator.count`); the
 # paths of the others lead to it (`Analysis.alike`).
 #

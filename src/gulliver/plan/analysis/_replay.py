@@ -1,8 +1,8 @@
 """Replays calls of modules without running them: recreates what an equal call left behind.
 
-A replay makes the output of a call and one memory for all that it saved inside, keeps of its input
-what the call kept, and in backward makes the gradients of the input: the bytes are those of the
-call, before and after it, and what was most in between is known from it.
+A replay creates the outputs, one block of memory for everything saved inside, keeps the inputs that
+the call kept, and makes the gradients of the inputs in backward. So the bytes before and after the
+call are right, and its peak is known from the call that was followed.
 """
 
 from __future__ import annotations
