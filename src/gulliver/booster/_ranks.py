@@ -1,7 +1,7 @@
 """Tensors, chunks and work of each rank of a plan.
 
-Ranks of a pipeline have different layers, and tensor ranks may have parts of different sizes; memory
-is planned for the rank that needs most (`largest_residency`).
+Ranks of a pipeline have different layers, and tensor ranks may have parts of different sizes;
+memory is planned for the rank that needs most (`largest_residency`).
 """
 
 from __future__ import annotations

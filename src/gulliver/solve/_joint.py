@@ -1,18 +1,18 @@
 """Cost model of the joint search: shardings, recomputation and offload of operators.
 
 A network is a row of *blocks*, each a small graph of *operators* in the order of forward; the last
-operator of a block gives the block's output. Each operator takes one of its *strategies* (shardings,
-with the seconds and bytes of a device), and one of three choices for its saved tensors: keep,
-recompute, offload.
+operator of a block gives the block's output. Each operator takes one of its *strategies*
+(shardings, with the seconds and bytes of a device), and one of three choices for its saved tensors:
+keep, recompute, offload.
 
 Seconds. Forward and backward of an operator are its compute, its communication, and the conversions
-of its inputs from the producers' layouts. Recomputation repeats the whole forward, communication and
-conversions included. What a block offloads is written during the forward of the next block, and read
-during the backward of the next block; the link is one server, and each of these passes takes the
-longer of the two times. What the last block offloads overlaps with nothing.
+of its inputs from the producers' layouts. Recomputation repeats the whole forward, communication
+and conversions included. What a block offloads is written during the forward of the next block, and
+read during the backward of the next block; the link is one server, and each of these passes takes
+the longer of the two times. What the last block offloads overlaps with nothing.
 
-Memory. State (parameters, gradients, optimizer state) exists all the time. In addition the passes of
-operator t, forward and backward, need at once
+Memory. State (parameters, gradients, optimizer state) exists all the time. In addition the passes
+of operator t, forward and backward, need at once
 
     what operators below have left + run + saved_t + output_t + working_t
     + what the block below has offloaded (in flight, or already back)

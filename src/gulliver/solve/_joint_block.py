@@ -3,10 +3,10 @@
 States are partial picks. What follows depends on the strategies of operators that are still to be
 read (the frontier), on the end of the open run, and on these measures, where less is better:
 seconds, state, state and the peak, state and what is left, what is moved, the bytes and the largest
-forward of the open run. A state is dropped if another one with the same frontier and run is at least
-as good in all of them; that is exact. With more than `most` states of a frontier, or too many in all
-to compare, states stay that are best at one of several prices of memory below one of several peaks,
-and `Plans.exact` is False.
+forward of the open run. A state is dropped if another one with the same frontier and run is at
+least as good in all of them; that is exact. With more than `most` states of a frontier, or too many
+in all to compare, states stay that are best at one of several prices of memory below one of several
+peaks, and `Plans.exact` is False.
 
 O(operators x frontiers x most x picks), with as many frontiers as combinations of open strategies:
 the width of the block's graph is expensive, not its length.

@@ -1,15 +1,15 @@
 """Lower bound of the seconds and price of memory, by Lagrangian relaxation.
 
 Of all memory constraints only the moments of one block are kept: the passes of each of its
-operators, at which state, what is left below and the operator's own bytes must be within the budget.
-Bytes get a price, `price` seconds each, shared by the moments, and exceeding the budget is paid for
-instead of forbidden:
+operators, at which state, what is left below and the operator's own bytes must be within the
+budget. Bytes get a price, `price` seconds each, shared by the moments, and exceeding the budget is
+paid for instead of forbidden:
 
     bound(prices) = min over picks of (seconds + sum of price_t x bytes at t) - price x budget
 
 That is a shortest path through the operators, so it is exact and fast, and any prices give a bound.
-States are the strategies that are still to be read and, in the block whose moments count, the end of
-the open run. The best price is about what one more byte would save. Source: Everett 1963,
+States are the strategies that are still to be read and, in the block whose moments count, the end
+of the open run. The best price is about what one more byte would save. Source: Everett 1963,
 "Generalized Lagrange multiplier method".
 
 The longer of two times is at least any weighted mean of both: `hidden` is the link's weight.

@@ -2,8 +2,8 @@
 
 Two stages are what most planners do: shardings first, with everything kept, then recomputation for
 these shardings. The memory that the first stage may use is not known, so several amounts are tried
-(`ROOMS`). Where the joint search does not end exactly, `solve_joint` asks the two stages as well, for
-shardings whose seconds with everything kept are below its answer.
+(`ROOMS`). Where the joint search does not end exactly, `solve_joint` asks the two stages as well,
+for shardings whose seconds with everything kept are below its answer.
 """
 
 from __future__ import annotations

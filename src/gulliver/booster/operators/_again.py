@@ -1,9 +1,9 @@
 """Keeps, recomputes or offloads what each call saves for the backward.
 
 A tensor that autograd saves in a call is identified by its origin: an input of the call (from the
-call that produced it, or from a change of layout), or memory that the call allocated. If it is to be
-recomputed, autograd gets a handle. The first handle that backward unpacks recomputes its whole run,
-communication included; each value is freed after its last use.
+call that produced it, or from a change of layout), or memory that the call allocated. If it is to
+be recomputed, autograd gets a handle. The first handle that backward unpacks recomputes its whole
+run, communication included; each value is freed after its last use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sharding rules of torch functions along one axis of a mesh.
 
-`ways(call)` lists them: for each a word, and the layouts of inputs and outputs. In each of them every
-rank calls the same function with its parts, and gets its part, or its term, of the outputs. A
+`ways(call)` lists them: for each a word, and the layouts of inputs and outputs. In each of them
+every rank calls the same function with its parts, and gets its part, or its term, of the outputs. A
 function without a rule is replicated, which is right for any that draws no random numbers.
 """
 

@@ -2,8 +2,8 @@
 
 A module that looks at its data (``.item()``, numpy, a number of rows that depends on values) fails
 with fake tensors. The innermost such module is replaced, with all others of its class: it is costed
-by its parameters and inputs, and returns its input. If that does not fit what comes next, the module
-around both is replaced.
+by its parameters and inputs, and returns its input. If that does not fit what comes next, the
+module around both is replaced.
 """
 
 from __future__ import annotations
