@@ -1,7 +1,9 @@
 """The plan: everything that decides how a model runs, as values that can be read and edited.
 
-plan = Plan.load("plan.yaml")          # checked, with the line of every value
-booster = Booster(plan=plan)           # runs it
+For example:
+
+    plan = Plan.load("plan.yaml")          # checked, with the line of every value
+    booster = Booster(plan=plan)           # runs it
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Plans that shard each operator of a model, and keep, recompute or offload what it saves.
 
-plan = find_operators(model, batch, cluster, {"data": 2, "tensor": 2}, memory="8GiB")
-booster = Booster(plan=plan)
+For example:
+
+    plan = find_operators(model, batch, cluster, {"data": 2, "tensor": 2}, memory="8GiB")
+    booster = Booster(plan=plan)
 """
 
 from gulliver.booster.operators._apply import check_operators, share_operators

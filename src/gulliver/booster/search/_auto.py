@@ -1,9 +1,11 @@
 """`auto_engine`: searches, plans and boosts in one call.
 
-engine = auto_engine(model, optimizer, batch=example, samples=64)
-for inputs in loader:                    # of this rank: engine.samples of them
-loss = engine.model(**inputs).loss
-engine.booster.backward(loss, engine.optimizer)
+For example:
+
+    engine = auto_engine(model, optimizer, batch=example, samples=64)
+    for inputs in loader:                    # of this rank: engine.samples of them
+        loss = engine.model(**inputs).loss
+        engine.booster.backward(loss, engine.optimizer)
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """FLOPs, bytes and memory of a training step, found before it runs.
 
-from gulliver.plan import analyse
-found = analyse(model, {"input_ids": ids, "labels": ids})
-found.flops, found.saved.activations, found.peak, found.seconds(cluster.device)
+For example:
+
+    from gulliver.plan import analyse
+    found = analyse(model, {"input_ids": ids, "labels": ids})
+    found.flops, found.saved.activations, found.peak, found.seconds(cluster.device)
 """
 
 from gulliver.plan.analysis._analyse import analyse

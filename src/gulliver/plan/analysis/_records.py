@@ -1,9 +1,11 @@
 """Results of an analysis: operators, calls of modules, and sums over them.
 
-found = analyse(model, batch)
-found.flops, found.saved, found.peak
-found.module("model.layers.7").backward.flops
-found.graph("model.layers.7")          # for a search over shardings
+For example:
+
+    found = analyse(model, batch)
+    found.flops, found.saved, found.peak
+    found.module("model.layers.7").backward.flops
+    found.graph("model.layers.7")
 """
 
 from __future__ import annotations
