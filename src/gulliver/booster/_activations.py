@@ -176,7 +176,7 @@ def _best(
                 tried.append((found.seconds + update, found.peak, found))
     if not tried:
         return None
-    # Of equals what does least to activations.
+    # Of equals the choice with the most activations kept.
     seconds, _, found = min(tried, key=lambda t: (t[0], -t[1]))
     return seconds, found
 

@@ -31,7 +31,7 @@ class BucketHook:
         self._given: dict[str, torch.Tensor] = {}
         self.gate = GradientGate(self.wire, wire.error_feedback, wire.gate)
 
-    # torch compares annotations with types, and takes none for the right ones.
+    # No annotations: torch compares them with types, and accepts missing ones.
     def reduce(self, state, bucket):
         """Begins the reduction of a bucket; returns its future."""
         tensor, lost = bucket.buffer(), None

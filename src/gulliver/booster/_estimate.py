@@ -83,7 +83,7 @@ def estimate_sample(
 ) -> Work:
     """Estimates the costs of a sample for a model on meta."""
     batch = samples_of(sample)
-    # Rows that matrices multiply: numbers of words, or vectors.
+    # Rows multiplied by matrices: token ids, or vectors.
     rows = (t.numel() // (t.shape[-1] if t.is_floating_point() else 1) for t in tensors_of(sample))
     length = max(1, max(rows, default=1) // max(1, batch))
     device = current_cluster(1).device
@@ -104,7 +104,7 @@ def _computed(
     config = getattr(model, "config", None)
     layers = getattr(config, "num_hidden_layers", 0)
     width = getattr(config, "hidden_size", 0)
-    # Scores and their product with the values are as if of 2 x length x width more weights.
+    # Attention scores and their product with values count as 2 x length x width more weights.
     weights = _multiplied(model) + layers * 2 * length * width
     forward = layer_seconds(device, weights, tokens, NAMES[precision])
     states, trained, stepper = 0, 0, optimizer or no_optimizer()
@@ -118,7 +118,7 @@ def _computed(
         samples=batch,
         tokens=tokens,
         forward_s=forward,
-        # Weights that stay need no gradients.
+        # Frozen weights need no gradients.
         backward_s=(1 + (BACKWARD_OF_LINEAR - 1) * (trained or whole) / max(1, whole)) * forward,
         update_s=update_seconds(device, 4 * trained, states),
         hidden_bytes=item * tokens * width,

@@ -80,7 +80,7 @@ def with_peaks(
     work: Work, model: nn.Module, sample: Any, autocast: torch.dtype | None, activations: str
 ) -> Work:
     """The work of a batch with the peak bytes of a step that are not state."""
-    # The step is followed with shapes alone; 0 is what cannot be followed, or not recomputed.
+    # Followed with fake tensors; 0 for what cannot be followed or recomputed.
     plain = follow_sample(model, sample, autocast)
     seconds = {block.path: block.forward_s for block in work.blocks}
     work = replace(work, peak=plain.bytes or 0, unfollowed=plain.reason, blocks=())
@@ -96,7 +96,7 @@ def with_peaks(
         return work
     offloadable = set(offloadable_blocks(model))
     ordered = [path for path in plain.kept if path in offloadable]
-    # What is inside of a block its own taker gets, and the model's all else.
+    # A block's activations go to its own entry, all others to the model's.
     found = follow_sample(model, sample, autocast, offloaded=(*ordered, ""))
     work = replace(work, peak_offloaded=found.bytes or 0)
     if not any(seconds.values()):
@@ -201,7 +201,7 @@ def _sizes_of(
 
     for path, placed in (tensor.modules if tensor is not None else {}).items():
         if placed.how.kind in ADDED_UP:
-            # What backward computes again it adds up again.
+            # Recomputed modules reduce their outputs again.
             again = ("again",) if _inside(path, blocks) else ()
             watched.append((path, out_of("forward", *again)))
     watched += [(path, out_of("hidden")) for path in blocks[:1]]
@@ -268,7 +268,7 @@ def _in_fp8(model: nn.Module, fp8: Fp8Plan | None) -> Iterator[None]:
     if fp8 is None or not fp8.layers:
         yield
         return
-    # Copies of weights that are kept are counted as parameters.
+    # Kept FP8 copies of weights are counted as parameters.
     recipe = Recipe(fp8.scaling, emulate=True)
     convert_to_fp8(model, recipe, layers=fp8.layers, keep_weights=False)
     try:
@@ -306,7 +306,7 @@ def _measured_update(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
         copies[-1].grad = torch.zeros_like(copies[-1])
         count += parameter.numel()
     try:
-        # Defaults name more than some constructors take: AdamW keeps what makes it one there.
+        # `defaults` may have more keys than the constructor takes, as with AdamW.
         taken = inspect.signature(type(optimizer)).parameters
         known = {key: value for key, value in optimizer.defaults.items() if key in taken}
         twin = type(optimizer)(copies, **known)

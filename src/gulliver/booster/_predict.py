@@ -155,7 +155,7 @@ def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]
     """Size and link of each axis with several ranks; ``replicas`` are those of ZeRO."""
     sizes = [plan.mesh.of(name) for name in AXES]
     several = [name for name, size in zip(AXES, sizes, strict=True) if size > 1]
-    # Links need a cluster as large as the mesh; another one is taken for a part of it.
+    # Links need a cluster as large as the mesh.
     whole = cluster if cluster.size == plan.mesh.size else cluster.resized(plan.mesh.size)
     found = {n: [a] for n, a in zip(several, torus_links(whole, sizes), strict=True)}
     replicas = [link for name in ("data", "sequence") for link in found.get(name, [])]
@@ -178,9 +178,9 @@ def free_share(device: Device, ranks: int) -> float:
 
 def _computed(plan: Plan, share: float) -> float:
     """Share of one process's compute on a rank, summed over stages."""
-    # [Note: what tensor ranks do not divide] Norms, sums with what passes a block by, and rotary
-    # embeddings see whole hidden states on every tensor rank. They have few parameters and take a
-    # tenth of a forward's seconds or more, so seconds are divided by where they were spent.
+    # [Note: what tensor ranks do not divide] Norms, residual additions and rotary embeddings see
+    # whole hidden states on every tensor rank. They have few parameters but take a tenth of a
+    # forward or more, so seconds are divided by where they were spent.
     tensor, measured = plan.mesh.of("tensor"), plan.work.share_cut
     if tensor == 1 or not measured:
         return share
@@ -199,7 +199,7 @@ def attention_sends(plan: Plan, model: nn.Module) -> Volume:
         half = plan.precision.parameters
         half = plan.precision.autocast if half == "none" else half
         return volume(sequence_plan(plan), replace(shape, dtype=HALVES.get(half, shape.dtype)))
-    # Of pictures and clips, whose tokens the model makes: each tensor like a hidden state.
+    # For pictures and clips, whose tokens the model makes, each tensor is like a hidden state.
     part, u = work.hidden_bytes / degree, plan.sequence.ulysses
     exchanged, hops = 4 * part * (1 - 1 / u), degree // u - 1
     return Volume(exchanged, exchanged, 2 * part * hops, 4 * part * hops)
@@ -252,7 +252,7 @@ def _costs(
     stages = plan.mesh.of("pipeline")
     times = plan.pipeline.micro_batches if stages > 1 else work.backwards
     forward, backward = passes(work, share, plan.mesh.of("tensor"), times)
-    # Embeddings, head and loss are not in blocks: nobody computes them again.
+    # Embeddings, head and loss are outside of blocks and not recomputed.
     repeated, bubble, own = again * (work.share_blocks or 1.0) * forward, 0.0, 1.0
     if stages > 1:
         bubble, own = _pipelined(plan, links, forward, backward + repeated)
@@ -275,8 +275,8 @@ def _costs(
 
 def passes(work: Work, share: float, tensor: int, times: int) -> tuple[float, float]:
     """Seconds of the forward and the backward of a batch in micro-batches, summed over stages."""
-    # [Note: what does not shrink] Ranks that share a model, and micro-batches, divide what is
-    # multiplied. Each of them launches every operation all the same, and reads all weights of its.
+    # [Note: what does not shrink] Ranks that share a model, and micro-batches, divide the FLOPs.
+    # But each of them launches every operation and reads all of its weights.
     least = times * work.weights_s / tensor
     return (
         max(share * work.forward_s, least) + times * work.launch_forward_s,
@@ -397,7 +397,7 @@ def _sequence_messages(
             launches = exchange_launches(u)
             yield Message("all_to_all", int(size), [(u, line[0][1])], count, launches=launches)
         if ring > 1:
-            # In backward keys and values go round, and their gradients, each by themselves.
+            # In backward keys and values go round the ring, and their gradients separately.
             each = 1 if beside == "forward" else 2
             number = (ring - 1) * each
             # The part of an attention that a ring computes during one hop.
@@ -428,7 +428,7 @@ def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) ->
         return
     assert plan.zero is not None, "replicas share by DDP or ZeRO"
     sizes, zero = [c.bytes for c in plan.chunks], plan.zero
-    # Steps of unequal work send everything once, as stage 1 does; under a limit, beside nothing.
+    # Steps of unequal work communicate once, as stage 1 does; under a limit without overlap.
     stage = min(zero.stage, 1) if zero.unequal else zero.stage
     hidden = zero.overlap and not (zero.unequal and plan.limited)
     for (kind, size), number in Counter(zero_collectives(stage, sizes)).items():

@@ -87,9 +87,9 @@ def rank_state(resolved: ResolvedPlan, place: tuple[int, int]) -> StateBytes:
 
 def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
     """Parameter names in the order of a forward, if chunks follow that order."""
-    # A tied one is there at each of its names. That is where several ranks gather them, which they
-    # do in one order: a chunk that is used before others that precede it brings those along, so the
-    # first step, of whose order nothing is known, would hold nearly the whole model.
+    # A tied one appears at each of its names. The order matters where several ranks gather chunks,
+    # in one common order: a chunk used before others that precede it gathers those too, so the
+    # first step, whose order is not known yet, would hold nearly the whole model.
     if plan.limited and not plan.mesh.names_model:
         return []
     if not plan.limited and (plan.stage != 3 or plan.mesh.replicas == 1):
@@ -101,8 +101,7 @@ def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
 
 def _forward_order(model: nn.Module) -> list[str]:
     """Parameter names in the order of a forward; a tied one at each of its names."""
-    # Blocks of transformers have norms that are registered behind the layers before or around which
-    # they run.
+    # Blocks of transformers register norms after the layers that they run before or around.
     named = list(model.named_parameters(remove_duplicate=False))
     blocks = dict[str, list[tuple[str, nn.Parameter]]]()
     for name, parameter in named:
@@ -224,7 +223,7 @@ def _tensor_sizes(resolved: ResolvedPlan, place: tuple[int, int]) -> list[Tensor
         given, trained = parameter in groups, parameter in groups and parameter.requires_grad
         dtype = _dtype_in(plan, name, parameter)
         count = cut_numel(name, parameter, tensor, place[1])
-        # An optimizer that looks at shapes is not given slices.
+        # An optimizer that reads shapes does not get slices.
         shape = parameter.shape if count == parameter.numel() else (count,)
         kept = state_sizes(stepper, groups[parameter], shape) if given else ()
         sleeping = given and not trained and not plan.mesh.names_model
@@ -276,11 +275,11 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
     zero = plan.zero
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
-    # Stages have other layers than the first, whose chunks those of a plan are.
+    # The plan lists chunks of the first stage; others have other layers.
     order = list(dict.fromkeys([*order, *(t.name for t in sizes)])) if order else []
     layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
     parts = plan.mesh.replicas if zero.stage else 1
-    # A plan tells of the first rank; a limit is the same for all, and has to do for each of them.
+    # A plan describes the first rank; a limit is the same for all and must suffice for each.
     ranks = parts if zero.tiers is not None else 1
     states = {t.name: t.states for t in sizes}
     uses = _uses(sizes, [slot.name for layout, _, _ in layouts for slot in layout.slots])
@@ -297,7 +296,7 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
         found = StateBytes(chunks, moments, parts, zero.gather_ahead, uses, twice, taken)
         if zero.tiers is None or not zero.unequal:
             return found
-        # How many micro-batches a step has differs: the second is as every other.
+        # The number of micro-batches varies: the second is like every later one.
         return replace(found, unequal=True, passes=((FORWARD, uses), (BACKWARD, uses)) * 2)
 
     now = counted({t.name for t in sizes if t.trained})
@@ -320,7 +319,7 @@ def _chunk_bytes(
     cut = layout.parts > 1 and not layout.whole
     held = list[list[int]]()
     for part in range(min(layout.parts, ranks) if is_trained else 0):
-        # Of a piece that was cut each tensor has its size.
+        # State tensors of a sliced parameter have the size of the slice.
         kept = [
             (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
             for piece in layout.pieces(part)
@@ -352,8 +351,7 @@ def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
 
 def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], ...]:
     """Sizes of offloaded activations, by the last chunk that their block uses."""
-    # A block is known by the size of all its activations and of the largest: they are taken for
-    # equal ones of that size.
+    # Of a block only the total and the largest size are known: assume equal ones.
     tiers = plan.tiers
     if tiers is None or not tiers.takes_activations:
         return ()

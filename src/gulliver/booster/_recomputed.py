@@ -83,7 +83,7 @@ class RecomputeSwitch:
         """Frees offloads of deleted graphs and flushes pending ones."""
         if self._offload is not None:
             self._offload.sweep()
-            # Those of the next shape have other sizes: they lie side by side from the start again.
+            # The next shape has other sizes: reset the layout of the arena.
             self._offload.forget_unused()
             self._stack.leave()
 

@@ -51,9 +51,9 @@ class Coming:
     """A move of an object between tiers."""
 
     key: Key
-    # Bytes that are moved, in whole pages; 0 where memory is made, and nothing is read.
+    # Bytes that move, in whole pages; 0 for new memory, which is not read.
     nbytes: int
-    # Whether it leaves the first memory.
+    # Whether it leaves device memory.
     write: bool
     # Bytes of writes in flight that leave memory for it.
     room: int = 0
@@ -71,9 +71,9 @@ class Seen:
     chunk: int
     # What is read and written, in order.
     moves: list[Coming] = field(default_factory=list)
-    # The same between a second and a third memory.
+    # The same between host and disk.
     behind: list[Coming] = field(default_factory=list)
-    # Bytes in the first memory by kind, when they are most until the next visit.
+    # Peak bytes of device memory by kind until the next visit.
     held: dict[str, int] = field(default_factory=dict)
 
     def note(self, counter: ByteCounter) -> None:
@@ -93,7 +93,7 @@ class Held:
     left: set[Key] = field(default_factory=set)
     # Bytes of the objects in it.
     bytes: int = 0
-    # Moves of objects that were not used since, and the visits in which they began.
+    # Moves of objects not used since, and the visits in which they began.
     coming: dict[Key, tuple[Coming, int]] = field(default_factory=dict)
 
     def move(self, move: Move, key: Key, size: int, visits: int) -> Coming | None:
@@ -134,17 +134,17 @@ class Replay:
     ) -> None:
         self.state, self.tiers = state, tiers
         self.counter, self.decides = ByteCounter(), 0
-        # Bytes that were in the first memory at once, in use or not.
+        # Most bytes of device memory at once, in use or not.
         self.most = 0
         ahead = tiers.ahead or None
         self._core = Replacement(budget, backed=backed, ahead=ahead, policy=policy)
-        # What the first memory holds.
+        # Contents of device memory.
         self.held = Held(self._core)
         self._middle = None
         if tiers.host and tiers.disk is not None:
             host, disk = (n // BLOCK * BLOCK for n in (tiers.host, tiers.disk_bytes))
             self._middle = MiddleReplacement(host, disk, self._run_behind, policy)
-        # What a second one holds that has a third behind it; None where there is none.
+        # Contents of host memory with a disk behind it; None without three tiers.
         self.behind = None if self._middle is None else Held(self._middle.core)
         self._seen: list[Seen] = []
         self._visits = 0
@@ -157,7 +157,7 @@ class Replay:
         self._entered, self._collected = deque[int](), deque[int]()
         self._kept: list[int] = []
         self._stepped = set[int]()
-        # What a model begins with has no gradient of its input to compute: values are not needed.
+        # The first module computes no gradient of its input, so backward does not read its values.
         first = {name.rpartition(".")[0] for chunk in state.chunks[:1] for name in chunk.names}
         self._begins_alone = len(first) == 1
         shares = Shares.of(tiers)
@@ -195,12 +195,12 @@ class Replay:
             self._middle.core.end_step()
         return self._seen
 
-    # [Note: what is in use at once] A rank alone computes with the very objects that hold its
-    # parameters, and collects gradients in those that hold them: they are pinned from the first use
-    # of a module until the next one's, and a module may have parameters in several chunks. With
-    # other ranks, or copies in a wider dtype, whole chunks are gathered into buffers that are lent,
-    # and an object is pinned only while it is copied; reduced gradients are while they travel. How
-    # many do is a matter of room: where there is none, those in flight are waited for.
+    # [Note: what is in use at once] A single rank computes with the objects that hold its
+    # parameters and gradients: they are pinned from the first use of a module until the next
+    # module's, and a module may have parameters in several chunks. With several ranks, or float32
+    # copies, whole chunks are gathered into lent buffers, and an object is pinned only while it is
+    # copied; reduced gradients are pinned while in flight. The number in flight depends on memory:
+    # without room, those in flight are waited for.
 
     def _alone(self) -> None:
         count = range(len(self.state.chunks))
@@ -228,8 +228,8 @@ class Replay:
         self._leave(0)
 
     # [Note: micro-batches] Every forward and backward of a pipeline uses the parameters again, and
-    # gradients are reduced after the last. In between each may leave as soon as its micro-batch has
-    # been added, so that no more is in use at once than in a step of one batch.
+    # gradients are reduced after the last one. In between each gradient may be offloaded as soon as
+    # its micro-batch has been added, so no more is in use at once than in a step of one batch.
 
     def _micro_batches(self) -> None:
         begun = set[int]()

@@ -49,9 +49,9 @@ class Residency:
     state: StateBytes
     # Uses of state, as they were replayed.
     visits: Sequence[Seen]
-    # Bytes in the first memory at the fullest moment, by kind.
+    # Peak bytes of device memory, by kind.
     bytes: dict[str, int]
-    # Bytes that state may have in the first memory.
+    # Bytes of device memory for state.
     budget: int
     # What stays, leaves and moves.
     moved: Moved
@@ -86,7 +86,7 @@ def least_bytes(state: StateBytes, tiers: Tiers) -> int:
 def state_needs(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
     """Least bytes in use at once, the chunk that decides that, and bytes of all state."""
     endless = _endless(state, tiers)
-    # A backward that only adds up steps nothing, and one that clips waits.
+    # A backward that accumulates does not step, nor does one that waits for clipping.
     waiting = replace(tiers, step_in_backward=False)
     tightest = endless if tiers == waiting else max(endless, _endless(state, waiting), key=_needs)
     needed, deciding = max((tightest.minimum, tightest.decides), largest_made(state))
@@ -109,7 +109,7 @@ def find_residency(
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
     roomy = most + state.reserved - state.total
-    # A disk is there for steps that need more than is planned, too: then any state may leave.
+    # A disk also serves steps that need more than planned: then any state may leave.
     if 0 < behind < state.reserved and (budget < roomy or tiers.disk is not None):
         _refuse_behind(state, tiers, behind, smallest_limit(roomy, other), budget < roomy)
     if tiers.host and tiers.disk is not None:
@@ -119,7 +119,8 @@ def find_residency(
     for _ in range(STEPS + MORE * (replay.behind is not None)):
         visits = replay.step()
         left |= replay.held.left
-    # Of a third memory what a step of many takes there: at first all that leaves may come by.
+    # For a third tier, the traffic of a late step: at first everything that leaves may pass
+    # through.
     lower = set[Key]() if replay.behind is None else replay.behind.left
     stays, leaves, on_disk = dict[str, int](), dict[str, int](), dict[str, int]()
     for one in state.objects():
@@ -159,14 +160,14 @@ def _needs(replay: Replay) -> int:
 
 def _again(state: StateBytes) -> int:
     """Extra bytes on several ranks when modules run out of planned order."""
-    # Then a chunk comes again and stays. The rest of what stays so has the room of gradients that
-    # would travel, which land early where there is none.
+    # Then a chunk is gathered again and stays. The others use the memory of gradients in flight,
+    # which are waited for early if there is none left.
     return max((c.whole + c.shard for c in state.chunks), default=0) if state.parts > 1 else 0
 
 
 def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, needed: bool) -> None:
     """Refuses tiers that cannot hold every object, since any may have to leave."""
-    # So may whole gradients, where those of several backwards are added up.
+    # So may whole gradients during accumulation.
     named = [f"disk={tiers.disk!r}"] if tiers.disk is not None else []
     named += ["host_limit"] if tiers.host else []
     gives, each = ("gives", "it") if len(named) == 1 else ("give", "them")
@@ -229,8 +230,8 @@ def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit
 
 def _passed(chunk: ChunkBytes, phase: str) -> int:
     """Bytes of a chunk that are copied or compared in a visit, in addition to compute."""
-    # Parameters are summed as they come and as they go, to notice writes to them; gradients are
-    # copied to their places: what is written without having been read counts twice.
+    # Parameters are checksummed when gathered and freed, to notice writes; gradients are copied.
+    # Memory written without having been read counts twice.
     gathered = (chunk.shard + 2 * chunk.whole) * chunk.copied
     if phase == FORWARD:
         return 2 * chunk.whole + gathered

@@ -65,7 +65,7 @@ def resolve(
     found = cut_model(plan, model, optimizer)
     tensor, stages = found.tensor, found.stages
     if tensor is not None:
-        # Rules of a program may be for many models; the plan has those that fit this one.
+        # A program's rules may be for many models; the plan keeps those that match this one.
         rules = {k: v for k, v in plan.tensor.rules.items() if k not in _unfit_rules(plan, model)}
         plan = replace(plan, tensor=replace(plan.tensor, rules=rules, modules=styles_of(tensor)))
         reasons["tensor"] = f"{tensor.share_of(model):.0%} of the parameters of the blocks are cut"
@@ -143,7 +143,7 @@ def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     """How tensors are cut over the tensor axis; None if they are not."""
-    # Styles that differ from what is known of the model are a person's, and become rules.
+    # Styles that differ from the known ones were edited by hand, and become rules.
     size, layout = plan.mesh.of("tensor"), plan.tensor
     if size == 1:
         return None
@@ -171,7 +171,7 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
                 f"have: {nearest(path, paths)}"
             )
     try:
-        # All of them at once: columns and the row after them are right only together.
+        # All at once: column and row styles are right only together.
         found = plan_tensor(model, size, {**layout.rules, **edited}, *rest)
     except GulliverError as error:
         path = next((path for path in edited if path in str(error)), next(iter(edited)))
@@ -322,7 +322,7 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
         found = in_unequal_step(found, state.chunks, zero.stage, state.parts, limited)
     outside = 0
     if zero.stage < 3:
-        # What is not in chunks: frozen parameters, and those of another optimizer.
+        # Outside of chunks: frozen parameters, and those of another optimizer.
         inside = {t.name for t in trained}
         held = {t.name: t.numel * t.dtype.itemsize for t in sizes}
         others = [p.nbytes for p in model.parameters() if is_boosted(p)]
@@ -356,7 +356,7 @@ def _says(plan: Plan, name: str) -> bool:
 def _differ(given: Plan, found: Plan, name: str) -> bool:
     one, other = getattr(given, name), getattr(found, name)
     if name == "predicted":
-        # Seconds are of the machines at hand.
+        # Seconds depend on the machines at hand.
         return one.bytes != other.bytes
     if isinstance(one, dict):
         return one != other
@@ -368,5 +368,5 @@ def recomputable(plan: Plan, model: nn.Module, stages: Stages | None) -> tuple[s
     # Those of a pipeline, else of `recomputable_blocks`.
     if stages is not None:
         return stages[0].blocks
-    # Of a model that is cut, who recomputes has to know what its ranks exchange, and what it drops.
+    # In a model that is cut, recomputation must repeat the ranks' communication and dropout.
     return recomputable_blocks(model) if has_switch(model) or not plan.mesh.names_model else ()

@@ -48,7 +48,7 @@ class StateBytes:
     moments_twice: bool = False
     # Bytes of each activation that leaves, by the chunk that is used before it.
     activations: tuple[tuple[int, ...], ...] = ()
-    # Bytes that there would be more if what the optimizer may step were all unfrozen.
+    # Additional bytes if all parameters of the optimizer were unfrozen.
     later: int = 0
     # Forwards and backwards of a step, where a pipeline has several of each.
     passes: Passes = ()
@@ -67,7 +67,7 @@ class StateBytes:
         """Bytes that slower tiers may need: all objects, whole gradients, and `later`."""
         waiting = sum(whole_pages(c.whole) for c in self.chunks if c.trained and not self.unequal)
         found = self.total + waiting + self.later
-        # Micro-batches let all of it come and go: places of one size do not serve another.
+        # Micro-batches move all of it, and space of one size class does not serve another.
         return found + found // 4 if self.passes else found
 
     def objects(self) -> Iterator[StateObject]:
@@ -120,7 +120,7 @@ class StateBytes:
         block = next((path for path in self.blocks if name.startswith(f"{path}.")), None)
         module = name.rpartition(".")[0]
         outer = module.rpartition(".")[0]
-        # torch's attention reads the weights of its last linear map itself.
+        # torch's attention reads the weights of its output projection itself.
         whole = outer if f"{outer}.in_proj_weight" in names else module
         return whole if block is None else block
 

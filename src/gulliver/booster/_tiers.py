@@ -181,7 +181,7 @@ def plan_tiers(
         seconds = None if rates is None else found.seconds(work, rates).step
         told = f"{len(found.state.chunks)} chunks move {size_text(moves)} in a step"
         told += "" if seconds is None else f", {seconds_text(seconds)}"
-        # Of equals the larger: there are fewer of them.
+        # Of equals the larger size: fewer chunks.
         tried.append((moves if seconds is None else seconds, -size, told))
     if not tried:
         raise errors[min(errors)]

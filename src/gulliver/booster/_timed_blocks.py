@@ -55,7 +55,7 @@ def time_blocks(
     largest = max((_block_bytes(model.get_submodule(path)) for path in paths), default=0)
     if not paths or 2 * largest > room // ROOM:
         return {}
-    # The last of a kind: a first one may get an input that needs no gradient.
+    # The last of a kind: the first one may get an input without gradient.
     calls = _calls(model, sample, [found[-1] for found in kinds.values()])
     seconds = dict[str, Seconds]()
     for kind, found in kinds.items():

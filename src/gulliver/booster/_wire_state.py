@@ -34,7 +34,7 @@ def wire_entry(optimizer: BoostedOptimizer) -> dict[str, PerRank]:
     shown = shown_parts(optimizer) if isinstance(optimizer, ZeroOptimizer) else {}
     if lost is None and not shown:
         return {}
-    # The next backward writes them, and asks nobody.
+    # Copied, because the next backward overwrites them.
     return {WIRE: PerRank({"lost": _copied(lost or {}), "shown": _copied(shown)})}
 
 

@@ -20,7 +20,7 @@ class ComparisonRow:
     predicted: float
     # Value of the run.
     measured: float
-    # What the prediction stands on, and how that is measured; empty where nothing is.
+    # What the prediction is based on, and how to measure that; may be empty.
     source: str = ""
 
     @property
@@ -38,8 +38,7 @@ class ComparisonRow:
 class Comparison:
     """Predicted and measured costs of a run, by kind."""
 
-    # Seconds first, of the step and of its phases, then bytes that this rank sends in a step, then
-    # those that it holds.
+    # Seconds of the step and its phases, then bytes sent by this rank in a step, then bytes held.
     rows: tuple[ComparisonRow, ...]
 
     def __getitem__(self, kind: str) -> ComparisonRow:

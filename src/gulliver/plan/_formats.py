@@ -17,7 +17,7 @@ def choice(
     size: bool = False,
 ) -> Any:
     """A field with the allowed values, or their range."""
-    # With `size` it counts bytes, and a file may say ``6GiB``.
+    # With `size` the field counts bytes, and a file may say ``6GiB``.
     limits = {"known": known, "least": least, "most": most, "size": size}
     return field(default=default, metadata=limits)
 

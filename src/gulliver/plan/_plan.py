@@ -172,7 +172,7 @@ class Plan:
         if isinstance(values, dict):
             if "version" not in values:
                 raise GulliverError(f"{where} has no version: begin it with version: {VERSION}")
-            # Cut between two sections it is YAML still, and would run on defaults.
+            # A file cut between two sections is still valid YAML, and would run with defaults.
             if values.pop(END, not whole) is not True:
                 raise GulliverError(
                     f"{where} does not end with {END}: true: it was cut, save the plan again; "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class MemoryPlan:
     """Peak bytes of a rank, by kind; of the fullest rank where ranks differ."""
 
-    # Size of the parameters, of those gathered at once where they are sharded.
+    # Size of the parameters; with stage 3, shards and gathered chunks.
     parameters: int = 0
     # Size of gradients: shards, and buffers in flight.
     gradients: int = 0
@@ -61,29 +61,29 @@ class Seconds:
 class Moved:
     """State that lies in slower tiers, and the traffic of a step between tiers; a result."""
 
-    # Least limit that would do.
+    # Least limit that suffices.
     minimum: int = 0
     # Bytes of state that are in use at once.
     needed: int = 0
-    # Chunk that needs that much.
+    # The chunk that decides that.
     decides: str = ""
-    # Bytes of state that never leave the first memory.
+    # Bytes of state that always stay on the device.
     stays: MemoryPlan = field(default_factory=MemoryPlan)
-    # Bytes of state that lie behind it, at least at times.
+    # Bytes of state that are offloaded at least at times.
     leaves: MemoryPlan = field(default_factory=MemoryPlan)
-    # Bytes that a step reads from there.
+    # Bytes that a step reads from slower tiers.
     read: int = 0
-    # Bytes that a step writes there.
+    # Bytes that a step writes to slower tiers.
     written: int = 0
-    # Bytes of state that lie on a disk behind host memory, at least at times.
+    # Bytes of state that are on a disk behind host memory at least at times.
     on_disk: MemoryPlan = field(default_factory=MemoryPlan)
     # Bytes that a step reads from that disk.
     disk_read: int = 0
-    # Bytes that it writes there.
+    # Bytes that a step writes to that disk.
     disk_written: int = 0
     # What the step waits for.
     bottleneck: str = ""
-    # What more memory would save.
+    # Seconds that more memory would save.
     price: str = ""
 
 
@@ -95,12 +95,12 @@ class Predicted:
     cluster: str = ""
     # Seconds of a step, by kind.
     seconds: Seconds = field(default_factory=Seconds)
-    # Bytes that the first rank sends in a step; without a sample those that do not depend on the
+    # Bytes sent by the first rank in a step; without a sample, those that do not depend on the
     # batch.
     sent: int = 0
     # Bytes of the fullest rank, by kind.
     bytes: MemoryPlan = field(default_factory=MemoryPlan)
-    # Bytes between memories; None where all lies in one.
+    # Traffic between tiers; None without a limit.
     moved: Moved | None = None
-    # Number of that rank; the first of several that hold as much.
+    # The fullest rank; the first of equals.
     fullest: int = 0

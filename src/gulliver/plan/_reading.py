@@ -64,7 +64,7 @@ def _marks(node: Any, name: str) -> Iterator[tuple[str, int]]:
     if node.id == "mapping":
         for key, value in node.value:
             inner = join(name, str(key.value))
-            # A block begins on the line of its key.
+            # A nested mapping begins on the line of its key.
             yield inner, key.start_mark.line + 1
             yield from (mark for mark in _marks(value, inner) if mark[0] != inner)
     elif node.id == "sequence":

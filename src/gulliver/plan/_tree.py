@@ -29,8 +29,7 @@ class Mesh:
     device: str = "cpu"
     # Number of ranks along each axis, of `AXES`, outer to inner.
     axes: dict[str, int] = field(default_factory=lambda: {"data": 1}, metadata={"least": 1})
-    # Number of ranks along each axis that collectives go along step by step, slowest links first;
-    # empty sends straight from rank to rank.
+    # Axes of a torus for collectives, slowest links first; empty for direct collectives.
     torus: dict[str, int] = field(default_factory=dict, metadata={"least": 1})
     # Ranks as they fill the torus, the innermost axis first; empty for 0, 1, 2 ...
     rank_order: tuple[int, ...] = field(default=(), metadata={"least": 0})
@@ -78,32 +77,31 @@ class ChunkPlan:
 class Tiers:
     """Memory tiers of the model's state, where device memory is too small for it."""
 
-    # Bytes of the memory where compute happens, for all that is counted: parameters, gradients,
-    # optimizer state, their buffers, and activations.
+    # Bytes of device memory for parameters, gradients, optimizer state, their buffers, and
+    # activations.
     limit: int = choice(MISSING, least=1, size=True)
     # Bytes of page-locked host memory behind it; 0 for none.
     host: int = choice(0, least=0, size=True)
-    # Folder on the disk behind it, or behind the host's memory; None for none.
+    # Folder on a disk, the slowest tier; None for none.
     disk: str | None = None
-    # Bytes that may lie on the disk.
+    # Bytes that may be used on the disk.
     disk_bytes: int = choice(0, least=0, size=True)
-    # ``auto`` keeps what costs least to keep, ``static`` keeps the shares that are said.
+    # ``auto`` chooses what stays on the device, ``static`` keeps the given shares.
     policy: str = choice("auto", "auto", "static")
-    # Share of the optimizer's state that may leave the first memory.
+    # Share of the optimizer's state that may be offloaded.
     offload_optim: float = choice(1.0, least=0, most=1)
-    # Share of the parameters that may leave it.
+    # Share of the parameters that may be offloaded.
     offload_param: float = choice(1.0, least=0, most=1)
-    # Bytes that are read ahead of use at most; 0 for as many as fit.
+    # Most bytes to prefetch; 0 for as many as fit.
     ahead: int = choice(0, least=0, size=True)
     # Whether a chunk is stepped as soon as its gradient is complete.
     step_in_backward: bool = False
-    # What forward keeps for backward: ``keep`` it, ``recompute`` blocks, ``offload`` all of it to
-    # what lies behind, ``auto`` to have it chosen by block; ``mixed``: blocks are named by
-    # `recompute` and `offloaded`, others keep theirs.
+    # Activations: ``keep`` all, ``recompute`` blocks, ``offload`` all, ``auto`` to choose by block;
+    # ``mixed``: `recompute` and `offloaded` name blocks, others keep theirs.
     activations: str = choice("keep", "keep", "recompute", "offload", "mixed", "auto")
-    # Paths of the blocks whose activations leave.
+    # Paths of the blocks whose activations are offloaded.
     offloaded: tuple[str, ...] = ()
-    # Whether freed memory may stay with the process where steps hardly wait.
+    # Whether the process may keep freed memory if steps hardly wait.
     keep_freed: bool = True
 
     @property
@@ -124,11 +122,11 @@ class ZeroPlan:
     tuning: str = choice("off", "off", "auto", "again")
     # Number of chunks that stage 3 gathers ahead of the one in use.
     gather_ahead: int = choice(2, least=0)
-    # Whether collectives travel while the ranks compute.
+    # Whether collectives overlap with compute.
     overlap: bool = True
     # Whether all ranks take rank 0's buffers at every step.
     broadcast_buffers: bool = True
-    # Whether an optimizer that is not known may be sharded.
+    # Whether an unknown optimizer may be sharded by elements.
     assume_elementwise: bool = False
     # Whether it may be sharded by whole parameters.
     assume_per_parameter: bool = False
@@ -137,12 +135,12 @@ class ZeroPlan:
     step_in_backward: bool = False
     # Folder that tuning writes ``chunks.json`` and a picture to.
     report: str | None = None
-    # Whether ranks run unequal work inside of a step, in which nothing is sent.
+    # Whether ranks run different work within a step, without communication until its end.
     unequal: bool = False
-    # Memories that the state lies in; None keeps all of it on the device.
+    # Memory tiers of the state; None keeps all of it on the device.
     tiers: Tiers | None = None
-    # Chunks of the first rank, in the order of use. The order of their tensors is a choice; where
-    # one ends follows from `chunk_bytes`.
+    # Chunks of the first rank, in the order of use. The order of tensors is a choice; where a chunk
+    # ends follows from `chunk_bytes`.
     chunks: tuple[ChunkPlan, ...] = ()
 
     @property
@@ -167,7 +165,7 @@ class DDPPlan:
 class TensorLayout:
     """How modules are sharded over the tensor axis."""
 
-    # Style of each module whose path ends in a pattern, before what is known of the model.
+    # Style by path suffix; overrides what is known of the model.
     rules: dict[str, str] = field(default_factory=dict)
     # Whether modules that no rule knows stay whole, instead of being refused.
     replicate_rest: bool = False
@@ -179,11 +177,11 @@ class TensorLayout:
 class OperatorChoice:
     """Sharding of an operator, and whether its saved tensors are kept, recomputed or offloaded."""
 
-    # Path in its block, and name of its first function; says which one is meant.
+    # Path in its block and name of its first function, to identify it.
     operator: str
-    # Way in which it is shared along each axis of the mesh, such as ``columns``.
+    # Sharding along each axis of the mesh, such as ``columns``.
     along: dict[str, str]
-    # Fate of what it saves for backward.
+    # Whether saved tensors are kept, recomputed or offloaded.
     saved: str = choice("keep", "keep", "recompute", "offload")
 
 
@@ -215,7 +213,7 @@ class OperatorPlan:
 class SequenceLayout:
     """How sequences are sharded over ranks."""
 
-    # Name of the way; None keeps sequences whole.
+    # Sequence mode; None keeps sequences whole.
     mode: str | None = choice(None, None, *SHARED_BY_TENSOR, *SHARED_BY_SEQUENCE, "auto")
     # Number of ranks that exchange heads.
     ulysses: int = choice(1, least=1)
@@ -238,9 +236,9 @@ class PipelineLayout:
 
     # Name of the order of forwards and backwards.
     schedule: str = "1f1b"
-    # Number of parts of a batch; 0 for two to a stage.
+    # Number of micro-batches; 0 for two per stage.
     micro_batches: int = choice(0, least=0)
-    # Number of stages on each rank; 0 for what the schedule has.
+    # Number of stages on each rank; 0 for the schedule's default.
     chunks_per_rank: int = choice(0, least=0)
     # Number of blocks of each stage, first to last; empty cuts by predicted cost.
     cut: tuple[int, ...] = field(default=(), metadata={"least": 1})
@@ -252,7 +250,7 @@ class PipelineLayout:
     everywhere: tuple[str, ...] = ()
     # Paths of modules that run after the blocks, though registered before.
     after: tuple[str, ...] = ()
-    # Number of entries that a block returns after the hidden state; -1 finds it out.
+    # Number of entries that a block returns after the hidden state; -1 detects it.
     extra: int | None = choice(-1, least=-1)
 
 
@@ -262,7 +260,7 @@ class Precision:
 
     # Dtype of autocast, or none: parameters keep their own.
     autocast: str = choice("none", "none", "bf16")
-    # Dtype that parameters are turned to, with float32 copies in the shards; or none.
+    # Dtype that parameters are converted to, with float32 copies in the shards; or none.
     parameters: str = choice("none", "none", "bf16", "fp16")
     # Paths of modules that keep their own dtype.
     kept: tuple[str, ...] = ()
@@ -284,7 +282,7 @@ class Wire:
     sequence: str = "identity"
     # Format of activations and their gradients between stages.
     pipeline: str = "identity"
-    # Whether what packing loses of a gradient is added to the next one.
+    # Whether packing errors of a gradient are added to the next one.
     error_feedback: bool = False
     # Whether gradients are compared with unpacked ones now and then.
     gate: bool = True
@@ -324,13 +322,13 @@ class BlockWork:
     path: str
     # Seconds of its forward.
     forward_s: float = choice(0.0, least=0)
-    # Size of what its forward keeps for backward, its output aside.
+    # Bytes that its forward saves for backward, without its output.
     saved: int = choice(0, least=0)
     # Size of its output.
     output: int = choice(0, least=0)
     # Working memory of a pass of it.
     working: int = choice(0, least=0)
-    # Size of what leaves where activations are off-loaded, its input included.
+    # Bytes offloaded with `activations: offload`, its input included.
     movable: int = choice(0, least=0)
     # Size of the largest tensor of that.
     largest: int = choice(0, least=0)
@@ -350,22 +348,21 @@ class Work:
     backward_s: float = choice(0.0, least=0)
     # Seconds of the optimizer's step of all parameters.
     update_s: float = choice(0.0, least=0)
-    # Size of what a block hands to the next.
+    # Bytes of a hidden state between two blocks.
     hidden_bytes: int = choice(0, least=0)
-    # Size of what forward keeps for backward.
+    # Bytes that forward saves for backward.
     activations: int = choice(0, least=0)
-    # Most bytes at once that are no state: activations, what operations need, the batch.
+    # Peak bytes that are not state: activations, working memory, the batch.
     peak: int = choice(0, least=0)
-    # The same where backward computes blocks again; 0 where it cannot.
+    # The same with recomputed blocks; 0 if none can be recomputed.
     peak_recomputed: int = choice(0, least=0)
-    # The same where activations are off-loaded, without those that came back.
+    # The same with offloaded activations, without those that came back.
     peak_offloaded: int = choice(0, least=0)
-    # The same with blocks as the plan has chosen for each.
+    # The same with the plan's choice for each block.
     peak_mixed: int = choice(0, least=0)
-    # The same of the rank that needs most, blocks recomputed as the plan says, where that was
-    # counted for its mesh; 0 takes shares of the others.
+    # The same for the fullest rank of this mesh and recomputation; 0 if not counted.
     peak_rank: int = choice(0, least=0)
-    # Why the step could not be followed before it ran; empty where it could.
+    # Why the step could not be followed with fake tensors; empty if it could.
     unfollowed: str = ""
     # Blocks in the order of forward, and last what is outside of them.
     blocks: tuple[BlockWork, ...] = ()
@@ -381,15 +378,13 @@ class Work:
     share_cut: float = choice(0.0, least=0)
     # Number of backwards that the batch is cut into, one after the other.
     backwards: int = choice(1, least=1)
-    # Seconds of each forward beside those of the batch, whatever its size and however many ranks
-    # share it: operations are launched; likewise the next.
+    # Seconds to launch the operations of a forward, for any batch size and number of ranks.
     launch_forward_s: float = choice(0.0, least=0)
-    # The same of each backward.
+    # Seconds to launch the operations of a backward.
     launch_backward_s: float = choice(0.0, least=0)
-    # Seconds for reading all weights, below which no forward of a part comes.
+    # Seconds to read all weights, a lower bound of any forward.
     weights_s: float = choice(0.0, least=0)
-    # Seconds of the forward in attention itself, behind which the messages of a ring hide; 0 where
-    # it is not known.
+    # Seconds of attention in a forward, which hide a ring's messages; 0 if not known.
     attention_forward_s: float = choice(0.0, least=0)
     # The same of the backward.
     attention_backward_s: float = choice(0.0, least=0)

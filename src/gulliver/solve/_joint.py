@@ -154,7 +154,7 @@ class JointCost:
     state: int
     # Bytes that operators below have left, among them.
     below: int
-    # Seconds if nothing that is moved overlapped with anything.
+    # Seconds without any overlap of transfers.
     serial_s: float
 
 

@@ -63,7 +63,7 @@ class Rules:
     timed: bool = True
     # Seconds that a byte is worth, about.
     price: float = 0.0
-    # Seconds that moving a byte takes, about, in what overlapping leaves of it.
+    # About the exposed seconds of moving a byte.
     moved_s: float = 0.0
 
     def measures(self, values: Floats) -> Floats:
@@ -77,7 +77,7 @@ class Rules:
         if moves:
             columns.append(values[:, MOVED])
         if self.timed and moves:
-            # The link hides behind forward and backward apart.
+            # Transfers overlap with forward and backward separately.
             columns += [rounded(values[:, FORWARD]), rounded(values[:, BACKWARD])]
         elif self.timed:
             columns.append(rounded(values[:, FORWARD] + values[:, BACKWARD]))

@@ -92,11 +92,11 @@ def searched(
     guides, lower = relaxation.guides(bound), bound.seconds
     picks, cost = lean, least
     exact, moves = False, link or OffloadLink()
-    # Where nothing is scarce bytes have a price, too: of two equal states the smaller one stays.
+    # Bytes have a price even if memory is ample: of two equal states the smaller one stays.
     price = bound.price or SCARCE * bound.seconds / max(1, budget)
     moved_s = bound.hidden * (moves.write_s + moves.read_s)
     for most in (*(level for level in LEVELS if level < states), states):
-        # What is far above the bound is not looked at while nothing better is known.
+        # States far above the bound are not explored while a better answer is likely.
         for above in HOPES:
             if exact or cost.seconds <= lower * (1 + max(SAME, tolerance)):
                 break
@@ -299,8 +299,8 @@ class _BlockChain:
 
     def _raise_peaks(self, number: int, part: _States, budget: float) -> None:
         """Raises peaks that make no difference, so that more states are dominated."""
-        # Later blocks need at least so much above what is held, which hides any lower peak; and
-        # what is within the budget with the most state that they can add is never too much.
+        # Later blocks need at least this much above what is held, which hides any lower peak; and a
+        # peak that fits with the most state they can add never matters.
         hidden = part.held + self._least_need[number]
         if self._rules.timed:
             hidden = np.maximum(hidden, budget - self._most_state[number])

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from gulliver.errors import GulliverError
 
 
-# [Note: what a run is made of] The calls of operators that are computed again, from the first on
-# for as long as one of their values is still to be used (`gulliver.solve._joint`). They are called
-# again past the model's code: with the tensors that come from outside of the run, which are kept,
-# and those that the run has made. No random numbers are drawn in them: such calls are refused.
+# [Note: runs] A run consists of the calls of recomputed operators, from the first one on for as
+# long as one of their values is still needed. They are called again without the model's code, with
+# the inputs from outside of the run, which are kept, and with the values that the run has made.
+# Calls that draw random numbers are refused.
 class Origin(NamedTuple):
     """Source of memory."""
 

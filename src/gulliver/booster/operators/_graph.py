@@ -22,9 +22,9 @@ PRODUCTS = HARD - {FORK, "embedding", "cross_entropy"}
 
 
 # [Note: what joins] A call joins the operator before it if both are in one module without products,
-# such as a norm; or if all that it reads has been given by one operator, and its backward reads
-# none of that: such as a rotation of queries. What that operator gave is then not there in
-# backward, and without it the call could not run again alone.
+# such as a norm; or if all its inputs come from one operator and its backward reads none of them,
+# such as a rotation of queries. Those inputs do not exist in backward, so the call could not be
+# recomputed alone.
 @dataclass
 class Node:
     """An operator."""
@@ -141,7 +141,7 @@ class Graph:
             shapes = self.trace.values
             if all(divides(shapes[v].shape, layout, self.sizes) for v, layout in layouts.items()):
                 found.append((idle, OperatorSharding(words, layouts)))
-        # What one axis does not share, all ranks of it do again: only where there is no better way.
+        # Replicating over some axes only repeats work; take that only if nothing else is possible.
         full = [way for idle, way in found if idle in (0, several)]
         full = full if len(full) > 1 else [way for _, way in found]
         multiplies = any(self.trace.calls[n].name in PRODUCTS for n in self.nodes[node].calls)

@@ -32,13 +32,12 @@ STEP_COPIES = 2
 """Most copies of a parameter that a step makes for a while: Adam's root, and what divides."""
 
 
-# [Note: bytes on the safe side] The search must not promise what the run does not keep. What is
-# there for a while although no backward reads it (outputs on their way to the next operator,
-# variables of a module that still runs, gradients that wait for an operator further down, the
-# copies of a change of layout) is charged to every operator that runs meanwhile, each in the
-# largest layout that it may have. So a run stays below what is said of it, by a few such tensors.
-# The optimizer's step, which goes parameter by parameter, is charged to the operator that reads the
-# parameter.
+# [Note: bytes on the safe side] A run must not exceed the predicted bytes. Temporaries that no
+# backward reads (outputs until the next operator, local variables of a running module, gradients
+# waiting for an earlier operator, copies for a change of layout) are charged to every operator that
+# runs meanwhile, each in its largest possible layout. So a run stays below the prediction by a few
+# such tensors. The optimizer's step, one parameter at a time, is charged to the operator that reads
+# the parameter.
 @dataclass
 class Problem:
     """The joint search problem of a forward."""
@@ -69,7 +68,7 @@ class Problem:
             way = self.ways[node][number]
             for value in self.graph.takes(node):
                 one = self.graph.trace.values[value]
-                # As in `_strategy`: its first reader says how a parameter is stored.
+                # As in `_strategy`: the first reader decides how a parameter is stored.
                 if one.parameter and self.graph.users[value][0] == node:
                     count = self._bytes(value, stored_layout(way.layouts[value]))
                     whole += count
@@ -152,7 +151,8 @@ class Problem:
                 back_room += peak
                 step = max(step, STEP_COPIES * self._bytes(value, stored))
             if one.parameter and self.graph.users[value][0] != node:
-                # Another operator says how it is kept: it may have to be gathered for this one.
+                # Another operator decides how it is stored: it may have to be gathered for this
+                # one.
                 inner += self._bytes(value, layout)
                 room += 2 * self._bytes(value, ("R",) * len(layout))
             if one.parameter and self.graph.users[value][0] == node:

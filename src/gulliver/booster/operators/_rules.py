@@ -164,7 +164,7 @@ def _kept_dims(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, 
             else:
                 sizes[1] *= other[b]
                 b += 1
-        # What has one element is no part of a cut.
+        # Dims of size 1 cannot be sharded.
         while first < a - 1 and one[first] == 1:
             first += 1
         while second < b - 1 and other[second] == 1:

@@ -40,9 +40,9 @@ FORKED = "_gulliver_fork"
 """Attribute of a DTensor: itself, behind a fork."""
 
 
-# [Note: two graphs in one] Between calls autograd's graph goes through DTensors, inside of a call
-# through the parts of this rank. `_Enter` and `_Leave` are the seams: there the layouts of
-# gradients are known, and changed.
+# [Note: two graphs in one] Between calls autograd's graph consists of DTensors, inside a call of
+# this rank's parts. `_Enter` and `_Leave` are the boundaries, where layouts of gradients are known
+# and converted.
 @dataclass(frozen=True)
 class PlannedCall:
     """A call with its layouts."""
@@ -55,7 +55,7 @@ class PlannedCall:
     takes: tuple[Layout, ...]
     # Layout of each tensor that it gives.
     gives: tuple[Layout, ...]
-    # Placements of the gradients of what it takes, as who gave it wants them.
+    # Placements of the gradients of inputs, as their producers expect them.
     homes: tuple[Placements, ...]
     # Fate of what it saves.
     choice: str = "keep"
@@ -253,8 +253,8 @@ def changed(tensor: DTensor, wanted: Placements, cluster: Cluster | None) -> DTe
 
 def plain(tensor: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
     """The same DTensor without autograd."""
-    # A `detach` would come with the mesh of the first DTensor of that form in this process, which
-    # torch remembers, and whose groups may be gone.
+    # `detach` would return the mesh of the first DTensor of that form in this process, which torch
+    # caches and whose process groups may be destroyed.
     mesh = mesh or tensor.device_mesh
     return spread(local_of(tensor), mesh, tuple(tensor.placements), tensor.shape)
 

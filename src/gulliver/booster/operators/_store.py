@@ -13,9 +13,8 @@ from torch import Tensor
 class SavedTensorStore:
     """Copies tensors to the host asynchronously, and back on demand."""
 
-    # On a GPU copies go through page-locked memory on a stream of their own. A rank that computes
-    # on the host copies to memory of numpy's in a thread: what is counted there is what torch
-    # allocates.
+    # On a GPU copies go through page-locked memory on their own stream. On a CPU a thread copies to
+    # numpy memory, since only torch's allocations count against the budget.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -127,7 +127,7 @@ class Trace:
     values: list[Value] = field(default_factory=list)
     # Numbers of the values that the model gives.
     outputs: tuple[int, ...] = ()
-    # Number of the first call at which nobody refers to a value any more.
+    # Number of the first call at which a value is no longer referenced.
     dies: dict[int, int] = field(default_factory=dict)
 
     def users(self, value: int) -> list[int]:

@@ -25,8 +25,8 @@ COUNTS = 24
 """Numbers of ranks that are looked at one by one: each is a search of its own."""
 
 
-# [Note: few searches] A grid that is the fastest under a limit is the fastest under every limit
-# between its own bytes and that one. So most limits need no search of their own.
+# [Note: few searches] The fastest grid under a limit is also the fastest under every limit between
+# its own bytes and that one, so most limits need no search.
 @dataclass(frozen=True)
 class Price:
     """The fastest grid under a limit."""
@@ -45,11 +45,11 @@ class MinimumResources:
     bytes: int
     # Grid that holds so few.
     grid: Grid
-    # Fewest ranks that the model fits; 0 where none of those looked at do.
+    # Fewest ranks that the model fits on; 0 if none of those tried.
     ranks: int
-    # Least memory that would do if what does not fit left; None where none can, or with no less.
+    # Least memory that suffices with offloading; None if that is not less.
     offloaded: Least | None = None
-    # First and last number of ranks below `ranks` that were not looked at.
+    # First and last number of ranks below `ranks` that were not tried.
     unlooked: tuple[int, int] | None = None
 
 
@@ -81,7 +81,7 @@ def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
 
 def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> tuple[Price, ...]:
     """Prices of limits with offloading, where every byte changes what moves."""
-    # What runs under a limit runs under a larger one, where the size of chunks may be chosen worse.
+    # What runs under a limit also runs under a larger one, whose chunk size may be chosen worse.
     found, best = list[Price](), None
     for at in limits:
         now = _first(search(memory=at))
@@ -153,7 +153,8 @@ def _enough(found: Found, samples: int, least: int, grid: Grid) -> MinimumResour
         first = max(ranks + 1, _fewest(found))
         doubles = [ranks << n for n in range(1, DOUBLINGS + 1)]
         most = next((n for n in doubles if n >= first and _fits(found, samples, n)), 0)
-    # Fewer may do where more do not: 5 ranks deal 5 samples, and 6 do not. So each is looked at.
+    # Fewer ranks may fit where more do not (5 samples divide over 5 ranks, not 6), so each is
+    # tried.
     last = min(most or ranks << DOUBLINGS, first + COUNTS)
     for number in range(first, last):
         if _fits(found, samples, number):

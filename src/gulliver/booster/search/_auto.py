@@ -46,7 +46,7 @@ class AutoEngine:
     model: nn.Module
     # Optimizer to step in the loop.
     optimizer: Any
-    # All that the search over grids found; None where operators were searched.
+    # Result of the search over grids; None for plans of operators.
     found: Found | None
     # The grid that runs; None of operators.
     grid: Grid | None
@@ -154,7 +154,7 @@ def _of_grids(
 ) -> AutoEngine:
     """Boosts the model with the fastest grid that can be run."""
     left_out: list[tuple[Grid, str]] = []
-    # Ranks may have timed, or know, other links: the first one's order counts.
+    # Ranks may know different link rates: the order of rank 0 counts.
     for scored in broadcast_object(found.best):
         try:
             plan = _on_all(partial(plan_of, scored, found, model, optimizer, precision))
@@ -266,7 +266,7 @@ def plan_of(
     plugin = plugin_of(grid, precision, found.limit, found.behind)
     plan = plugin.make_plan(model, optimizer, found.cluster, work=work)
     if 0 < grid.recomputed < len(plan.recompute):
-        # As many of each stage: every so many blocks one.
+        # Evenly spaced, so that each stage recomputes as many.
         count, every = grid.recomputed, len(plan.recompute)
         chosen = sorted({number * every // count for number in range(count)})
         paths = tuple(plan.recompute[number] for number in chosen)

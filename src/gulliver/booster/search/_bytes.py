@@ -32,29 +32,29 @@ WIDE = 4
 """Bytes of a float32."""
 
 
-# [Note: moments] Activations are most as a backward begins, gradients as it ends, and what the
-# optimizer works with is there when neither grows. So a step is looked at where its bytes can be
-# most: at the beginning of the backward of the head and of each block, at the end of the last
-# backward, and in the update. Bytes by kind are those of the fullest moment.
+# [Note: moments] Activations peak when a backward begins, gradients when it ends, and the
+# optimizer's working memory after both. So the peak is looked for at the beginning of the backward
+# of the head and of each block, at the end of the last backward, and in the update. Bytes by kind
+# are those of the fullest moment.
 #
 # [Note: gradients] Stages 0 and 1 of ZeRO collect gradients in whole buffers, which stage 1 keeps
 # from step to step. Stages 2 and 3 give a buffer back as soon as it is reduced. A pipeline collects
 # those of all its micro-batches in whole buffers, whatever the stage: they are reduced once, when
 # the schedule has ended.
 #
-# [Note: backward in two parts] What a micro-batch keeps goes when the gradients of its weights are
-# computed, and until then there are the gradients that come into its weights besides. Under
-# zero_bubble the i-th rank puts off i micro-batches so (Qi et al. 2024: as many are in flight on
-# each rank as on the first), under zbv none but the one in work.
+# [Note: backward in two parts] Activations of a micro-batch are freed when the gradients of its
+# weights are computed; until then the output gradients of its layers are kept as well. Under
+# zero_bubble the i-th rank defers i micro-batches (Qi et al. 2024: as many are in flight on each
+# rank as on the first), under zbv only the current one.
 @dataclass(frozen=True)
 class RankBlocks:
     """The blocks of a rank."""
 
     # Numbers of the blocks in the order in which the rank runs them.
     blocks: tuple[int, ...]
-    # Whether what runs before all blocks, such as embeddings, is there too.
+    # Whether the rank has what runs before all blocks, such as embeddings.
     first: bool
-    # Whether head and loss are.
+    # Whether the rank has head and loss.
     last: bool
     # Number of stages of the rank whose output goes to another one.
     cuts: int = 0
@@ -71,7 +71,7 @@ class _Moment:
 
     # Bytes that are kept for what follows.
     kept: float
-    # Bytes that are worked with.
+    # Bytes of working memory.
     working: float
     # Elements of the rank's parameters whose gradients are there.
     after: float
@@ -88,11 +88,11 @@ class _Gradients:
 
     # Bytes as it begins.
     begin: float
-    # Bytes for each element that learns whose gradient has come.
+    # Bytes per trained element whose gradient is complete.
     rate: float
-    # Bytes of whole buffers that come and go.
+    # Bytes of temporary whole buffers.
     window: float
-    # Bytes when all have come.
+    # Bytes when all gradients are complete.
     end: float
     # Bytes in the update.
     step: float
@@ -148,7 +148,7 @@ class RankBytes:
         kept = others * whole + heads * stage.last * self._head(grid) + waiting * noted
         kept = micro * kept + self._inputs(grid, stage)
         most, grads, fullest = -1.0, 0.0, _Moment(0.0, 0.0, 0.0)
-        # Thousands of grids have dozens of moments each: this loop is what a search does most.
+        # Thousands of grids have dozens of moments each: this is the hot loop of a search.
         for moment in moments:
             come = learns * moment.after
             whole_buffers = self.facts.item * come
@@ -190,14 +190,14 @@ class RankBytes:
         """Yields backwards of a step, with the number of other micro-batches in flight."""
         several, ranks = grid.micro_batches > 1, grid.axes.pipeline
         if grid.schedule == "dualpipev" and stage.first and grid.micro_batches == 2 * ranks:
-            # The first rank has run all forwards of its first stage before it has a backward of
-            # it; gradients of its last stage, half of all, are there by then.
+            # The first rank runs all forwards of its first stage before its first backward of it;
+            # by then the gradients of its last stage, half of all, are complete.
             first = self._gradients(grid, stage, 1)
             come = first.rate * self._learns * self._sums(stage, grid.axes.tensor)[0] / 2
             yield replace(first, begin=first.begin + come, rate=first.rate / 2), flying - 1
             yield self._gradients(grid, stage), flying - 1.5
         elif ranks > 1 and several:
-            # With the first one gradients come; after it a forward follows, if there is one.
+            # The first backward allocates gradients; after it a forward follows, if there is one.
             yield self._gradients(grid, stage, 1), flying - 1
             runs_on = grid.schedule != "gpipe" and grid.micro_batches > flying
             yield self._gradients(grid, stage), flying - 1 if runs_on else max(0.0, flying - 2)
@@ -227,7 +227,7 @@ class RankBytes:
         state = learned * (WIDE * facts.states + copies) / parts
         if grid.stage < 3:
             return facts.item * own, 0.0, state
-        # Of 16 bits that learn, the shards are the float32 copies.
+        # Trained 16-bit parameters have no shards besides their float32 copies.
         shards = own - learned if facts.copied else own
         window = self._windows(stage, grid.axes.tensor, _chunk_bytes(self.facts, grid))[0]
         return facts.item * shards / parts, window, state
@@ -255,7 +255,7 @@ class RankBytes:
             begin, rate = (whole, 0.0) if several else (0.0, float(facts.item))
             return _Gradients(begin, rate, 0.0, whole + incoming, shards)
         begin, rate = (shards + incoming, 0.0) if several else (0.0, master / parts)
-        # Stage 3 holds most while there are chunks to gather ahead, which are not sent yet.
+        # Stage 3 peaks while chunks are still prefetched, whose gradients are not reduced yet.
         ahead = min(1.0, AHEAD / COLLECTED * window / max(whole, 1)) if grid.stage == 3 else 0.0
         return _Gradients(begin, rate, window, shards * (1 - ahead) + window, shards)
 
@@ -294,7 +294,7 @@ class RankBytes:
             found += shared.sizes[block]
         if stage.last:
             found += after
-        # What both ends use, such as a tied embedding, a rank with both has once.
+        # Parameters of both ends, such as a tied embedding, exist once on a rank with both.
         return (
             (*found[: len(found) - len(after)], *both) if stage.first and stage.last else (*found,)
         )
@@ -352,7 +352,7 @@ class RankBytes:
             for block, part in zip(stage.blocks, own, strict=True)
         ]
         noted = [self._noted(block) * inside if parts else 0.0 for block in stage.blocks]
-        # What goes to another stage stays as the root of its backward.
+        # Outputs sent to another stage are kept as roots of their backward.
         roots = stage.cuts * facts.hidden * whole
         total = sum(kept) + roots
         sizes = [sum(self._shared(tensor).sizes[block]) for block in stage.blocks]

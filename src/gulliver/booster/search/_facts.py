@@ -208,7 +208,7 @@ class Facts:
         analysis, n = self.analysis, self.samples
         costs = analysis.module(path)
         elements = sum(p.numel() for p in self.model.get_submodule(path).parameters())
-        # The gradient of what it hands on comes from behind it.
+        # The gradient of its output is allocated by the next block.
         working = max(costs.forward_peak - costs.saved, costs.backward_peak + costs.handed)
         if not analysis.saved.activations:
             working += self._before(path)
@@ -313,7 +313,7 @@ class Facts:
     def _elements(self, tensor: TensorPlan) -> tuple[Any, Any]:
         """Elements of a rank's parameters: of each block, and outside of blocks."""
         named, known = dict(self.model.named_parameters()), dict[str, tuple[int, ...]]()
-        # Of a tied parameter each name counts.
+        # A tied parameter counts at each of its names.
         every = dict(self.model.named_parameters(remove_duplicate=False))
 
         def counts(names: Iterable[str]) -> tuple[int, ...]:
@@ -377,7 +377,7 @@ def _within(analysis: Analysis, paths: Iterable[str]) -> Callable[[Operator], bo
 
 def _apart(analysis: Analysis, tensor: TensorPlan) -> set[int]:
     """Memories of a forward that are sharded over tensor ranks."""
-    # What a row adds up is whole on all ranks again, and so is what a module of experts gives.
+    # Outputs of row-parallel modules and of expert modules are replicated again.
     cut = {analysis.followed(path): placed for path, placed in tensor.modules.items()}
     found = dict[int, str]()
     for operator in analysis.operators:

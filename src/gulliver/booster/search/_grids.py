@@ -61,9 +61,9 @@ class Grid:
     chunks: int = 1
     # Number of blocks that backward computes again.
     recomputed: int = 0
-    # Size of a chunk of ZeRO, in MiB; 0 leaves it to the price.
+    # Size of a chunk of ZeRO in MiB; 0 chooses the best.
     chunk_mb: int = 0
-    # Memory that state leaves for where it does not fit, such as ``host``; empty keeps all.
+    # Tier that state is offloaded to, such as ``host``; empty keeps all on the device.
     offload: str = ""
 
     def __str__(self) -> str:

@@ -39,10 +39,10 @@ MICRO_BATCHES = 16
 """Those of a grid at most: a pipeline of more is not replayed."""
 
 
-# [Note: few replays] A replay takes from a hundredth of a second to some seconds, and grids are
-# thousands. State that does not fit has to be read in every step, and written if it learns; and
-# nothing that moves makes a step shorter. So there is a bound of each grid's seconds for next to
-# nothing, and grids are replayed in its order until it is no better than what was found.
+# [Note: few replays] A replay takes from 10 ms to some seconds, and there are thousands of grids.
+# State that does not fit must be read in every step, and written if it is trained, and moving it
+# never makes a step faster. That gives a cheap lower bound of each grid's seconds; grids are
+# replayed in its order until it is no better than what was found.
 @dataclass(frozen=True)
 class Least:
     """The least memory that suffices with offloading."""
@@ -51,7 +51,7 @@ class Least:
     bytes: int
     # Grid that holds so few.
     grid: Grid
-    # Bytes of a rank that there has to be room for behind it.
+    # Bytes of slower tiers that a rank needs.
     leaves: int
 
     def __str__(self) -> str:
@@ -60,12 +60,12 @@ class Least:
 
 def offloaded_grids(scorer: Scorer, axes: Axes, behind: OffloadTiers) -> Iterator[Grid]:
     """Every offloading grid of a mesh, with all of its blocks recomputed or none."""
-    # State leaves in chunks of ZeRO's stage 3. Backwards that accumulate are left out, as what
-    # moves in them is not replayed, and so are pipelines of more than `MICRO_BATCHES`.
+    # State is offloaded in chunks of ZeRO stage 3. Gradient accumulation is not replayed and left
+    # out, as are pipelines with more than `MICRO_BATCHES`.
     facts = scorer.facts
     again = {0, len(facts.recomputable)}
     for grid in grids_of(axes, scorer.batch, len(facts.blocks)):
-        # Of one rank all stages are one.
+        # With one rank all stages are the same.
         if grid.stage != (3 if axes.data * axes.sequence > 1 else 0):
             continue
         if grid.micro_batches > (MICRO_BATCHES if axes.pipeline > 1 else 1):
@@ -121,14 +121,14 @@ class Offloader:
         """Bytes of state and of everything else at the fullest moment."""
         facts, plan = self.scorer.facts, resolved.plan
         assert plan.tiers is not None, "what off-loads has a limit"
-        # It was asked for before, and is remembered.
+        # Cached: `tiered_step` has asked for the same.
         states, work = rank_states(resolved), rank_work(resolved)
         found = largest_residency(states, plan.tiers, work)
         moments, come, most = self.scorer.moments(grid), 0.0, MemoryPlan()
         for seen in found.visits:
             if seen.phase == FORWARD:
                 continue
-            # What is kept falls through the backward: the most of what is still to come.
+            # Activations shrink through the backward: take the largest of the moments to come.
             others = moments[-1][1]
             if seen.phase == BACKWARD:
                 others = max((held for after, held in moments if after >= come), default=others)
@@ -157,7 +157,7 @@ class Offloader:
             assert tiers is not None, "what off-loads has a limit"
             smallest = chunk_sizes(sum(t.numel * t.dtype.itemsize for t in found.sizes()))[0]
             found = found.with_plan(plan.with_zero(chunk_bytes=smallest))
-            # Embedding and head are the largest, and are there.
+            # The first and the last rank have the largest modules, embedding and head.
             ends = sorted({0, grid.axes.pipeline - 1})
             states = [rank_state(found, (place, 0)) for place in ends]
         except GulliverError:
@@ -172,7 +172,7 @@ class Offloader:
 
     def _choices(self, grid: Grid) -> tuple[Any, Plan]:
         scorer, facts = self.scorer, self.scorer.facts
-        # Plugins lie above the planner, which asks one for the very plan that it would make.
+        # Plugins are a layer above: asked here for the very plan that would run.
         from gulliver.booster.search._plugin import plugin_of
 
         plugin = plugin_of(grid, "bf16" if facts.copied else "fp32", self.limit)
@@ -221,8 +221,8 @@ def _fastest(found: Iterable[Scored], best: int) -> tuple[Scored, ...]:
 
 def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> Least | None:
     """The least memory of a rank that suffices with unlimited memory behind it."""
-    # Grids are asked in the order of what they need besides state; the first that need as much as
-    # another one needs in all end the search, or `ASKED` micro-batches.
+    # Grids are tried in the order of their bytes that are not state. The search ends when these
+    # alone exceed the best total, or after `ASKED` micro-batches.
     on_host = host_rates(scorer.cluster.device) is not None
     behind = (
         OffloadTiers(host=ENDLESS) if on_host else OffloadTiers(disk="a disk", disk_bytes=ENDLESS)

@@ -51,8 +51,8 @@ from gulliver.plan import (
 )
 
 
-# [Note: what is recomputed] More recomputed blocks never make a step faster nor larger. So of each
-# grid the least number that fits is the best, and is found by halving.
+# [Note: recomputation] More recomputed blocks never make a step faster or larger. So the least
+# number that fits is the best, and is found by bisection.
 @dataclass(frozen=True)
 class Scored:
     """A grid with its predicted costs."""
@@ -66,8 +66,7 @@ class Scored:
     working: int = 0
     # Samples of a step, from which the throughput follows.
     samples: int = 0
-    # State that comes and goes, of a grid that off-loads; its working bytes are among the
-    # activations.
+    # Offloaded state and its traffic; then `working` is included in the activations.
     moved: Moved | None = None
 
     @property
@@ -276,7 +275,8 @@ class Scorer:
         if not line or not number:
             return []
         size, found = -(-int(own) // number), []
-        # The last chunk may be spared a message: what one more adds is what each costs.
+        # The last chunk may need one message less: the difference of two chunk counts is the cost
+        # of a chunk.
         one, two = (Counter(zero_collectives(stage, [size] * n)) for n in (1, 2))
         for (kind, count), once in (one if number == 1 else two).items():
             every = once + (number - 2) * (once - one[kind, count]) if number > 1 else once
@@ -393,8 +393,7 @@ class Scorer:
 
 def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
     """Cuts a chain into consecutive parts with the smallest possible maximum, by bisection."""
-    # `partition_chain` finds the most even of them too, in time that grows with the square of the
-    # costs.
+    # `partition_chain` also finds the most even cut, in quadratic time.
     low, high = max(costs), sum(costs)
     best = _filled(costs, parts, high)
     for _ in range(40):

@@ -60,9 +60,9 @@ class Found:
     cluster: Cluster
     # Memory behind that of the ranks, which state may leave for.
     behind: OffloadTiers = NOTHING
-    # Least memory that would do if what does not fit left, where nothing was found.
+    # Least memory that suffices with offloading, if nothing was found.
     offloaded: Least | None = None
-    # Grids that off-load which were not looked at, for lack of time.
+    # Offloading grids that were not replayed, to save time.
     unlooked: int = 0
 
     def __str__(self) -> str:
@@ -232,7 +232,7 @@ def _with_offloaded(
     if not ranked and (explain or behind):
         offloaded = least_offloaded(offloader.scorer, possible)
     if behind and offloaded is not None and offloaded.bytes <= offloader.limit:
-        # It may not have been among those that were replayed.
+        # It may not have been replayed.
         last = offloader.score(replace(offloaded.grid, offload=str(behind)))
         ranked = () if last is None else (last,)
     return ranked, unlooked, offloaded

@@ -210,6 +210,7 @@ class _Step:
                 loss = (self.criterion or stand_in_loss)(output)
             recorder.backward = True
             if loss.requires_grad:
-                # The method would leave the mode that chooses kernels, for what is computed again.
+                # `loss.backward()` would leave the kernel-selecting mode while checkpoints
+                # recompute.
                 torch.autograd.backward(loss)
             del output, loss

@@ -41,7 +41,7 @@ def kernels_of(name: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _on_cuda() -> Iterator[None]:
-    # A mode does not see what functions of torch call that it has seen itself.
+    # A mode does not see the inner calls of functions that it has intercepted.
     lstm = patch.object(nn.LSTM, "forward", _in_steps(nn.LSTM.forward))
     with lstm, patch.object(F, "scaled_dot_product_attention", _attention), _CudaKernels():
         yield

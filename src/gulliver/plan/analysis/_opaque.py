@@ -38,7 +38,7 @@ def widened(
     if needs_data(error):
         path = running
     elif known:
-        # What stood for a module gave something else than it would.
+        # The placeholder returned something that the next module cannot take.
         path = _around(running, known)
     else:
         name = f"module {running!r}" if running else "the model"
@@ -105,7 +105,7 @@ def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> A
     tensors = list({id(t): t for t in leaves}.values())
     first = next((t for t in tensors if t.is_floating_point()), None)
     if first is None:
-        # The module around it stays whole then.
+        # Then the module around it is replaced.
         raise ValueError(f"what {path} gives is not known")
     forward, backward = operators_of(module, path, tensors, first)
     forward.inputs = recorder.values(tensors)

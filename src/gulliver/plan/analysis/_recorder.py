@@ -29,14 +29,13 @@ from gulliver.plan.analysis._known import ASKED, Known
 from gulliver.plan.analysis._records import BACKWARD, FORWARD, RECOMPUTE, Operator, Value
 
 
-# [Note: nodes] Autograd makes the node of an operation before the operation runs, and numbers
-# nodes. So the newest number, seen from below autograd, belongs to the operator that runs: what is
-# packed while that number is the newest, the operator saves; and the backward that runs under the
-# node with that number is the operator's.
+# [Note: nodes] Autograd creates and numbers the node of an operation before the operation runs. So
+# below autograd, the newest number belongs to the running operator: tensors packed while that
+# number is the newest are saved by it, and a backward under the node of that number is its own.
 #
-# [Note: saved tensors] What `pack` is given is replaced by another tensor on the same memory. Else
-# an output that its own node saves would refer to itself; and what is alive after a call although
-# autograd does not need could not be distinguished from what it does need.
+# [Note: saved tensors] `pack` replaces a tensor by another one on the same memory. Otherwise an
+# output saved by its own node would refer to itself, and tensors kept alive by the model could not
+# be distinguished from those kept by autograd.
 @dataclass
 class Moment:
     """Memory before and after an event."""
@@ -49,7 +48,7 @@ class Moment:
     gradients: int
     # Index of the operator; -1 of none.
     operator: int = -1
-    # What was replayed, and whether backward; None for an operator.
+    # The replayed template, and whether its backward; None for an operator.
     replayed: tuple[Any, bool] | None = None
 
 
@@ -81,7 +80,7 @@ class ModuleCall:
     taken: frozenset[Any] = frozenset()
     # First and last moment of its backward.
     span: list[int] = field(default_factory=list)
-    # Whether it was called outside of what is computed again.
+    # Whether it was called outside of recomputation.
     open: bool = True
 
 
@@ -93,7 +92,7 @@ class Packed:
     serial: int
     # Size of the memory.
     nbytes: int
-    # Name of what it belongs to, if it was there before the step.
+    # Name of the tensor that it belongs to, if that existed before the step.
     name: str
 
 
@@ -117,7 +116,7 @@ class Recorder(StorageCounter):
         # Bytes of the gradients of parameters.
         self.gradients = 0
         self.path, self.backward, self.quiet = "", False, False
-        # Weak references to the tensors that operators give, while somebody wants them.
+        # Weak references to new tensors, while a repeated call is being followed.
         self.made: list[weakref.ref[Tensor]] | None = None
         self.saved = 0
         self._model = model
@@ -161,8 +160,7 @@ class Recorder(StorageCounter):
         """The phase that the step is in."""
         if not self.backward:
             return FORWARD
-        # Autograd switches recording off; what computes a forward again switches it on, and hooks
-        # what that saves.
+        # Backward runs without recording; recomputation enables it and installs its own hooks.
         again = torch.is_grad_enabled() or not self.saves
         return RECOMPUTE if again else BACKWARD
 
@@ -237,11 +235,11 @@ class Recorder(StorageCounter):
             self.made += [weakref.ref(tensor) for tensor in given if not self.was_there(tensor)]
         node, phase = self._node_of()
         if phase == BACKWARD:
-            # A repeated forward stops where nothing more is needed, without leaving its modules.
+            # Checkpoints stop recomputing early, without running the exit hooks of modules.
             self._running = [call for call in self._running if call.phase == FORWARD]
-        # What autograd adds up right after a replay belongs to what is replayed.
+        # Accumulations right after a replay belong to the replayed call.
         self._replayed = self._replayed and phase == BACKWARD and node < 0
-        # Autograd wraps what it had saved in a tensor of its own, which is no operator of anybody.
+        # Autograd detaches saved tensors when it unpacks them; that is no operator of the model.
         if self._replayed or (phase == BACKWARD and func is torch.ops.aten.detach.default):
             return
         index = len(self.operators)
@@ -339,7 +337,7 @@ class Recorder(StorageCounter):
         """Records the producer of a tensor, or the last writer of its memory."""
         storage = self.serial(tensor)
         if changed or storage not in self._writers:
-            # Views that were taken before show what is written now.
+            # Existing views show what is written now.
             self._writers[storage], self._views[storage] = index, {}
         self._views[storage][_look(tensor)] = index
 
@@ -385,7 +383,7 @@ class Recorder(StorageCounter):
         if name:
             return
         self.saved += nbytes
-        # What an operator takes is saved before it runs.
+        # Inputs are saved before the operator runs.
         if not self.quiet:
             owner = self._nodes.get(newest_node(), len(self.operators))
             self.claims[owner] = self.claims.get(owner, 0) + nbytes

@@ -24,9 +24,8 @@ OPAQUE = "opaque"
 """Name of the operator that stands for a module that could not be followed."""
 
 
-# [Note: what stands for many] Equal calls of equal modules are followed once. The
-# operators of that call stand for all of them and say how many they are (`Operator.count`); the
-# paths of the others lead to it (`Analysis.alike`).
+# [Note: repeated modules] Equal calls of equal modules are followed once. The operators of that
+# call represent all of them (`Operator.count`); paths of the others lead to it (`Analysis.alike`).
 #
 # Bytes and FLOPs do not depend on a device. Seconds do: ask for them with a device of a cluster.
 @dataclass(frozen=True, slots=True)
@@ -150,14 +149,14 @@ class ModuleCosts:
     saved: int = 0
     # Bytes of the output of a call.
     output: int = 0
-    # Bytes of what a call hands on: its outputs in the form of an input, or all of them.
+    # Bytes of the outputs shaped like an input (hidden states), or of all outputs.
     handed: int = 0
     # Most bytes during a forward, above what was there as it began.
     forward_peak: int = 0
     # Most bytes during its backward, above what was there as it began; what is computed again
     # included, gradients of parameters not.
     backward_peak: int = 0
-    # Path of the module whose calls stand for those of this one; empty for none.
+    # Path of the module followed in place of this one; empty for none.
     alike: str = ""
 
     @property
@@ -174,7 +173,7 @@ class Saved:
     activations: int = 0
     # Memory of the batch.
     inputs: int = 0
-    # Memory of parameters and buffers, and of what was there before besides.
+    # Memory of parameters, buffers and other tensors that existed before the step.
     parameters: int = 0
 
 
@@ -207,16 +206,16 @@ class Analysis:
 
     # Operators in the order in which they ran, each standing for `count` of them.
     operators: tuple[Operator, ...]
-    # Costs by path, without those that others stand for: ask `module`.
+    # Costs by path of followed modules; `module` finds those of the others.
     modules: Mapping[str, ModuleCosts]
-    # Path of a module to that of the one whose calls stand for its own.
+    # Paths of modules, and of those followed in their place.
     alike: Mapping[str, str] = field(default_factory=dict)
     # Bytes that autograd keeps for the backward.
     saved: Saved = Saved()
     # Bytes of the batch.
     inputs: int = 0
-    # Most bytes at once of all that the step makes and the batch, gradients of parameters aside:
-    # those are counted as model state.
+    # Peak bytes of everything that the step allocates and the batch, without gradients of
+    # parameters, which are model state.
     peak: int = 0
     # The same with the gradients, as they come.
     peak_with_gradients: int = 0
@@ -228,7 +227,7 @@ class Analysis:
     kept: Mapping[int, int] = field(default_factory=dict)
     # Modules that could not be followed.
     opaque: tuple[Opaque, ...] = ()
-    # Sentences about what was done otherwise than one would expect.
+    # Remarks about unexpected behaviour.
     notes: tuple[str, ...] = ()
 
     def cost(self, phase: str) -> Cost:
@@ -255,7 +254,7 @@ class Analysis:
         stands = self.followed(path)
         found = self.modules.get(stands)
         if found is None:
-            # A list of all modules would be longer than a screen: those that stand highest do.
+            # A list of all modules would fill a screen: the outermost suffice.
             high = {p for p in self.modules if p and p.count(".") <= 1} or set(self.modules)
             near = get_close_matches(path, self.modules, n=1, cutoff=0.5)
             known = self.modules if near else high

@@ -22,24 +22,24 @@ FEWEST = 3
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-# [Note: equal] Modules are equal if they have the same class, the same plain attributes (but what
-# numbers them), parameters, buffers and modules of the same form. Calls are, if besides their
-# arguments have the same form: shapes, strides, dtypes, what needs a gradient, what is one tensor.
-# The first call of a kind is followed and so is the second, which finds what a step makes once and
-# shares (rotations, masks) as all later ones will: it stands for them, if both ran the same
-# operators.
+# [Note: equal calls] Modules are equal if they have the same class, the same plain attributes
+# (except numbers such as `layer_idx`), and parameters, buffers and children of the same form. Calls
+# are equal if their arguments also have the same form: shapes, strides, dtypes, requires_grad, and
+# which of them are the same tensor. The first two calls of a kind are followed. The second one
+# finds values that are made once and shared (rotations, masks), as all later ones will, so it
+# represents them if both ran the same operators.
 #
-# [Note: refused] A call stands for others only if what it leaves behind is known: its output, and
-# memory that autograd saves. Whoever keeps more (a cache of keys and values, a list of router
-# logits) is found by a tensor that is alive although neither refers to it, and is followed each
-# time. So is what runs inside a checkpoint that lies around it, and what has hooks.
+# [Note: calls that are not replayed] A call represents others only if everything it leaves behind
+# is known: its output, and memory that autograd saves. Modules that keep more (a key-value cache, a
+# list of router logits) are found by a tensor that is still alive without either, and are followed
+# each time. So are calls inside a checkpoint, and modules with hooks.
 @dataclass
 class CallKind:
     """Equal calls of equal modules."""
 
     # Operators of the first.
     first: list[Any] | None = None
-    # What the second left behind.
+    # What the second call left behind.
     template: Template | None = None
     # Reason why no call can stand for others.
     refused: str = ""
@@ -50,9 +50,9 @@ class Repeats:
     """Follows the first two calls of each kind and replays the others."""
 
     model: nn.Module
-    # Path of a module whose call was replayed, to that of the one which stands for it.
+    # Paths of replayed modules, and of those followed in their place.
     alike: dict[str, str] = field(default_factory=dict)
-    # Calls that stand for others.
+    # Calls that represent others.
     templates: list[Template] = field(default_factory=list)
     # Reasons why a class of modules is followed each time.
     refused: dict[str, str] = field(default_factory=dict)
@@ -227,8 +227,8 @@ def _left(
 @contextmanager
 def calls_through(call: Any, modules: list[nn.Module]) -> Iterator[None]:
     """Routes calls of modules through a function."""
-    # Each module gets a class of its own that derives from its class: calls that transformers wraps
-    # in a checkpoint inside `__call__` are seen from outside of it.
+    # Each module's class is replaced by a subclass, so that calls are intercepted outside of the
+    # checkpoint that transformers installs inside `__call__`.
     before = [(module, type(module)) for module in modules]
     made = dict[type, type]()
     try:
@@ -287,7 +287,7 @@ def _comparable(value: Any) -> Any:
         return type(value), tuple(_comparable(inner) for inner in value)
     if isinstance(value, dict):
         return tuple((str(key), _comparable(inner)) for key, inner in value.items())
-    # Calls that are computed again, or that are bound to a module of the same form.
+    # Checkpointed calls, or methods bound to a module of the same form.
     return id(getattr(value, "around", getattr(value, "__func__", value)))
 
 

@@ -21,11 +21,10 @@ from gulliver.plan.analysis._repeats import Repeats
 from gulliver.plan.analysis._replay import Template
 
 
-# [Note: peaks of what was not run] A replayed call has the bytes of the call that stands for it
-# before and after, so its peak lies as far above what was there as that call's did, in forward and
-# in backward. For the backward this holds if the call's own backward is in one piece: no operator
-# of another module in between. If it is not, there is no sum, and the step must be followed as a
-# whole.
+# [Note: peaks of replayed calls] A replayed call has the same bytes before and after as the call
+# that it repeats, so its peak is as far above the bytes at its start. For the backward this
+# requires that the repeated call's backward is contiguous, with no operator of another module in
+# between. If it is not, the step must be followed without replays.
 def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Analysis | None:
     """Sums up a step; None if what was replayed cannot be known."""
     templates = [t for t in repeats.templates if t.forwards] if repeats is not None else []
