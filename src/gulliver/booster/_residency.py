@@ -1,4 +1,4 @@
-"""Which state stays on the device, which moves, and what that costs.
+"""Residency of state: what stays on the device, what moves, and what that costs.
 
 `find_residency` replays the steps of a plan and refuses a limit that is too small, naming the least
 one that suffices.
