@@ -44,7 +44,7 @@ from gulliver.hardware import (
 from gulliver.memory import FreedMemory
 from gulliver.parallel.pipeline import predict as predict_pipeline
 from gulliver.parallel.sequence import Shape, Volume, volume
-from gulliver.plan import AXES, SHARED_BY_TENSOR, Moved, Plan, Predicted, Seconds, Work
+from gulliver.plan import AXES, SHARED_BY_TENSOR, Plan, Predicted, Seconds, TierTraffic, Work
 from gulliver.precision.wire import PackRates, WireFormat
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -131,7 +131,7 @@ def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
 
 def tiered_step(
     resolved: ResolvedPlan, cluster: Cluster, seconds: Seconds
-) -> tuple[Moved, Seconds, int]:
+) -> tuple[TierTraffic, Seconds, int]:
     """Traffic between tiers, seconds of a step with its waits, and bytes that are not state."""
     plan = resolved.plan
     work, tiers = rank_work(resolved), plan.tiers

@@ -27,7 +27,7 @@ from gulliver.hardware import (
 from gulliver.memory import ActivationPeak, BudgetRule, smallest_limit, whole_pages
 from gulliver.options import size_at_least, size_text
 from gulliver.parallel.zero import ChunkBytes
-from gulliver.plan import MemoryPlan, Moved, Tiers, Work
+from gulliver.plan import MemoryPlan, Tiers, TierTraffic, Work
 from gulliver.solve import Policy
 
 STEPS, MORE = 4, 2
@@ -54,7 +54,7 @@ class Residency:
     # Bytes of device memory for state.
     budget: int
     # What stays, leaves and moves.
-    moved: Moved
+    moved: TierTraffic
 
     def seconds(self, work: Work, rates: TierRates) -> TieredSeconds:
         """Seconds of a step; with three tiers those of the slower link."""
@@ -126,7 +126,7 @@ def find_residency(
     for one in state.objects():
         for where in (leaves if one.key in left else stays, *([on_disk] * (one.key in lower))):
             where[one.kind] = where.get(one.kind, 0) + one.nbytes
-    moved = Moved(
+    moved = TierTraffic(
         minimum=smallest_limit(least, other),
         needed=least,
         decides=decides,
@@ -247,7 +247,7 @@ def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
 
 def priced(
     found: Residency, tiers: Tiers, work: Work, cluster: Cluster
-) -> tuple[Moved, TieredSeconds | None]:
+) -> tuple[TierTraffic, TieredSeconds | None]:
     """The moves with their bottleneck and the price of memory, and the seconds of a step."""
     rates = tier_rates(tiers, cluster)
     if rates is None:

@@ -3,7 +3,7 @@
 from gulliver.plan._checks import check_plan
 from gulliver.plan._compare import Comparison, ComparisonRow
 from gulliver.plan._plan import VERSION, Plan
-from gulliver.plan._predicted import MemoryPlan, Moved, Predicted, Seconds
+from gulliver.plan._predicted import MemoryPlan, Predicted, Seconds, TierTraffic
 from gulliver.plan._reading import join
 from gulliver.plan._tree import (
     AXES,
@@ -48,7 +48,6 @@ __all__ = [
     "MemoryPlan",
     "Mesh",
     "Model",
-    "Moved",
     "OperatorBlock",
     "OperatorChoice",
     "OperatorPlan",
@@ -59,6 +58,7 @@ __all__ = [
     "Seconds",
     "SequenceLayout",
     "TensorLayout",
+    "TierTraffic",
     "Tiers",
     "Wire",
     "Work",

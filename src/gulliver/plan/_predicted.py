@@ -58,7 +58,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Moved:
+class TierTraffic:
     """State that lies in slower tiers, and the traffic of a step between tiers; a result."""
 
     # Least limit that suffices.
@@ -101,6 +101,6 @@ class Predicted:
     # Bytes of the fullest rank, by kind.
     bytes: MemoryPlan = field(default_factory=MemoryPlan)
     # Traffic between tiers; None without a limit.
-    moved: Moved | None = None
+    moved: TierTraffic | None = None
     # The fullest rank; the first of equals.
     fullest: int = 0

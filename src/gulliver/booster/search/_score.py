@@ -41,11 +41,11 @@ from gulliver.plan import (
     MemoryPlan,
     Mesh,
     Model,
-    Moved,
     PipelineLayout,
     Plan,
     Seconds,
     SequenceLayout,
+    TierTraffic,
     Work,
     ZeroPlan,
 )
@@ -67,7 +67,7 @@ class Scored:
     # Samples of a step, from which the throughput follows.
     samples: int = 0
     # Offloaded state and its traffic; then `working` is included in the activations.
-    moved: Moved | None = None
+    moved: TierTraffic | None = None
 
     @property
     def bytes(self) -> int:
