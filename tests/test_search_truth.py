@@ -85,6 +85,8 @@ def searched(limit: int) -> list[float]:
     return [scored.seconds.step for scored in found.best]
 
 
+# `test_search.py` has a smaller case of these two.
+@pytest.mark.full
 def test_no_grid_is_faster_than_the_bound_of_its_mesh() -> None:
     for axes, found in every_grid().items():
         bound = scorer().bound(axes)
@@ -92,6 +94,7 @@ def test_no_grid_is_faster_than_the_bound_of_its_mesh() -> None:
             assert bound <= scored.seconds.step * (1 + 1e-9), scored.grid
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0.3, 1.1])
 def test_the_search_finds_what_all_grids_have(share: float) -> None:
     held = sorted(scored.bytes for found in every_grid().values() for scored in found)
