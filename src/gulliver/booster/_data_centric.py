@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from gulliver.booster._hybrid_plugin import HybridParallelPlugin
-from gulliver.booster._predict import HEADS
-from gulliver.booster.hybrid import families, family_of
+from gulliver.booster.hybrid import HEADS, families, family_of
 from gulliver.errors import GulliverError, nearest
 from gulliver.families import SHARED_BY_SEQUENCE, hugging_face_of
 from gulliver.hardware import Cluster

@@ -24,8 +24,8 @@ from gulliver.booster._measure import follow_sample, measure_work, with_peaks
 from gulliver.booster._packed_messages import in_parts, packed, rates_of_packing
 from gulliver.booster._ranks import ResolvedPlan, largest_residency, rank_states, rank_work
 from gulliver.booster._residency import other_bytes, priced
-from gulliver.booster._resolve import recomputable, sequence_plan
-from gulliver.errors import GulliverError
+from gulliver.booster._resolve import recomputable
+from gulliver.booster.hybrid import attention_shape, sequence_plan
 from gulliver.families import family_of, hugging_face_of, is_hugging_face
 from gulliver.hardware import (
     GATHER_LAUNCHES,
@@ -43,14 +43,11 @@ from gulliver.hardware import (
 )
 from gulliver.memory import FreedMemory
 from gulliver.parallel.pipeline import predict as predict_pipeline
-from gulliver.parallel.sequence import Shape, Volume, volume
+from gulliver.parallel.sequence import Volume, volume
 from gulliver.plan import AXES, SHARED_BY_TENSOR, Plan, Predicted, Seconds, TierTraffic, Work
 from gulliver.precision.wire import PackRates, WireFormat
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
-LENGTHS = ("max_position_embeddings", "n_positions")
-HEADS = ("num_attention_heads", "n_head", "num_heads")
-WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 def predict(resolved: ResolvedPlan, cluster: Cluster | None = None) -> ResolvedPlan:
@@ -203,39 +200,6 @@ def attention_sends(plan: Plan, model: nn.Module) -> Volume:
     part, u = work.hidden_bytes / degree, plan.sequence.ulysses
     exchanged, hops = 4 * part * (1 - 1 / u), degree // u - 1
     return Volume(exchanged, exchanged, 2 * part * hops, 4 * part * hops)
-
-
-def attention_shape(
-    model: nn.Module, tp_size: int, causal: bool, length: int | None = None, batch: int = 1
-) -> Shape:
-    """The attention of a layer, as a tensor rank computes it."""
-    config = getattr(model, "config", None)
-    length = length or _field(config, LENGTHS, "sequence_length=")
-    heads = _field(config, HEADS, "sequence_parallelism_mode=")
-    width = getattr(config, "head_dim", None)
-    dim = width or _field(config, WIDTHS, "sequence_parallelism_mode=") // heads
-    grouped = getattr(config, "num_key_value_heads", None) or heads
-    dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point()))
-    return Shape(
-        batch=batch,
-        heads=max(1, heads // tp_size),
-        kv_heads=max(1, grouped // tp_size),
-        length=length,
-        head_dim=dim,
-        dtype=dtype.removeprefix("torch."),
-        causal=causal,
-    )
-
-
-def _field(config: Any, names: tuple[str, ...], instead: str) -> int:
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    raise GulliverError(
-        f"the model's configuration has none of {', '.join(names)}, which choosing a plan needs: "
-        f"give {instead} yourself"
-    )
 
 
 def _costs(

@@ -7,7 +7,6 @@ one process as on many ranks. Results in a file are not used; if they differ, a 
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +28,6 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster
 from gulliver.parallel import is_boosted, named_trainables
 from gulliver.parallel.pipeline import Stack, cut, deal, stack_of, style_of
-from gulliver.parallel.sequence import SequencePlan
 from gulliver.parallel.tensor import TensorPlan, best_match, plan_tensor
 from gulliver.parallel.zero import (
     TensorSize,
@@ -40,7 +38,6 @@ from gulliver.parallel.zero import (
     ordinary_step,
 )
 from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, Predicted, join
-from gulliver.precision.wire import wire_format
 
 
 def cut_model(
@@ -227,13 +224,6 @@ def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
             "blocks"
         )
     return stack, cut(model, stack, size * chunks, at=line.cut or None), numbers
-
-
-def sequence_plan(plan: Plan) -> SequencePlan:
-    """How a sequence lies over its ranks."""
-    s = plan.sequence
-    layout: Any = s.layout
-    return SequencePlan(s.ulysses, s.outer, s.inner, layout, wire_format(plan.wire.sequence))
 
 
 def _check_blocks(plan: Plan, model: nn.Module, stack: Stack) -> None:

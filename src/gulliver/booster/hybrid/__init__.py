@@ -16,7 +16,7 @@ from gulliver.booster.hybrid._capability import (
     table,
 )
 from gulliver.booster.hybrid._checks import check_cut, check_new, check_recompute
-from gulliver.booster.hybrid._choice import choose_plan
+from gulliver.booster.hybrid._choice import HEADS, attention_shape, choose_plan
 from gulliver.booster.hybrid._degree import Degree, degree_of, sequence_degree, sequence_rows
 from gulliver.booster.hybrid._dropout import drops_by_position
 from gulliver.booster.hybrid._inside import HooksLast
@@ -34,6 +34,7 @@ from gulliver.booster.hybrid._steps import (
     recompute,
     rewrite_groups,
     say,
+    sequence_plan,
     wire_sequences,
 )
 from gulliver.booster.hybrid._transformers import keep_logits
@@ -41,6 +42,7 @@ from gulliver.booster.hybrid._transformers import keep_logits
 __all__ = [
     "DTYPES",
     "HEADER",
+    "HEADS",
     "MODES",
     "SHORT",
     "Degree",
@@ -50,6 +52,7 @@ __all__ = [
     "Vocabulary",
     "Wanted",
     "WholeModel",
+    "attention_shape",
     "check",
     "check_cut",
     "check_new",
@@ -71,6 +74,7 @@ __all__ = [
     "rewrite_groups",
     "say",
     "sequence_degree",
+    "sequence_plan",
     "sequence_rows",
     "size_axes",
     "table",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
-from gulliver.booster._predict import attention_shape
 from gulliver.comm import World, use_links
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, current_cluster
-from gulliver.parallel.sequence import Chosen, choose
+from gulliver.parallel.sequence import Chosen, Shape, choose
+
+LENGTHS = ("max_position_embeddings", "n_positions")
+HEADS = ("num_attention_heads", "n_head", "num_heads")
+WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 def choose_plan(
@@ -44,6 +48,39 @@ def choose_plan(
     return choose(cluster, shape, sp_size, stride=tp_size)
 
 
+def attention_shape(
+    model: nn.Module, tp_size: int, causal: bool, length: int | None = None, batch: int = 1
+) -> Shape:
+    """The attention of a layer, as a tensor rank computes it.
+
+    Args:
+        model: a transformers model.
+        tp_size: ranks that share its tensors, and so its heads.
+        causal: whether tokens see only those before them.
+        length: tokens of a sequence; None is the longest that the model's configuration names.
+        batch: number of sequences.
+
+    Raises:
+        GulliverError: the configuration does not say what is needed.
+    """
+    config = getattr(model, "config", None)
+    length = length or _field(config, LENGTHS, "sequence_length=")
+    heads = _field(config, HEADS, "sequence_parallelism_mode=")
+    width = getattr(config, "head_dim", None)
+    dim = width or _field(config, WIDTHS, "sequence_parallelism_mode=") // heads
+    grouped = getattr(config, "num_key_value_heads", None) or heads
+    dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point()))
+    return Shape(
+        batch=batch,
+        heads=max(1, heads // tp_size),
+        kv_heads=max(1, grouped // tp_size),
+        length=length,
+        head_dim=dim,
+        dtype=dtype.removeprefix("torch."),
+        causal=causal,
+    )
+
+
 def use_measured_links(world: World, tp_size: int) -> None:
     """Lets all-reduces of tensor ranks go the way that was measured to be faster.
 
@@ -57,3 +94,14 @@ def use_measured_links(world: World, tp_size: int) -> None:
     except GulliverError:  # on all ranks alike
         cluster = None
     use_links(cluster if cluster is not None and cluster.measured else None)
+
+
+def _field(config: Any, names: tuple[str, ...], instead: str) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise GulliverError(
+        f"the model's configuration has none of {', '.join(names)}, which choosing a plan needs: "
+        f"give {instead} yourself"
+    )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gulliver.booster._blocks import recompute_blocks
-from gulliver.booster._resolve import Stages, sequence_plan
+from gulliver.booster._resolve import Stages
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._batches import Vocabulary, watch_batches
 from gulliver.booster.hybrid._capability import family_of
@@ -32,12 +32,20 @@ from gulliver.errors import GulliverError
 from gulliver.families import SHARED_BY_TENSOR, hugging_face_of, is_hugging_face
 from gulliver.parallel import ZeroOptimizer, named_groups, take_new_state
 from gulliver.parallel.pipeline import Pipeline, Stage, checkpoint_blocks, make_stage
+from gulliver.parallel.sequence import SequencePlan
 from gulliver.parallel.tensor import TensorPlan, apply_tensor
 from gulliver.plan import Plan
 from gulliver.precision.wire import wire_format
 
 SHORT = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 """Names of the grid's axes in the arguments of plugins."""
+
+
+def sequence_plan(plan: Plan) -> SequencePlan:
+    """How a sequence lies over its ranks."""
+    s = plan.sequence
+    layout: Any = s.layout
+    return SequencePlan(s.ulysses, s.outer, s.inner, layout, wire_format(plan.wire.sequence))
 
 
 def grid(plan: Plan) -> HybridMesh:
