@@ -28,11 +28,11 @@ from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._live_bytes import LiveBytes
 from gulliver.booster import Booster, _limited
 from gulliver.booster.search import (
+    AutoEngine,
     Axes,
-    Behind,
-    Engine,
     Grid,
     Offloader,
+    OffloadTiers,
     Scored,
     Scorer,
     facts_of,
@@ -48,7 +48,7 @@ SAMPLES, LENGTH = 8, 64
 STEPS, BLOCKS = 3, 8
 SETTLED = 6
 """Steps under a limit: what moves is alike from the fourth or fifth on."""
-BEHIND = Behind(disk="a disk", disk_bytes=1 << 30)
+BEHIND = OffloadTiers(disk="a disk", disk_bytes=1 << 30)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _counted_behind(case: Case, folder: str) -> int:
     with patch.object(_limited, "Footprint", side_effect=OSError), counter:
         boosted, optimizer, *_ = booster.boost(model, inner)
         counter.manager = optimizer.shards.manager
-        engine = Engine(booster, boosted, optimizer, None, case.grid, 1, SAMPLES, ())
+        engine = AutoEngine(booster, boosted, optimizer, None, case.grid, 1, SAMPLES, ())
         ids = torch.randint(512, (SAMPLES, LENGTH))
         for _ in range(SETTLED):
             gc.collect()
@@ -255,7 +255,7 @@ def _running(case: Case) -> Any:
     accumulate = 1 if grid.axes.pipeline > 1 else grid.micro_batches
     each = SAMPLES // grid.axes.data
     found: Any = None
-    engine = Engine(booster, model, optimizer, found, grid, accumulate, each, ())
+    engine = AutoEngine(booster, model, optimizer, found, grid, accumulate, each, ())
     place, places = booster.plugin.data_place()
     ids = torch.randint(512, (SAMPLES, LENGTH)).chunk(places)[place].clone()
 

@@ -1,11 +1,10 @@
 """Exact searches beside brute force, and the joint search of long networks beside its bound.
 
 `python -m benchmarks.solvers` has two parts. `truth` makes random small cases of every solver and
-compares each with an independent definition, by brute force or by HiGHS (`tests/solver_cases.py`);
-it also says how often, and by how much, free recomputation takes less than persistent one. `speed`
-times `solve_joint` on equal blocks of 10 operators with 6 strategies each, drawn at random, for
-budgets close to the least memory that works: CPU seconds, which a busy machine does not move much,
-and the gap to the bound.
+compares each with an independent definition, by brute force or by HiGHS (`tests/solver_cases.py`).
+`speed` times `solve_joint` on equal blocks of 10 operators with 6 strategies each, drawn at
+random, for budgets close to the least memory that works: CPU seconds, which a busy machine does not
+move much, and the gap to the bound.
 
 With `--progress FILE` what is done is written there as it goes, and a run that is cut goes on where
 it was; figures of another commit are not taken.
@@ -21,12 +20,8 @@ from dataclasses import dataclass
 import tyro
 from tests.solver_cases import (
     conversion_case,
-    free_case,
     joint_case,
     milp_case,
-    partition_case,
-    recompute_case,
-    small_chain,
     staged_case,
 )
 
@@ -37,9 +32,7 @@ from gulliver.solve import (
     EdgeSeconds,
     Operator,
     Strategy,
-    least_budget,
     least_memory,
-    rematerialize,
     solve_joint,
 )
 
@@ -50,10 +43,7 @@ CASES: dict[str, tuple[Callable[[int], bool], int]] = {
     "joint, brute force": (joint_case, 3000),
     "joint, HiGHS": (milp_case, 60),
     "two stages, brute force; joint never above": (staged_case, 400),
-    "recomputation, persistent": (recompute_case, 1500),
-    "recomputation, free": (free_case, 800),
     "conversion": (conversion_case, 400),
-    "partition, 1, 4, 16 and endless micro-batches": (partition_case, 1200),
 }
 """Solvers with their reference, and the number of cases."""
 SAVED_S = 10.0
@@ -114,12 +104,11 @@ def add_truth(made: Report, options: Options, progress: Progress) -> None:
         total += compared
         made.rows.append((name, f"{compared} of {tried} equal", f"{seconds:.0f}", "", ""))
         made.figures[name] = compared
-    made.bars.append(at_least("cases that are equal", total, 3000 * min(1.0, options.share)))
+    made.bars.append(at_least("cases that are equal", total, 2000 * min(1.0, options.share)))
     made.notes.append(
         "cases that are too large for brute force, or impossible, are left out; one that is not "
         "equal ends the run"
     )
-    _add_gains(made, max(1, int(300 * options.share)))
 
 
 def _compared(
@@ -135,22 +124,6 @@ def _compared(
             seconds, begun = seconds + now - begun, now
             progress.save(name, (seed + 1, compared, seconds))
     return compared, seconds
-
-
-def _add_gains(made: Report, count: int) -> None:
-    """How often free recomputation takes less than persistent one, and by how much."""
-    gains = list[float]()
-    for seed in range(count):
-        draw = random.Random(seed)
-        chain, source = small_chain(draw, 8)
-        budget = least_budget(chain, source) + draw.randint(0, 5)
-        kept = rematerialize(chain, budget, source)
-        free = rematerialize(chain, budget, source, free=True)
-        gains.append(1 - free.seconds / kept.seconds if kept.seconds else 0.0)
-    less = [gain for gain in gains if gain > 1e-9]
-    told = f"{len(less)} of {count} take less, at most {max(gains):.1%}"
-    made.rows.append(("free beside persistent, 2 to 8 stages", told, "", "", ""))
-    made.figures["free"] = {"cases": count, "less": len(less), "most": max(gains)}
 
 
 def add_speed(made: Report, options: Options, progress: Progress) -> None:

@@ -6,13 +6,11 @@ tests run some of them, `--full` and `python -m benchmarks.solvers` thousands.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from gulliver.errors import GulliverError
@@ -22,28 +20,19 @@ from gulliver.solve import (
     Choice,
     ConversionStep,
     EdgeSeconds,
-    Fleet,
     OffloadLink,
     Operator,
     Pick,
     Sharding,
-    Stage,
-    Step,
     Strategy,
     convert_least,
-    joint_by_milp,
     joint_cost,
-    least_budget,
     least_memory,
-    makespan,
     moves_from,
-    place_layers,
-    recomputed_seconds,
-    rematerialize,
-    schedule_peak,
     solve_in_stages,
     solve_joint,
 )
+from tests.joint_milp import joint_by_milp
 
 ALL: tuple[Choice, ...] = ("keep", "recompute", "offload")
 COUNTS = (1, 4, 16, math.inf)
@@ -242,61 +231,6 @@ def milp_case(seed: int) -> bool:
     return True
 
 
-def every_placement(fleet: Fleet) -> list[list[float]]:
-    """Seconds of the servers of every placement that fits."""
-    found = []
-    most = min(fleet.devices, fleet.layers)
-    for count in range(fleet.devices if fleet.every else 1, most + 1):
-        for devices in itertools.permutations(range(fleet.devices), count):
-            for inner in itertools.combinations(range(1, fleet.layers), count - 1):
-                bounds = (0, *inner, fleet.layers)
-                parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-                pairs = list(zip(devices, parts, strict=True))
-                if all(fleet.memory[p].sum() <= fleet.limits[d] for d, p in pairs):
-                    servers = [float(fleet.seconds[d, p].sum()) for d, p in pairs]
-                    steps = zip(itertools.pairwise(devices), inner, strict=True)
-                    found.append(servers + [float(fleet.links[a, b, at]) for (a, b), at in steps])
-    return found
-
-
-def compare_placements(fleet: Fleet) -> bool:
-    """Compares with every placement; whether there is one."""
-    everything = every_placement(fleet)
-    for count in COUNTS:
-        if not everything:
-            with pytest.raises(GulliverError, match="holds them"):
-                place_layers(fleet, count)
-            continue
-        found = place_layers(fleet, count)
-        best = min(
-            max(servers) if count == math.inf else sum(servers) + (count - 1) * max(servers)
-            for servers in everything
-        )
-        assert found.exact
-        assert found.seconds == pytest.approx(best) == makespan(found.servers, count)
-        assert found.servers == fleet.servers(found.devices, found.bounds)
-        assert len(set(found.devices)) == len(found.devices)
-    return bool(everything)
-
-
-def partition_case(seed: int) -> bool:
-    """Compares one with links or without, with limits of memory or without."""
-    draw = np.random.default_rng(seed)
-    devices, layers = int(draw.integers(1, 5)), int(draw.integers(1, 7))
-    links = draw.integers(0, 7, (devices, devices, layers)).astype(float) if seed % 2 else None
-    memory = draw.integers(0, 5, layers).astype(float)
-    limits = draw.integers(2, 14, devices).astype(float)
-    limited = seed % 4 > 1
-    fleet = Fleet(
-        draw.integers(0, 10, (devices, layers)).astype(float),
-        links,
-        memory if limited else None,
-        limits if limited else None,
-        every=bool(layers >= devices and draw.random() < 0.3),
-    )
-    return compare_placements(fleet)
-
-
 def conversion_case(seed: int, axes: int = 3) -> bool:
     """Compares with Bellman-Ford over every layout that can be reached, with random prices."""
     rng, prices = random.Random(seed), dict[object, float]()
@@ -335,110 +269,3 @@ def conversion_case(seed: int, axes: int = 3) -> bool:
     assert found is not None
     assert found.seconds == pytest.approx(best[after])
     return True
-
-
-def schedules(first: int, last: int) -> Iterator[tuple[Step, ...]]:
-    """All persistent schedules of a part."""
-    if first == last:
-        yield Step("save", first), Step("backward", first)
-        return
-    for inner in schedules(first + 1, last):
-        yield Step("save", first), *inner, Step("backward", first)
-    for j in range(first + 1, last + 1):
-        swept = (Step("check", first), *(Step("forward", n) for n in range(first + 1, j)))
-        for above in schedules(j, last):
-            for below in schedules(first, j - 1):
-                yield *swept, *above, *below
-
-
-def small_chain(draw: random.Random, most: int) -> tuple[list[Stage], int]:
-    """Some stages with small numbers, and bytes of their input."""
-    n = draw.randint
-    chain = [
-        Stage(float(n(0, 5)), float(n(0, 5)), n(0, 5), n(0, 5), n(0, 3), n(0, 3))
-        for _ in range(n(2, most))
-    ]
-    return chain, n(0, 3)
-
-
-def recompute_case(seed: int) -> bool:
-    """Compares with every persistent schedule."""
-    draw = random.Random(seed)
-    chain, source = small_chain(draw, 6)
-    budget = least_budget(chain, source) + draw.randint(-1, 8)
-    known = [
-        (schedule_peak(chain, steps, source), recomputed_seconds(chain, steps))
-        for steps in schedules(0, len(chain) - 1)
-    ]
-    best = min((seconds for peak, seconds in known if peak <= budget), default=math.inf)
-    if best == math.inf:
-        with pytest.raises(GulliverError, match="too small"):
-            rematerialize(chain, budget, source)
-        return False
-    found = rematerialize(chain, budget, source)
-    assert found.exact
-    assert found.seconds == best
-    assert found.peak <= budget
-    return True
-
-
-def free_case(seed: int, most: int = 4) -> bool:
-    """Compares with the least seconds of all schedules, checkpoints dropped wherever one likes."""
-    draw = random.Random(seed)
-    chain, source = small_chain(draw, most)
-    budget = least_budget(chain, source) + draw.randint(-1, 6)
-    best = least_of_all_schedules(chain, budget, source)
-    if best == math.inf:
-        with pytest.raises(GulliverError, match="too small"):
-            rematerialize(chain, budget, source, free=True)
-        return False
-    found = rematerialize(chain, budget, source, free=True)
-    assert found.exact
-    assert found.seconds == pytest.approx(best) == recomputed_seconds(chain, found.steps)
-    assert found.peak == schedule_peak(chain, found.steps, source) <= budget
-    return True
-
-
-def least_of_all_schedules(chain: Sequence[Stage], budget: int, source: int) -> float:
-    """Shortest path over all that can be in memory, from the definition.
-
-    Anything may be dropped at any time, what a stage saved, too, with its output or without.
-    """
-    count = len(chain)
-    start = (count - 1, frozenset[int](), frozenset[int]())
-    best, heap, tie = {start: 0.0}, [(0.0, 0, start)], itertools.count(1)
-
-    def size(number: int) -> int:
-        return chain[number].output if number >= 0 else source
-
-    def live(gradient: int, outputs: frozenset[int], saved: frozenset[int]) -> int:
-        held = sum(size(n) for n in outputs | saved) + sum(chain[n].saved for n in saved)
-        return source + held + size(gradient)
-
-    while heap:
-        seconds, _, state = heapq.heappop(heap)
-        gradient, outputs, saved = state
-        if gradient < 0:
-            return seconds
-        if seconds > best[state]:
-            continue
-        there, found = outputs | saved | {-1}, []
-        found += [(0, 0.0, (gradient, outputs - {n}, saved)) for n in outputs]
-        found += [(0, 0.0, (gradient, outputs, saved - {n})) for n in saved]
-        found += [(0, 0.0, (gradient, outputs | {n}, saved - {n})) for n in saved]
-        for n, stage in enumerate(chain):
-            if n - 1 in there:
-                for after in ((outputs | {n}, saved), (outputs - {n}, saved | {n})):
-                    need = live(gradient, *after) + stage.forward_bytes
-                    found.append((need, stage.forward_s, (gradient, *after)))
-        if gradient in saved and gradient - 1 in there:
-            stage = chain[gradient]
-            need = live(*state) + stage.backward_bytes + size(gradient - 1)
-            left = frozenset(range(gradient - 1))
-            after = (gradient - 1, outputs & left, saved - {gradient})
-            found.append((need, stage.backward_s, after))
-        for need, more, after in found:
-            if need <= budget and seconds + more < best.get(after, math.inf):
-                best[after] = seconds + more
-                heapq.heappush(heap, (seconds + more, next(tie), after))
-    return math.inf

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gulliver.booster import GeminiPlugin, LowLevelZeroPlugin
-from gulliver.booster._ranks import rank_states
+from gulliver.booster._ranks import ResolvedPlan, rank_states
 from gulliver.booster._residency import find_residency
 from gulliver.booster._tiers import split_disk
 from gulliver.errors import GulliverError
@@ -281,7 +281,7 @@ def test_a_plan_with_tiers_is_read_back_as_it_was_and_a_size_may_be_text() -> No
         ("host: 0", "host: 5GiB", r"mesh.device: cpu .* and zero.tiers.host: .*be host: 0"),
         ("offload_param: 1.0", "offload_param: 0.5", r"policy: auto .* take policy: static"),
         ("offload_optim: 1.0", "offload_optim: 1.5", "it must be at most 1"),
-        ("shard_param: 1.0", "shard_param: 0.5", "take policy: static"),
+        ("offload_optim: 1.0", "offload_optim: 0.5", "take policy: static"),
         ('policy: "auto"', 'policy: "best"', "it must be one of auto, static"),
         ('activations: "keep"', 'activations: "kept"', "must be one of keep, recompute"),
     ],
@@ -363,7 +363,7 @@ def test_of_three_memories_the_slower_link_sets_the_pace() -> None:
     plan, model = _plan("24MiB"), _model()
     assert plan.zero is not None
     assert plan.zero.tiers is not None
-    (state,) = rank_states(plan, model, torch.optim.AdamW(model.parameters()), None, None)
+    (state,) = rank_states(ResolvedPlan(plan, model, torch.optim.AdamW(model.parameters())))
     tiers = replace(plan.zero.tiers, host=16 * MIB)
     found = find_residency(state, tiers, plan.work)
     assert 0 < found.moved.disk_read < found.moved.read

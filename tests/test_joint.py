@@ -18,13 +18,13 @@ from gulliver.solve import (
     OffloadLink,
     Operator,
     Strategy,
-    joint_by_milp,
     joint_cost,
     least_memory,
     solve_in_stages,
     solve_joint,
 )
 from gulliver.solve._pareto import boxed
+from tests.joint_milp import joint_by_milp
 from tests.solver_cases import joint_case, small_network, staged_case
 
 
@@ -101,17 +101,6 @@ def test_a_programme_of_highs_finds_the_same_where_brute_force_ends(seed: int) -
     assert found.cost.seconds == pytest.approx(cost.seconds) == pytest.approx(other.lower)
     with pytest.raises(GulliverError, match="below what any picks need"):
         joint_by_milp(blocks, least.peak - 1, link)
-
-
-def test_a_gap_that_is_left_is_closed_by_highs_where_asked() -> None:
-    pytest.importorskip("scipy.optimize")
-    blocks = _chain(2)
-    budget = least_memory(blocks).peak + 9
-    rough = solve_joint(blocks, budget, states=1, tolerance=0.9)
-    closed = solve_joint(blocks, budget, states=1, tolerance=0.9, milp_s=60)
-    assert closed.exact
-    assert closed.gap == 0
-    assert rough.lower <= closed.cost.seconds <= rough.cost.seconds
 
 
 def _layer(name: str, wide: float) -> Operator:

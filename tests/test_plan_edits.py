@@ -18,7 +18,7 @@ from gulliver.booster._resolve import resolve
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.hardware import described
-from gulliver.plan import Comparison, Plan, Row, check_plan
+from gulliver.plan import Comparison, ComparisonRow, Plan, check_plan
 from tests.hybrid_cells import Cell, Grid, make_model
 from tests.pool import Pool
 
@@ -36,7 +36,7 @@ def _made(plugin: Any) -> Plan:
 
 
 def _resolved(plan: Plan) -> Plan:
-    return resolve(plan, _llama(), _optimizer(_llama()))
+    return resolve(plan, _llama(), _optimizer(_llama())).plan
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -220,8 +220,8 @@ def test_seconds_are_predicted_with_a_sample_and_said_to_be_missing_without(pool
 
 
 def test_bytes_of_nothing_are_a_prediction_and_seconds_of_nothing_are_none() -> None:
-    assert Row("gradients", "bytes", 0, 4).error == -1
-    assert Row("step", "s", 0.0, 4.0).error is None
+    assert ComparisonRow("gradients", "bytes", 0, 4).error == -1
+    assert ComparisonRow("step", "s", 0.0, 4.0).error is None
 
 
 def test_a_path_that_is_like_none_lists_only_some_of_them() -> None:

@@ -18,7 +18,7 @@ import yaml
 from benchmarks._live_bytes import LiveBytes
 from benchmarks._planning_page import written
 
-from gulliver.booster.search import Behind, least_bytes, search_grids
+from gulliver.booster.search import OffloadTiers, least_bytes, search_grids
 from gulliver.cli import main
 from gulliver.cli._plan_models import PUBLIC, adapt, built
 from gulliver.errors import GulliverError
@@ -358,7 +358,7 @@ def test_off_load_is_told_as_the_search_finds_it(
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values, use_cache=False))
     ids = torch.zeros(1, 128, dtype=torch.long, device="meta")
     optimizer, batch = torch.optim.AdamW(model.parameters()), {"input_ids": ids, "labels": ids}
-    cluster, behind = named_cluster("h100x1"), Behind(host=64 << 20)
+    cluster, behind = named_cluster("h100x1"), OffloadTiers(host=64 << 20)
     found = search_grids(model, optimizer, batch, cluster, 2, limit, behind=behind)
     moved = found.best[0].moved
     assert moved is not None

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gulliver.booster.search import _answers, enough, facts_of, least_bytes, search_grids
+from gulliver.booster.search import enough, facts_of, least_bytes, search_grids
 from gulliver.cli import main
 from gulliver.errors import GulliverError
 from gulliver.hardware import flops_text, named_cluster, rate_text, seconds_text
@@ -95,14 +93,6 @@ def test_the_fewest_ranks_are_the_first_of_all_numbers_that_fit(limit: int) -> N
     told = enough(found, 6)
     assert told.ranks == first
     assert told.unlooked is None
-
-
-def test_off_load_that_needs_no_less_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(32, 32))
-    found = search_grids(model, None, torch.randn(1, 32), named_cluster("a100"), 1)
-    more = SimpleNamespace(bytes=enough(found, 1).bytes + 1)
-    monkeypatch.setattr(_answers, "_offloaded", lambda *_: cast(Any, more))
-    assert enough(found, 1).offloaded is None
 
 
 def test_numbers_are_told_for_people() -> None:

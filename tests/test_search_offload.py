@@ -14,12 +14,12 @@ import torch
 
 from gulliver.booster import Booster, _limited
 from gulliver.booster.search import (
+    AutoEngine,
     Axes,
-    Behind,
-    Engine,
     Found,
     Grid,
     Offloader,
+    OffloadTiers,
     Scored,
     Scorer,
     axes_of,
@@ -41,7 +41,7 @@ from tests.pool import Pool
 transformers = pytest.importorskip("transformers")
 
 SAMPLES, LENGTH, VOCABULARY = 4, 16, 128
-DISK = Behind(disk="folder", disk_bytes=64 << 20)
+DISK = OffloadTiers(disk="folder", disk_bytes=64 << 20)
 
 
 def llama() -> Any:
@@ -80,7 +80,7 @@ def scorer_of(ranks: int) -> Scorer:
     return Scorer(facts, cluster, SAMPLES, "cpu", 0.0)
 
 
-def searched(ranks: int, memory: int, behind: Behind = DISK, best: int = 10) -> Found:
+def searched(ranks: int, memory: int, behind: OffloadTiers = DISK, best: int = 10) -> Found:
     facts, cluster = scorer_of(ranks).facts, cluster_of(ranks)
     asked = facts.model, facts.optimizer, None, cluster, SAMPLES, memory, "fp32", best, facts
     return search_grids(*asked, behind=behind)
@@ -88,7 +88,7 @@ def searched(ranks: int, memory: int, behind: Behind = DISK, best: int = 10) -> 
 
 def least_of(ranks: int) -> tuple[int, int]:
     """Least memory with everything in it, and where what does not fit leaves."""
-    found = searched(ranks, 1 << 10, Behind())
+    found = searched(ranks, 1 << 10, OffloadTiers())
     assert found.offloaded is not None
     return found.least.bytes, found.offloaded.bytes
 
@@ -138,14 +138,14 @@ def test_too_little_ends_with_the_least_that_would_do_and_that_does() -> None:
     found = searched(1, least)
     assert len(found.best) == 1
     assert found.best[0].bytes <= least < most
-    few = searched(1, least, Behind(disk="folder", disk_bytes=4096))
+    few = searched(1, least, OffloadTiers(disk="folder", disk_bytes=4096))
     assert not few.best
     assert "and the disk has 4.0 KiB" in str(few)
 
 
 def test_memory_that_is_not_there_and_grids_that_no_plugin_runs_are_refused() -> None:
     with pytest.raises(GulliverError, match="compute in the host's memory"):
-        searched(1, 1 << 30, Behind(host=1 << 30))
+        searched(1, 1 << 30, OffloadTiers(host=1 << 30))
     facts, bare = scorer_of(1).facts, replace(cluster_of(1), disk=None)
     with pytest.raises(GulliverError, match="tells no rates of a disk; gulliver probe"):
         search_grids(facts.model, None, None, bare, 4, facts=facts, behind=DISK)
@@ -156,16 +156,16 @@ def test_memory_that_is_not_there_and_grids_that_no_plugin_runs_are_refused() ->
     with pytest.raises(GulliverError, match="say how many bytes a rank may hold"):
         plugin_of(Grid(Axes(2), 3, offload="disk"))
     with pytest.raises(GulliverError, match="says not how much may lie there"):
-        Behind.of(None, "/scratch")
-    assert Behind.of("1GiB", "/scratch:2GiB") == Behind(1 << 30, "/scratch", 2 << 30)
+        OffloadTiers.of(None, "/scratch")
+    assert OffloadTiers.of("1GiB", "/scratch:2GiB") == OffloadTiers(1 << 30, "/scratch", 2 << 30)
 
 
 def test_three_memories_are_priced_on_a_described_cluster() -> None:
     cluster = replace(named_cluster("h100x1"), disk=Disk(2e9, 3e9))
     facts = scorer_of(1).facts
     facts = replace(facts, device=cluster.device, refused={}, _shared={})
-    behind = Behind(1 << 20, "folder", 64 << 20)
-    limit = searched(1, 1 << 10, Behind()).offloaded.bytes * 11 // 10  # type: ignore[union-attr]
+    behind = OffloadTiers(1 << 20, "folder", 64 << 20)
+    limit = searched(1, 1 << 10, OffloadTiers()).offloaded.bytes * 11 // 10  # type: ignore[union-attr]
     asked = facts.model, facts.optimizer, None, cluster, SAMPLES, limit, "fp32", 10, facts
     found = search_grids(*asked, behind=behind)
     assert str(found.best[0].grid).endswith("off-load to host and disk")
@@ -192,7 +192,7 @@ def _run(world: World, scored: Scored, found: Found, folder: str) -> tuple[Any, 
     with patch.object(_limited, "Footprint", side_effect=OSError):
         model, optimizer, *_ = booster.boost(model, inner)
     each = SAMPLES // scored.grid.axes.data
-    engine = Engine(booster, model, optimizer, found, scored.grid, 1, each, ())
+    engine = AutoEngine(booster, model, optimizer, found, scored.grid, 1, each, ())
     place, places = booster.plugin.data_place()
     losses = list[float]()
     for step in range(4):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.memory_truth import CASES, Case, peaks, predicted
 
 from gulliver.booster import HybridParallelPlugin, LowLevelZeroPlugin
 from gulliver.booster.search import (
@@ -19,7 +20,9 @@ from gulliver.booster.search import (
     modes_of,
     search_grids,
 )
+from gulliver.comm import World
 from gulliver.hardware import Cluster, named_cluster
+from tests.pool import Pool
 
 SAMPLES, LENGTH, RANKS = 8, 64, 8
 STAGES = (0, 1, 2, 3)
@@ -82,6 +85,8 @@ def searched(limit: int) -> list[float]:
     return [scored.seconds.step for scored in found.best]
 
 
+# `test_search.py` has a smaller case of these two.
+@pytest.mark.full
 def test_no_grid_is_faster_than_the_bound_of_its_mesh() -> None:
     for axes, found in every_grid().items():
         bound = scorer().bound(axes)
@@ -89,6 +94,7 @@ def test_no_grid_is_faster_than_the_bound_of_its_mesh() -> None:
             assert bound <= scored.seconds.step * (1 + 1e-9), scored.grid
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0.3, 1.1])
 def test_the_search_finds_what_all_grids_have(share: float) -> None:
     held = sorted(scored.bytes for found in every_grid().values() for scored in found)
@@ -140,3 +146,38 @@ def test_a_grid_has_the_bytes_of_its_plan(name: str) -> None:
     grid = PLANNED[name]
     scored, planned = scorer().state_of(grid), plan_of(grid).memory
     assert state_of(scored) == pytest.approx(state_of(planned), rel=0.05), (scored, planned)
+
+
+# Bytes of runs
+
+USUAL = (
+    Case(Grid(Axes(data=2), 3), blocks=4),
+    Case(Grid(Axes(data=2), 2, 2), "bf16", blocks=4),
+    Case(Grid(Axes(data=2), 0, recomputed=4), blocks=4),
+    Case(Grid(Axes(tensor=2), recomputed=4), blocks=4),
+    Case(Grid(Axes(pipeline=2), 0, 4, "1f1b"), blocks=4),
+)
+"""Runs of two ranks that hold one kind of bytes each that the others do not."""
+
+
+def _peaks(world: World, cases: tuple[Case, ...]) -> list[int]:
+    return peaks(cases)
+
+
+def held_to(pool: Pool, ranks: int, cases: tuple[Case, ...]) -> None:
+    found = pool.run(_peaks, ranks, cases, deadline_s=20.0 * len(cases))
+    for case, *real in zip(cases, *found, strict=True):
+        told = predicted(case)
+        assert sum(told.values()) == pytest.approx(max(real), rel=0.05), (str(case), told, real)
+
+
+@pytest.mark.deadline(150)
+def test_the_search_tells_the_bytes_of_a_run(pool: Pool) -> None:
+    held_to(pool, 2, USUAL)
+
+
+@pytest.mark.full
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_search_tells_the_bytes_of_every_run(pool: Pool, ranks: int) -> None:
+    held_to(pool, ranks, tuple(case for case in CASES if case.ranks == ranks))

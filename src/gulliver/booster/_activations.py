@@ -1,9 +1,8 @@
-"""What becomes of activations under a memory limit: kept, computed again in backward, or moved.
+"""Keeps, recomputes or offloads activations under a memory limit.
 
-`plan_activations` decides where a plan leaves it open. For several amounts of room it asks
-`gulliver.solve.choose_activations` what becomes of each block: what activations do not take, state
-may have, and moves less. The room with the least predicted seconds is taken. `take_activations`
-then gives what leaves to the manager that has the state, under the one budget.
+For several activation budgets `gulliver.solve.choose_activations` chooses for each block; what
+activations do not take, state may have, and moves less. The budget with the least predicted seconds
+wins.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import nn
 from gulliver._compat import is_compiled
 from gulliver.booster._blocks import NO_BLOCKS, recomputable_blocks
 from gulliver.booster._replay import Replay
-from gulliver.booster._residency import largest_made
+from gulliver.booster._residency import state_needs
 from gulliver.booster._state_bytes import BACKWARD, FORWARD, StateBytes
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import TierRates, seconds_text
@@ -38,7 +37,6 @@ MOSTLY = 0.5
 """Share of a limit from which blocks are computed again, where blocks cannot be chosen for."""
 ROOMS = 6
 """Amounts of room that are tried, besides the least."""
-ENDLESS = 1 << 60
 STEPS = 3
 """Steps that are replayed to see what state moves."""
 
@@ -46,7 +44,7 @@ STEPS = 3
 def plan_activations(
     plan: Plan, model: nn.Module, state: Callable[[], StateBytes], rates: TierRates | None
 ) -> Plan:
-    """Decides what becomes of activations, where that is left open, and which blocks it is done to.
+    """Chooses which blocks are kept, recomputed or offloaded, where the plan leaves it open.
 
     Args:
         plan: choices, with tiers.
@@ -73,16 +71,14 @@ def plan_activations(
 
 
 def _tiers(plan: Plan) -> Tiers:
-    assert plan.zero is not None, "tiers are of ZeRO"
-    assert plan.zero.tiers is not None, "there are tiers"
-    return plan.zero.tiers
+    assert plan.tiers is not None, "the plan has a limit"
+    return plan.tiers
 
 
 def _decided(plan: Plan, mode: str, reason: str, offloaded: tuple[str, ...] = ()) -> Plan:
-    assert plan.zero is not None, "tiers are of ZeRO"
     tiers = replace(_tiers(plan), activations=mode, offloaded=offloaded)
     reasons = {**plan.reasons, "zero.tiers.activations": f"{mode}: {reason}"}
-    return replace(plan, zero=replace(plan.zero, tiers=tiers), reasons=reasons)
+    return replace(plan.with_zero(tiers=tiers), reasons=reasons)
 
 
 def _check_offload(tiers: Tiers, model: nn.Module) -> None:
@@ -106,7 +102,7 @@ def _check_offload(tiers: Tiers, model: nn.Module) -> None:
 
 
 def _by_share(plan: Plan, model: nn.Module) -> Plan:
-    """Computes blocks again where all activations would take most of the limit."""
+    """Recomputes blocks if all activations would take most of the limit."""
     work, limit = plan.work, _tiers(plan).limit
     known = work.peak or work.activations
     mode = "recompute" if known > limit * MOSTLY and recomputable_blocks(model) else "keep"
@@ -119,7 +115,7 @@ def _by_share(plan: Plan, model: nn.Module) -> Plan:
 
 
 def _chosen(plan: Plan, model: nn.Module, state: StateBytes, rates: TierRates | None) -> Plan:
-    """Chooses for each block, with the room for activations that takes the least seconds."""
+    """Chooses for each block, with the activation budget that takes the fewest seconds."""
     tiers, work = _tiers(plan), plan.work
     again = set(recomputable_blocks(model))
     paths = [block.path for block in work.blocks if block.path]
@@ -161,18 +157,15 @@ def _best(
     rates: TierRates | None,
     allowed: Sequence[Choice],
 ) -> tuple[float, ActivationChoice] | None:
-    """The least predicted seconds and the choice that takes them; None where nothing fits."""
-    endless = Replay(state, ENDLESS, True, tiers, "farthest")
-    for _ in range(2):
-        endless.step()
+    """The least predicted seconds and their choice; None if nothing fits."""
     rule = BudgetRule(tiers.limit)
     whole = tiers.limit - rule.margin
-    least = max(endless.minimum, largest_made(state)[0])
-    needed = least if rates is not None else endless.most
+    least, _, most = state_needs(state, tiers)
+    needed = least if rates is not None else most
     tried = list[tuple[float, int, ActivationChoice]]()
-    # What has left comes back beside the state that is in use.
-    beside = {allowed: max(block.movable for block in blocks), allowed[:2]: 0}
-    for some, more in beside.items() if rates is not None else [(allowed, 0)]:
+    # Offloaded activations come back while the state in use stays.
+    extra = {allowed: max(block.movable for block in blocks), allowed[:2]: 0}
+    for some, more in extra.items() if rates is not None else [(allowed, 0)]:
         least, most = least_room(blocks, some), room_without_unseen(whole - needed - more)
         most = min(most, work.peak)
         for part in range(ROOMS + 1) if most >= least else ():
@@ -183,7 +176,7 @@ def _best(
                 tried.append((found.seconds + update, found.peak, found))
     if not tried:
         return None
-    # Of equals what does least to activations.
+    # Of equals the choice with the most activations kept.
     seconds, _, found = min(tried, key=lambda t: (t[0], -t[1]))
     return seconds, found
 
@@ -191,7 +184,7 @@ def _best(
 def _pass_costs(
     state: StateBytes, tiers: Tiers, budget: int, work: Work, rates: TierRates | None
 ) -> tuple[PassCosts, float]:
-    """Seconds of each pass with what state moves in it, and those of the update."""
+    """Seconds of each pass with its state traffic, and of the update."""
     backward = work.backward_s + (work.update_s if tiers.step_in_backward else 0.0)
     if rates is None:
         return PassCosts(work.forward_s, backward), 0.0
@@ -220,17 +213,10 @@ def _pass_costs(
 def take_activations(
     plan: Plan, model: nn.Module, optimizer: ZeroOptimizer, manager: Manager | None
 ) -> None:
-    """Lets a manager have the activations that a plan says.
-
-    Args:
-        plan: plan that is run.
-        model: boosted model.
-        optimizer: optimizer whose parameters come and go.
-        manager: manager of the state; None without a limit.
-    """
-    if manager is None or plan.zero is None or plan.zero.tiers is None:
+    """Hands the offloaded activations of a plan to a manager."""
+    tiers = plan.tiers
+    if manager is None or tiers is None:
         return
-    tiers = plan.zero.tiers
     paths = ("",) if tiers.activations == "offload" else tiers.offloaded
     if not paths:
         return

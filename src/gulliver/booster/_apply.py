@@ -27,14 +27,12 @@ from gulliver.booster._model import (
     no_optimizer,
 )
 from gulliver.booster._ranks import (
-    Stages,
+    ResolvedPlan,
     rank_state,
     rank_work,
     state_bytes,
-    tensor_sizes,
 )
 from gulliver.booster._replicas import share_ddp, share_zero, tune
-from gulliver.booster._resolve import plan_stages, plan_tensors
 from gulliver.booster.hybrid import (
     HooksLast,
     WholeModel,
@@ -50,7 +48,6 @@ from gulliver.booster.hybrid import (
     rewrite_groups,
     wire_sequences,
 )
-from gulliver.booster.operators import check_operators, share_operators
 from gulliver.comm import World, current_world, raise_on_any_rank
 from gulliver.errors import GulliverError
 from gulliver.parallel import (
@@ -62,40 +59,37 @@ from gulliver.parallel import (
     is_boosted,
     named_trainables,
 )
-from gulliver.parallel.tensor import TensorPlan
 from gulliver.plan import Plan
 
 
 def apply_plan(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    world: World,
-    verbose: bool = True,
+    resolved: ResolvedPlan, model: nn.Module, world: World, verbose: bool = True
 ) -> tuple[nn.Module, BoostedOptimizer]:
     """Runs a resolved plan: changes the model in place and wraps its optimizer; all ranks call it.
 
     What cannot be run so raises on all ranks, with nothing changed.
     """
+    plan, optimizer = resolved.plan, resolved.optimizer
+    tensor, stages = resolved.tensor, resolved.stages
     raise_on_any_rank(lambda: check_units(plan, model))
     if plan.operators is not None:
+        from gulliver.booster.operators import check_operators, share_operators
+
         program = raise_on_any_rank(lambda: check_operators(plan, model, optimizer))
         return share_operators(plan, program, model, optimizer, world)
     if plan.ddp is not None:
         use_fp8(plan, model)
         return share_ddp(plan, model, optimizer, world)
-    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
     # While the model is whole, and on all ranks, so that none goes on where another cannot.
-    raise_on_any_rank(lambda: _check_whole(plan, model, optimizer, tensor, stages))
-    manager = raise_on_any_rank(lambda: _manager(plan, model, optimizer, tensor, stages))
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages, _place(plan))
-    uses = state_bytes(plan, sizes).order if plan.stage == 3 else ()
+    raise_on_any_rank(lambda: _check_whole(resolved))
+    manager = raise_on_any_rank(lambda: _manager(resolved))
+    uses = state_bytes(plan, resolved.sizes(_place(plan))).order if plan.stage == 3 else ()
     inner = optimizer or no_optimizer()
     if plan.precision.parameters != "none":
         convert(model, HALVES[plan.precision.parameters], plan.precision.kept)
     if world.size > 1:
         broadcast_all(_unequal(plan, model, inner))
-    whole, hooks = WholeModel(plan, model, inner), HooksLast(model)
+    whole, hooks = WholeModel(plan, model, inner, stages), HooksLast(model)
     mesh = grid(plan) if plan.mesh.names_model else None
 
     stage = cut_stages(model, stages, mesh)
@@ -125,6 +119,8 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
     """Refuses what a plan cannot run, before it is known that all ranks have the same model."""
     check_modules(model, sharded=plan.zero is not None)
     if plan.operators is not None:
+        from gulliver.booster.operators import check_operators  # few plans are of operators
+
         check_operators(plan, model, optimizer)
         return
     if plan.mesh.names_model:
@@ -153,18 +149,13 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
         check_unshared(model, optimizer)
 
 
-def _manager(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-) -> LimitedManager | None:
+def _manager(resolved: ResolvedPlan) -> LimitedManager | None:
     """Makes the manager of state under a memory limit, before anything is changed."""
-    if plan.zero is None or plan.zero.tiers is None:
+    plan = resolved.plan
+    if not plan.limited:
         return None
-    state = rank_state(plan, model, optimizer, tensor, stages, _place(plan))
-    return manager_of(plan, state, rank_work(plan, model, tensor, stages), current_world().device)
+    state = rank_state(resolved, _place(plan))
+    return manager_of(plan, state, rank_work(resolved), current_world().device)
 
 
 def _place(plan: Plan) -> tuple[int, int]:
@@ -192,20 +183,15 @@ def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
         check_unstepped(optimizer)
 
 
-def _check_whole(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-) -> None:
+def _check_whole(resolved: ResolvedPlan) -> None:
+    plan, model = resolved.plan, resolved.model
     if plan.mesh.names_model:
-        check_cut(plan, model, optimizer, tensor, stages)
+        check_cut(plan, model, resolved.optimizer, resolved.tensor, resolved.stages)
     elif _is_streamed(plan):
         check_meta(model, plan.weights, _checked_here(plan, model))
     if plan.precision.parameters != "none" and plan.weights is None:
         check_range(model, HALVES[plan.precision.parameters], plan.precision.kept)
-    check_recompute(plan, model)
+    check_recompute(plan, model, resolved.stages)
 
 
 def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:

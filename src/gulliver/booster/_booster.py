@@ -153,12 +153,12 @@ class Booster(CheckpointIO):
             GulliverError: the optimizer cannot be run so; the model is on another device than this
                 rank; ranks have built different models.
         """
-        world, precision = init_world(), self.mixed_precision or "none"
-        raise_on_any_rank(lambda: self._check(model, optimizer, world))
+        world = init_world()
+        choices = raise_on_any_rank(lambda: self._check(model, optimizer, world))
         # Before any broadcast: collectives over different tensors would hang or mix them up.
         check_alike(unwrapped(model), optimizer)
         again = next((known for known in self._optimizers if unwrapped(known) is model), model)
-        boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, precision)
+        boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, choices)
         self._last = Running(broadcast_object(plan), wrapped, unwrapped(model))
         # All ranks are here, so the groups of models that are gone can be given back together.
         release_groups()
@@ -180,8 +180,8 @@ class Booster(CheckpointIO):
             self._last.planned.show()
         return boosted, None if optimizer is None else wrapped, criterion, dataloader, lr_scheduler
 
-    def _check(self, model: nn.Module, optimizer: Any, world: World) -> None:
-        """Refuses what cannot be run, before anything is done."""
+    def _check(self, model: nn.Module, optimizer: Any, world: World) -> Plan:
+        """Returns the plugin's choices; refuses what cannot be run, before anything is done."""
         if isinstance(optimizer, BoostedOptimizer):
             raise GulliverError("the optimizer is boosted already: boost each model once")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -203,7 +203,7 @@ class Booster(CheckpointIO):
                     f"parameter {name!r} is on {parameter.device}, this rank runs on "
                     f"{world.device}: move the model there before its optimizer is made"
                 )
-        self.plugin.check(unwrapped(model), optimizer, self.mixed_precision or "none")
+        return self.plugin.check(unwrapped(model), optimizer, self.mixed_precision or "none")
 
     def noise_scale(self, batch: int) -> NoiseScale | None:
         """The gradient noise scale estimated so far; None before the first step.

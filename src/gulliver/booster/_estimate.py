@@ -1,8 +1,7 @@
-"""What a batch costs one process, estimated from a model's sizes: nothing of it is there.
+"""Estimates the costs of a batch in one process from a model's sizes.
 
-Where a model can be run, `_measure.py` measures the same. The estimate counts the products of
-matrices, and the attention of transformers. Where ranks compute here, a block of each kind is timed
-(`_timed_blocks.py`): only what lies outside of blocks is counted then.
+Counts matrix products and the attention of transformers. Where ranks compute here, a block of each
+kind is timed, and only what lies outside of blocks is counted.
 """
 
 from __future__ import annotations
@@ -44,19 +43,7 @@ def estimate_work(
     room: int | None = None,
     limited: bool = False,
 ) -> Work:
-    """Estimates what a step of a model of tokens computes.
-
-    Args:
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters.
-        device: device that computes.
-        batch: number of samples.
-        length: tokens of a sample.
-        precision: ``fp32``, ``bf16`` or ``fp16``, of the products.
-        activations: what may become of activations, as `GeminiPlugin` takes it.
-        room: bytes of memory that blocks may be timed in; None where they run elsewhere.
-        limited: whether they run under a memory limit.
-    """
+    """Estimates the costs of a step of a language model."""
     work = _computed(model, optimizer, device, batch, length, precision)
     if getattr(model, "config", None) is None:
         return work
@@ -69,7 +56,7 @@ def estimate_work(
 
 
 def _timed(work: Work, model: nn.Module, seconds: Mapping[str, tuple[float, float]]) -> Work:
-    """Work of a model whose blocks were timed; what is outside of them takes its share as counted.
+    """Work of a model with timed blocks; the rest is scaled by its parameters.
 
     Args:
         work: what was counted.
@@ -94,16 +81,9 @@ def _timed(work: Work, model: nn.Module, seconds: Mapping[str, tuple[float, floa
 def estimate_sample(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any, precision: str
 ) -> Work:
-    """Estimates what a sample costs a model on meta, for which nothing can be measured.
-
-    Args:
-        model: whole model.
-        optimizer: optimizer of its parameters.
-        sample: keyword arguments, a tuple of arguments, or one.
-        precision: ``bf16`` or ``fp16`` of autocast, or none.
-    """
+    """Estimates the costs of a sample for a model on meta."""
     batch = samples_of(sample)
-    # Rows that matrices multiply: numbers of words, or vectors.
+    # Rows multiplied by matrices: token ids, or vectors.
     rows = (t.numel() // (t.shape[-1] if t.is_floating_point() else 1) for t in tensors_of(sample))
     length = max(1, max(rows, default=1) // max(1, batch))
     device = current_cluster(1).device
@@ -124,7 +104,7 @@ def _computed(
     config = getattr(model, "config", None)
     layers = getattr(config, "num_hidden_layers", 0)
     width = getattr(config, "hidden_size", 0)
-    # Scores and their product with the values are as if of 2 x length x width more weights.
+    # Attention scores and their product with values count as 2 x length x width more weights.
     weights = _multiplied(model) + layers * 2 * length * width
     forward = layer_seconds(device, weights, tokens, NAMES[precision])
     states, trained, stepper = 0, 0, optimizer or no_optimizer()
@@ -138,7 +118,7 @@ def _computed(
         samples=batch,
         tokens=tokens,
         forward_s=forward,
-        # Weights that stay need no gradients.
+        # Frozen weights need no gradients.
         backward_s=(1 + (BACKWARD_OF_LINEAR - 1) * (trained or whole) / max(1, whole)) * forward,
         update_s=update_seconds(device, 4 * trained, states),
         hidden_bytes=item * tokens * width,
@@ -146,7 +126,7 @@ def _computed(
 
 
 def _multiplied(model: nn.Module) -> int:
-    """Elements of the matrices that hidden states are multiplied by."""
+    """Elements of the matrices that multiply hidden states."""
     tables = {
         p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(False)
     }

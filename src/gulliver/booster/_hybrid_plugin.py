@@ -21,7 +21,7 @@ from gulliver.booster._options import (
     take_options,
 )
 from gulliver.booster._plugins import Plugin
-from gulliver.booster._resolve import recomputable
+from gulliver.booster._resolve import plan_stages, recomputable
 from gulliver.booster._tiers import plan_tiers
 from gulliver.booster.hybrid import (
     SHORT,
@@ -230,9 +230,11 @@ class HybridParallelPlugin(Plugin):
             chosen, mode = found.plan, "all_to_all" if found.plan.ring == 1 else "ring_attn"
             reasons["sequence"] = found.reason
         sequence = SequenceLayout(mode, chosen.ulysses, chosen.outer, chosen.inner, chosen.layout)
-        blocks = recomputable(plan, model) if self.hybrid.checkpoint_activations else ()
-        if self.hybrid.checkpoint_activations and not blocks:
-            raise GulliverError(NO_BLOCKS)
+        blocks = ()
+        if self.hybrid.checkpoint_activations:
+            blocks = recomputable(plan, model, plan_stages(plan, model))
+            if not blocks:
+                raise GulliverError(NO_BLOCKS)
         plan = replace(plan, sequence=sequence, recompute=blocks, reasons=reasons)
         if self.memory is None:
             return plan

@@ -1,8 +1,4 @@
-"""What a batch costs one process: measured on the whole model, which is left as it was.
-
-Seconds of forward, backward and an update, and the bytes from which messages follow. It does not
-know how the model will be cut.
-"""
+"""Measures the costs of a batch in one process; the model is left as it was."""
 
 from __future__ import annotations
 
@@ -42,19 +38,7 @@ def measure_work(
     each: bool = False,
     fp8: Fp8Plan | None = None,
 ) -> Work:
-    """Runs a batch a few times.
-
-    Args:
-        model: whole model; gradients, buffers and random state are put back.
-        optimizer: optimizer of its parameters, which is not stepped; a small one like it is.
-        sample: keyword arguments, a tuple of arguments, or one.
-        tensor: how it will be cut over tensor ranks.
-        blocks: paths of its blocks, of which the first tells the size of a hidden state.
-        autocast: dtype of autocast.
-        each: whether to say the seconds of each block.
-        fp8: layers that will compute in FP8, and so keep their inputs in FP8; their seconds here
-            are those without.
-    """
+    """Runs a batch a few times."""
     sizes: dict[str, list[int]] = {"forward": [], "backward": [], "hidden": [], "again": []}
     watched = _sizes_of(model, tensor, blocks, sizes)
     with _put_back(model), watched, _in_fp8(model, fp8), _counted(model) as kept:
@@ -95,17 +79,8 @@ def samples_of(sample: Any) -> int:
 def with_peaks(
     work: Work, model: nn.Module, sample: Any, autocast: torch.dtype | None, activations: str
 ) -> Work:
-    """Returns the work of a batch, with the most bytes of a step that are no state.
-
-    The step is followed with shapes alone; 0 is what cannot be followed, or not recomputed.
-
-    Args:
-        work: what it costs besides, with the seconds of blocks if they were measured.
-        model: whole model, perhaps on meta.
-        sample: batch, as of `measure_work`, perhaps on meta.
-        autocast: dtype of autocast.
-        activations: what may become of activations, as `GeminiPlugin` takes it.
-    """
+    """The work of a batch with the peak bytes of a step that are not state."""
+    # Followed with fake tensors; 0 for what cannot be followed or recomputed.
     plain = follow_sample(model, sample, autocast)
     seconds = {block.path: block.forward_s for block in work.blocks}
     work = replace(work, peak=plain.bytes or 0, unfollowed=plain.reason, blocks=())
@@ -121,7 +96,7 @@ def with_peaks(
         return work
     offloadable = set(offloadable_blocks(model))
     ordered = [path for path in plain.kept if path in offloadable]
-    # What is inside of a block its own taker gets, and the model's all else.
+    # A block's activations go to its own entry, all others to the model's.
     found = follow_sample(model, sample, autocast, offloaded=(*ordered, ""))
     work = replace(work, peak_offloaded=found.bytes or 0)
     if not any(seconds.values()):
@@ -141,7 +116,7 @@ def follow_sample(
     again: Sequence[str] = (),
     offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
-    """Follows a step of a sample with shapes alone, blocks recomputed and off-loaded as named."""
+    """Follows a step with fake tensors, with the named blocks recomputed or offloaded."""
     args = () if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else (sample,)
     kwargs = sample if isinstance(sample, Mapping) else {}
     offering = recomputable_blocks(model)
@@ -211,7 +186,7 @@ def _sizes_of(
     blocks: tuple[str, ...],
     sizes: dict[str, list[int]],
 ) -> Iterator[None]:
-    """Notes what goes into and comes out of the modules between which ranks send."""
+    """Records input and output sizes of modules at which ranks communicate."""
     watched: list[tuple[str, Callable[..., None]]] = []
 
     def out_of(*kinds: str) -> Callable[..., None]:
@@ -226,7 +201,7 @@ def _sizes_of(
 
     for path, placed in (tensor.modules if tensor is not None else {}).items():
         if placed.how.kind in ADDED_UP:
-            # What backward computes again it adds up again.
+            # Recomputed modules reduce their outputs again.
             again = ("again",) if _inside(path, blocks) else ()
             watched.append((path, out_of("forward", *again)))
     watched += [(path, out_of("hidden")) for path in blocks[:1]]
@@ -246,7 +221,7 @@ def _inside(path: str, others: Iterable[str]) -> bool:
 
 
 def entries_of(tensor: TensorPlan | None) -> list[str]:
-    """Paths of modules that are given whole tensors and compute a part of what follows."""
+    """Paths of modules that take whole tensors and compute a part of the output."""
     if tensor is None:
         return []
     columns = [path for path, placed in tensor.modules.items() if placed.how.kind == "column"]
@@ -262,7 +237,7 @@ def shared_paths(tensor: TensorPlan | None) -> list[str]:
 
 @contextmanager
 def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterator[dict[str, float]]:
-    """Seconds of a forward that modules take, by the name of their list; none lies in another."""
+    """Seconds of a forward spent in disjoint lists of modules, by name."""
     found, begun, handles = dict.fromkeys(paths, 0.0), dict[tuple[str, str], float](), []
     device = next(model.parameters()).device
 
@@ -289,11 +264,11 @@ def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterato
 
 @contextmanager
 def _in_fp8(model: nn.Module, fp8: Fp8Plan | None) -> Iterator[None]:
-    """Lets layers keep for backward what they will keep, as FP8 of the hardware at hand or not."""
+    """Converts layers to (emulated) FP8, so that they save what they will save in a run."""
     if fp8 is None or not fp8.layers:
         yield
         return
-    # Copies of weights that are kept are counted as parameters.
+    # Kept FP8 copies of weights are counted as parameters.
     recipe = Recipe(fp8.scaling, emulate=True)
     convert_to_fp8(model, recipe, layers=fp8.layers, keep_weights=False)
     try:
@@ -304,7 +279,7 @@ def _in_fp8(model: nn.Module, fp8: Fp8Plan | None) -> Iterator[None]:
 
 @contextmanager
 def _counted(model: nn.Module) -> Iterator[list[int]]:
-    """Bytes of what forward keeps for backward, each storage once; parameters are not counted."""
+    """Bytes that forward saves for backward, each storage once, without parameters."""
     found, seen = [0], {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(value: Tensor) -> Tensor:
@@ -319,7 +294,7 @@ def _counted(model: nn.Module) -> Iterator[list[int]]:
 
 
 def _measured_update(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> float:
-    """Seconds of a step of all parameters, from a step of some of them by an optimizer alike."""
+    """Seconds of an optimizer step, extrapolated from a step of some parameters."""
     if optimizer is None:
         return 0.0
     trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
@@ -331,7 +306,7 @@ def _measured_update(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
         copies[-1].grad = torch.zeros_like(copies[-1])
         count += parameter.numel()
     try:
-        # Defaults name more than some constructors take: AdamW keeps what makes it one there.
+        # `defaults` may have more keys than the constructor takes, as with AdamW.
         taken = inspect.signature(type(optimizer)).parameters
         known = {key: value for key, value in optimizer.defaults.items() if key in taken}
         twin = type(optimizer)(copies, **known)
@@ -358,5 +333,5 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def _nbytes(value: Any) -> int:
-    """Size of the largest tensor of what a module takes or gives."""
+    """Bytes of the largest floating-point tensor of nested values."""
     return max((t.nbytes for t in tensors_of(value) if t.is_floating_point()), default=0)

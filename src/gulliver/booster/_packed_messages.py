@@ -1,4 +1,4 @@
-"""Messages of a step as they travel: in parts, and packed in the formats of a plan's wire."""
+"""Messages of a step in micro-batches and in wire formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gulliver.precision.wire import PackRates, WireFormat, pack_rates, wire_form
 
 
 def in_parts(message: Message, times: int) -> Message:
-    """The same bytes in more messages; those between stages are counted as such already."""
+    """Splits a message by micro-batches; those between stages are split already."""
     if times == 1 or message.behind_s == math.inf:
         return message
     behind = None if message.behind_s is None else message.behind_s / times
@@ -33,7 +33,7 @@ def wire_kind(message: Message, links: dict[str, list[tuple[int, Link]]]) -> str
 
 
 def rates_of_packing(wire: WireFormat, cluster: Cluster | None) -> PackRates:
-    """Seconds of packing, as measured here; on machines elsewhere those of two passes each."""
+    """Packing rates: measured here, or estimated for other machines."""
     if cluster is None:
         return pack_rates(wire, current_world().device.type)
     each = 8.0 / cluster.device.memory_rate
@@ -41,7 +41,7 @@ def rates_of_packing(wire: WireFormat, cluster: Cluster | None) -> PackRates:
 
 
 def packed_message(message: Message, wire: WireFormat, rates: PackRates, item: int) -> Message:
-    """A message of elements of `item` bytes in a wire format, with the seconds of packing it."""
+    """A message in a wire format, with the seconds of packing it."""
     if wire.name == "identity":
         return message
     elements = message.bytes // item
@@ -57,7 +57,7 @@ def packed(
     links: dict[str, list[tuple[int, Link]]],
     rates: Callable[[WireFormat], PackRates],
 ) -> Message:
-    """A message in the format of the plan."""
+    """A message in the wire format of the plan."""
     wire = wire_format(getattr(plan.wire, wire_kind(message, links)))
     item = 2 if plan.precision.parameters != "none" else 4
     return packed_message(message, wire, rates(wire), item)

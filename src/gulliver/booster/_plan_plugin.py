@@ -31,10 +31,12 @@ class PlanPlugin(Plugin):
         check_plan(self.plan, ranks)
         device = current_world().device.type
         if self.plan.mesh.device != device:
-            raise GulliverError(f"{self.plan.told('mesh.device')}, and ranks run on {device}")
+            raise GulliverError(
+                f"{self.plan.describe_field('mesh.device')}, and ranks run on {device}"
+            )
         if precision not in ("none", self.plan.precision.autocast):
             raise GulliverError(
-                f"{self.plan.told('precision.autocast')}, and Booster(mixed_precision="
+                f"{self.plan.describe_field('precision.autocast')}, and Booster(mixed_precision="
                 f"{precision!r}): say it in the plan alone"
             )
         return self.plan

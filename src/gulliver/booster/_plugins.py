@@ -29,7 +29,7 @@ from gulliver.booster._options import (
     take_options,
 )
 from gulliver.booster._predict import predict, with_mixed, with_work
-from gulliver.booster._resolve import differences, resolve
+from gulliver.booster._resolve import cut_model, differences, resolve
 from gulliver.booster._tiers import plan_tiers
 from gulliver.booster._wires import WireOptions, decide
 from gulliver.comm import World, broadcast_object, choose_axes, current_world, raise_on_any_rank
@@ -107,24 +107,23 @@ class Plugin(ABC):
             # What is chosen under a limit depends on what a batch takes.
             check_plan(choices, ranks)
             check_choices(choices, model, optimizer)
-            choices = with_work(choices, model, optimizer, sample)
+            choices = with_work(cut_model(choices, model, optimizer), sample)
         choices = self.for_model(choices, model, optimizer, cluster)
         if sample is not None:
             choices = with_mixed(choices, model, sample)
         check_plan(choices, ranks)
         check_choices(choices, model, optimizer)
-        plan = resolve(choices, model, optimizer, cluster)
-        if sample is not None and not plan.limited:
-            plan = with_work(plan, model, optimizer, sample)
-        plan = decide(plan, model, optimizer, self.wires, cluster)
-        plan = predict(plan, model, optimizer, cluster)
+        resolved = resolve(choices, model, optimizer, cluster)
+        if sample is not None and not choices.limited:
+            resolved = resolved.with_plan(with_work(resolved, sample))
+        plan = predict(decide(resolved, self.wires, cluster), cluster).plan
         # Ranks measure different times, and have one plan.
         return broadcast_object(plan) if current_world().size == ranks > 1 else plan
 
     def check(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
-    ) -> None:
-        """Refuses what this plugin cannot run; nothing is changed yet.
+    ) -> Plan:
+        """The choices for a model; refuses what this plugin cannot run, with nothing changed.
 
         Raises:
             GulliverError: the plugin cannot run it; what is wrong is named.
@@ -133,26 +132,27 @@ class Plugin(ABC):
         choices = self.wires.asked(self.choices(ranks, precision))
         check_plan(choices, ranks)
         check_choices(choices, model, optimizer)
+        return choices
 
     def configure(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         world: World,
-        precision: str,
+        choices: Plan,
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
-        """Plans and runs: the model and optimizer as they will run, and the plan that says how."""
+        """Plans and runs what `check` returned: the running model and optimizer, and the plan."""
         plain = unwrapped(model)
         # A plan differs where the formats do, and ranks with different plans wait for each other.
         self.wires.agree()
-        choices = self.wires.asked(self.choices(world.size, precision))
         choices = self.for_model(choices, plain, optimizer, None)
         # It reads measurements of this machine, which one rank alone may lack.
-        plan = raise_on_any_rank(lambda: resolve(choices, plain, optimizer))
-        plan = decide(plan, plain, optimizer, self.wires)
+        resolved = raise_on_any_rank(lambda: resolve(choices, plain, optimizer))
+        resolved = decide(resolved, self.wires)
         if choices.work.samples or choices.limited:
-            plan = predict(plan, plain, optimizer)
-        boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
+            resolved = predict(resolved)
+        plan = resolved.plan
+        boosted, wrapped = apply_plan(resolved, model, world, self.verbose)
         if self.verbose and world.is_main:
             for told in (differences(choices, plan), _unknown_label(choices)):
                 if told is not None:
@@ -217,7 +217,8 @@ def _unknown_label(plan: Plan) -> str | None:
     # "operators" is what `find_operators` writes, which is no plugin.
     if plan.plugin in ("", "operators", *(kind.__name__ for kind in kinds)):
         return None
-    return f"plan: {plan.told('plugin')} is no plugin here: it is a label, the other values run"
+    label = plan.describe_field("plugin")
+    return f"plan: {label} is no plugin here: it is a label, the other values run"
 
 
 class TorchDDPPlugin(Plugin):

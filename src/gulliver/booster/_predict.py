@@ -1,6 +1,6 @@
-"""Seconds of a step of a plan: what a rank computes, sends and waits for.
+"""Seconds of a step of a plan: compute, messages and waits of a rank.
 
-Every second is a formula of `gulliver.hardware`; here stands which messages a plan makes.
+Formulas of seconds are in `gulliver.hardware`; here is which messages a plan makes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gulliver.booster._blocks import offloadable_blocks
 from gulliver.booster._estimate import estimate_sample
 from gulliver.booster._measure import follow_sample, measure_work, with_peaks
 from gulliver.booster._packed_messages import in_parts, packed, rates_of_packing
-from gulliver.booster._ranks import largest_residency, rank_states, rank_work
+from gulliver.booster._ranks import ResolvedPlan, largest_residency, rank_states, rank_work
 from gulliver.booster._residency import other_bytes, priced
-from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
+from gulliver.booster._resolve import recomputable
 from gulliver.booster.hybrid import attention_shape, sequence_plan
 from gulliver.families import family_of, hugging_face_of, is_hugging_face
 from gulliver.hardware import (
@@ -44,28 +44,16 @@ from gulliver.hardware import (
 from gulliver.memory import FreedMemory
 from gulliver.parallel.pipeline import predict as predict_pipeline
 from gulliver.parallel.sequence import Volume, volume
-from gulliver.plan import AXES, SHARED_BY_TENSOR, Moved, Plan, Predicted, Seconds, Work
+from gulliver.plan import AXES, SHARED_BY_TENSOR, Plan, Predicted, Seconds, TierTraffic, Work
 from gulliver.precision.wire import PackRates, WireFormat
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def predict(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    cluster: Cluster | None = None,
-) -> Plan:
-    """A resolved plan with the predicted seconds of a step.
-
-    Args:
-        plan: resolved for the model; without `work` its seconds are those of messages alone.
-        model: whole model.
-        optimizer: optimizer of its parameters.
-        cluster: machines; None for those at hand.
-    """
-    tensor = plan_tensors(plan, model)
-    blocks = _blocks(plan, model)
+def predict(resolved: ResolvedPlan, cluster: Cluster | None = None) -> ResolvedPlan:
+    """A resolved plan with the predicted seconds of a step."""
+    plan, model, tensor = resolved.plan, resolved.model, resolved.tensor
+    blocks = _blocks(resolved)
     rates = partial(rates_of_packing, cluster=cluster)
     cluster = cluster or current_cluster(plan.mesh.size)
     links = axis_links(plan, cluster)
@@ -83,11 +71,10 @@ def predict(
     activations = _activations(plan, share, len(blocks))
     seconds, moved = by_kind(costs), plan.predicted.moved
     if moved is not None:
-        assert plan.zero is not None, "tiers are of ZeRO"
-        assert plan.zero.tiers is not None, "there are tiers"
-        moved, seconds, other = tiered_step(plan, model, optimizer, cluster, seconds)
+        assert plan.tiers is not None, "the plan has a limit"
+        moved, seconds, other = tiered_step(resolved, cluster, seconds)
         activations = other + plan.memory.activations
-        folder, disk = plan.zero.tiers.disk, cluster.disk
+        folder, disk = plan.tiers.disk, cluster.disk
         if folder is not None and disk is not None and not disk.has(folder):
             reasons["predicted.moved"] = (
                 f"rates of the disk of {disk.folder or cluster.name}; "
@@ -96,20 +83,16 @@ def predict(
     memory = replace(plan.predicted.bytes, activations=activations)
     sent, fullest = int(costs.sent), plan.predicted.fullest
     predicted = Predicted(cluster.name, seconds, sent, memory, moved, fullest)
-    return replace(plan, predicted=predicted, reasons=reasons)
+    return resolved.with_plan(replace(plan, predicted=predicted, reasons=reasons))
 
 
-def with_work(
-    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any
-) -> Plan:
-    """A plan with what a sample costs: measured here, or estimated for a model on meta."""
+def with_work(resolved: ResolvedPlan, sample: Any) -> Plan:
+    """A plan with the costs of a sample: measured here, or estimated for a model on meta."""
+    plan, model, optimizer = resolved.plan, resolved.model, resolved.optimizer
     autocast = PRECISIONS.get(plan.precision.autocast)
-    tensor, blocks = plan_tensors(plan, model), _blocks(plan, model)
-    chosen = (
-        plan.zero is not None
-        and plan.zero.tiers is not None
-        and plan.zero.tiers.activations == "auto"
-    )
+    tensor, blocks = resolved.tensor, _blocks(resolved)
+    tiers = plan.tiers
+    chosen = tiers is not None and tiers.activations == "auto"
     blocks = offloadable_blocks(model) if chosen else blocks
     if any(p.is_meta for p in model.parameters()):
         work = estimate_sample(model, optimizer, sample, plan.precision.autocast)
@@ -117,15 +100,15 @@ def with_work(
         with _as_it_runs(plan):
             given = model, optimizer, sample, tensor, blocks, autocast, chosen
             work = measure_work(*given, plan.precision.fp8)
-    if plan.zero is not None and plan.zero.tiers is not None:
-        work = with_peaks(work, model, sample, autocast, plan.zero.tiers.activations)
+    if tiers is not None:
+        work = with_peaks(work, model, sample, autocast, tiers.activations)
     return replace(plan, work=work)
 
 
 @contextmanager
 def _as_it_runs(plan: Plan) -> Iterator[None]:
-    """Measures under a limit as a step runs there, where freed memory goes back to the system."""
-    freed = FreedMemory() if plan.zero is not None and plan.zero.tiers is not None else None
+    """Measures as under a memory limit, where freed memory returns to the system."""
+    freed = FreedMemory() if plan.limited else None
     try:
         yield
     finally:
@@ -134,8 +117,8 @@ def _as_it_runs(plan: Plan) -> Iterator[None]:
 
 
 def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
-    """A plan with the most bytes of a step that does with each block what was chosen for it."""
-    tiers = None if plan.zero is None else plan.zero.tiers
+    """A plan with the peak bytes of a step with mixed activation choices."""
+    tiers = plan.tiers
     if tiers is None or tiers.activations != "mixed":
         return plan
     autocast = PRECISIONS.get(plan.precision.autocast)
@@ -144,29 +127,13 @@ def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
 
 
 def tiered_step(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    cluster: Cluster,
-    seconds: Seconds,
-) -> tuple[Moved, Seconds, int]:
-    """Returns moves between memories, seconds of a step that waits for them, and other bytes.
-
-    Args:
-        plan: resolved plan with tiers.
-        model: whole model.
-        optimizer: optimizer of its parameters.
-        cluster: machines.
-        seconds: seconds of a step in which nothing moves.
-
-    Raises:
-        GulliverError: the limit, or what lies behind, is too small.
-    """
-    assert plan.zero is not None, "tiers are of ZeRO"
-    assert plan.zero.tiers is not None, "there are tiers"
-    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
-    work, tiers = rank_work(plan, model, tensor, stages), plan.zero.tiers
-    found = largest_residency(rank_states(plan, model, optimizer, tensor, stages), tiers, work)
+    resolved: ResolvedPlan, cluster: Cluster, seconds: Seconds
+) -> tuple[TierTraffic, Seconds, int]:
+    """Traffic between tiers, seconds of a step with its waits, and bytes that are not state."""
+    plan = resolved.plan
+    work, tiers = rank_work(resolved), plan.tiers
+    assert tiers is not None, "the plan has a limit"
+    found = largest_residency(rank_states(resolved), tiers, work)
     moved, tiered = priced(found, tiers, work, cluster)
     if tiered is None:
         return moved, seconds, other_bytes(tiers, work)
@@ -176,18 +143,16 @@ def tiered_step(
     return moved, seconds, other_bytes(tiers, work)
 
 
-def _blocks(plan: Plan, model: nn.Module) -> tuple[str, ...]:
-    stages = plan_stages(plan, model)
-    if stages is not None:
-        return stages[0].blocks
-    return tuple(path for path in recomputable(plan, model) if path)
+def _blocks(resolved: ResolvedPlan) -> tuple[str, ...]:
+    found = recomputable(resolved.plan, resolved.model, resolved.stages)
+    return found if resolved.stages is not None else tuple(path for path in found if path)
 
 
 def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]]:
-    """Size and link of each axis that has several ranks; ``replicas`` are those of ZeRO."""
+    """Size and link of each axis with several ranks; ``replicas`` are those of ZeRO."""
     sizes = [plan.mesh.of(name) for name in AXES]
     several = [name for name, size in zip(AXES, sizes, strict=True) if size > 1]
-    # Links need a cluster as large as the mesh; another one is taken for a part of it.
+    # Links need a cluster as large as the mesh.
     whole = cluster if cluster.size == plan.mesh.size else cluster.resized(plan.mesh.size)
     found = {n: [a] for n, a in zip(several, torus_links(whole, sizes), strict=True)}
     replicas = [link for name in ("data", "sequence") for link in found.get(name, [])]
@@ -200,12 +165,7 @@ def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]
 
 
 def free_share(device: Device, ranks: int) -> float:
-    """Share of messages that travel without a core that computes.
-
-    Args:
-        device: device of every rank.
-        ranks: number of ranks.
-    """
+    """Share of communication that needs no compute core."""
     if device.overlap is not None:
         return device.overlap
     busy = ranks * torch.get_num_threads()
@@ -214,12 +174,10 @@ def free_share(device: Device, ranks: int) -> float:
 
 
 def _computed(plan: Plan, share: float) -> float:
-    """Share of one process's seconds that a rank computes, all stages together.
-
-    [Note: what tensor ranks do not divide] Norms, sums with what passes a block by, and rotary
-    embeddings see whole hidden states on every tensor rank. They have few parameters and take a
-    tenth of a forward's seconds or more, so seconds are divided by where they were spent.
-    """
+    """Share of one process's compute on a rank, summed over stages."""
+    # [Note: what tensor ranks do not divide] Norms, residual additions and rotary embeddings see
+    # whole hidden states on every tensor rank. They have few parameters but take a tenth of a
+    # forward or more, so seconds are divided by where they were spent.
     tensor, measured = plan.mesh.of("tensor"), plan.work.share_cut
     if tensor == 1 or not measured:
         return share
@@ -227,7 +185,7 @@ def _computed(plan: Plan, share: float) -> float:
 
 
 def attention_sends(plan: Plan, model: nn.Module) -> Volume:
-    """Bytes that a rank sends in one attention of the whole batch."""
+    """Bytes sent by each rank in one attention of the whole batch."""
     work, degree = plan.work, plan.mesh.of("sequence")
     if degree == 1 or not work.samples:
         return Volume()
@@ -238,7 +196,7 @@ def attention_sends(plan: Plan, model: nn.Module) -> Volume:
         half = plan.precision.parameters
         half = plan.precision.autocast if half == "none" else half
         return volume(sequence_plan(plan), replace(shape, dtype=HALVES.get(half, shape.dtype)))
-    # Of pictures and clips, whose tokens the model makes: each tensor like a hidden state.
+    # For pictures and clips, whose tokens the model makes, each tensor is like a hidden state.
     part, u = work.hidden_bytes / degree, plan.sequence.ulysses
     exchanged, hops = 4 * part * (1 - 1 / u), degree // u - 1
     return Volume(exchanged, exchanged, 2 * part * hops, 4 * part * hops)
@@ -258,7 +216,7 @@ def _costs(
     stages = plan.mesh.of("pipeline")
     times = plan.pipeline.micro_batches if stages > 1 else work.backwards
     forward, backward = passes(work, share, plan.mesh.of("tensor"), times)
-    # Embeddings, head and loss are not in blocks: nobody computes them again.
+    # Embeddings, head and loss are outside of blocks and not recomputed.
     repeated, bubble, own = again * (work.share_blocks or 1.0) * forward, 0.0, 1.0
     if stages > 1:
         bubble, own = _pipelined(plan, links, forward, backward + repeated)
@@ -280,17 +238,9 @@ def _costs(
 
 
 def passes(work: Work, share: float, tensor: int, times: int) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of a batch in parts, all stages together.
-
-    [Note: what does not shrink] Ranks that share a model, and micro-batches, divide what is
-    multiplied. Each of them launches every operation all the same, and reads all weights of its.
-
-    Args:
-        work: work of the whole batch in one process.
-        share: share of its seconds that the ranks of a stage have each.
-        tensor: number of ranks that share the weights.
-        times: number of parts.
-    """
+    """Seconds of the forward and the backward of a batch in micro-batches, summed over stages."""
+    # [Note: what does not shrink] Ranks that share a model, and micro-batches, divide the FLOPs.
+    # But each of them launches every operation and reads all of its weights.
     least = times * work.weights_s / tensor
     return (
         max(share * work.forward_s, least) + times * work.launch_forward_s,
@@ -315,7 +265,7 @@ def by_kind(costs: StepCosts) -> Seconds:
 def _pipelined(
     plan: Plan, links: dict[str, list[tuple[int, Link]]], forward: float, backward: float
 ) -> tuple[float, float]:
-    """Seconds that the rank which computes most waits, and its share of the work."""
+    """Bubble seconds of the busiest rank, and its share of the work."""
     line, ranks = plan.pipeline, plan.mesh.of("pipeline")
     if not forward:
         return 0.0, sum(line.shares[::ranks])
@@ -334,12 +284,7 @@ def _pipelined(
 
 
 def hop_message(links: dict[str, list[tuple[int, Link]]], count: int) -> Message:
-    """A message between two stages, which the later one waits for while others compute.
-
-    Args:
-        links: size and link of each axis, of `axis_links`.
-        count: bytes of the message.
-    """
+    """A message between two pipeline stages."""
     return Message("sends", count, links["pipeline"])
 
 
@@ -351,78 +296,92 @@ def model_messages(
     own: float,
     attention: Volume,
 ) -> Iterator[Message]:
-    """Messages between ranks that share a model, of the whole batch.
-
-    Args:
-        plan: plan with its work.
-        links: size and link of each axis, of `axis_links`.
-        again: share of the blocks that are computed again.
-        blocks: number of blocks that this rank runs.
-        own: share of the work that this rank has.
-        attention: bytes that a rank sends in one attention.
-    """
-    work, sequence, degree = plan.work, plan.sequence, plan.mesh.of("sequence")
+    """Messages between ranks that share a model, for the whole batch."""
     if "tensor" in links:
-        line = links["tensor"]
-        passes = dict[int, float](Counter((*work.reduced_forward, *work.reduced_backward)))
-        for count, number in Counter(work.reduced_again).items():
-            passes[count] = passes.get(count, 0) + again * number
-        for count, times in passes.items():
-            size = count // degree
-            if sequence.mode in SHARED_BY_TENSOR:
-                for kind in ("reduce_scatter", "all_gather"):
-                    yield Message(kind, size, line, times * own, launches=GATHER_LAUNCHES)
-            else:
-                yield Message("all_reduce", size, line, times * own)
-        if sequence.mode in SHARED_BY_TENSOR:
-            # Gathered inputs are not kept for the gradients of the weights, but gathered again.
-            for size, number in Counter(work.reduced_backward).items():
-                yield Message("all_gather", size, line, number * own, launches=GATHER_LAUNCHES)
+        yield from _tensor_messages(plan, links["tensor"], again, own)
     if "sequence" in links:
-        u, ring = sequence.ulysses, sequence.outer * sequence.inner
-        ways: tuple[tuple[Literal["forward", "backward"], float, float, float], ...] = (
-            ("forward", attention.forward, attention.ulysses_forward, 1 + again),
-            ("backward", attention.backward, attention.ulysses_backward, 1.0),
-        )
-        of_attention = work.attention_forward_s, work.attention_backward_s
-        for (beside, whole, exchanged, times), seconds in zip(ways, of_attention, strict=True):
-            if u > 1:
-                # One exchange of queries, keys and values, one of the result.
-                line, size = [(u, links["sequence"][0][1])], exchanged / 2 * u / (u - 1)
-                count, packing = 2 * blocks * times, exchange_launches(u)
-                yield Message("all_to_all", int(size), line, count, launches=packing)
-            if ring > 1:
-                # In backward keys and values go round, and their gradients, each by themselves.
-                each = 1 if beside == "forward" else 2
-                number = (ring - 1) * each
-                # Of each attention a ring computes as much while a hop is under way.
-                shared = degree * ring * plan.mesh.of("tensor") * max(1.0, blocks / max(own, 1e-9))
-                behind = seconds / (shared * each) if seconds else None
-                yield Message(
-                    "sends",
-                    int((whole - exchanged) / number),
-                    links["sequence"],
-                    number * blocks * times,
-                    True,
-                    beside,
-                    behind_s=behind,
-                    launches=hop_launches(ring) / each,
-                )
+        yield from _sequence_messages(plan, links["sequence"], again, blocks, own, attention)
     if "pipeline" in links:
         micro = plan.pipeline.micro_batches
-        # What shows of them is in the seconds of the schedule.
-        size, line = work.hidden_bytes // micro, links["pipeline"]
+        # The seconds of the schedule include what of them is not hidden.
+        size, line = plan.work.hidden_bytes // micro, links["pipeline"]
         yield Message("sends", size, line, micro, True, behind_s=math.inf)
 
 
-def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) -> Iterator[Message]:
-    """Messages of the replicas: gradients, and parameters where they are sharded.
+def _tensor_messages(
+    plan: Plan, line: list[tuple[int, Link]], again: float, own: float
+) -> Iterator[Message]:
+    work, mode = plan.work, plan.sequence.mode
+    passes = dict[int, float](Counter((*work.reduced_forward, *work.reduced_backward)))
+    for count, number in Counter(work.reduced_again).items():
+        passes[count] = passes.get(count, 0) + again * number
+    for count, times in passes.items():
+        size = count // plan.mesh.of("sequence")
+        if mode in SHARED_BY_TENSOR:
+            for kind in ("reduce_scatter", "all_gather"):
+                yield Message(kind, size, line, times * own, launches=GATHER_LAUNCHES)
+        else:
+            yield Message("all_reduce", size, line, times * own)
+    if mode in SHARED_BY_TENSOR:
+        # Gathered inputs are not kept for the gradients of the weights, but gathered again.
+        for size, number in Counter(work.reduced_backward).items():
+            yield Message("all_gather", size, line, number * own, launches=GATHER_LAUNCHES)
 
-    Args:
-        plan: resolved plan.
-        line: size and link of each axis of the replicas.
-        times: number of backwards of a step.
-    """
+
+def _sequence_messages(
+    plan: Plan,
+    line: list[tuple[int, Link]],
+    again: float,
+    blocks: float,
+    own: float,
+    attention: Volume,
+) -> Iterator[Message]:
+    work, sequence = plan.work, plan.sequence
+    u, ring = sequence.ulysses, sequence.outer * sequence.inner
+    passes: tuple[tuple[Literal["forward", "backward"], float, float, float, float], ...] = (
+        (
+            "forward",
+            attention.forward,
+            attention.ulysses_forward,
+            1 + again,
+            work.attention_forward_s,
+        ),
+        (
+            "backward",
+            attention.backward,
+            attention.ulysses_backward,
+            1.0,
+            work.attention_backward_s,
+        ),
+    )
+    for beside, whole, exchanged, times, seconds in passes:
+        if u > 1:
+            # One exchange of queries, keys and values, one of the result.
+            size, count = exchanged / 2 * u / (u - 1), 2 * blocks * times
+            launches = exchange_launches(u)
+            yield Message("all_to_all", int(size), [(u, line[0][1])], count, launches=launches)
+        if ring > 1:
+            # In backward keys and values go round the ring, and their gradients separately.
+            each = 1 if beside == "forward" else 2
+            number = (ring - 1) * each
+            # The part of an attention that a ring computes during one hop.
+            ranks = plan.mesh.of("sequence") * plan.mesh.of("tensor")
+            shared = ranks * ring * max(1.0, blocks / max(own, 1e-9))
+            behind = seconds / (shared * each) if seconds else None
+            yield Message(
+                "sends",
+                int((whole - exchanged) / number),
+                line,
+                number * blocks * times,
+                True,
+                beside,
+                behind_s=behind,
+                launches=hop_launches(ring) / each,
+            )
+
+
+def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) -> Iterator[Message]:
+    """Messages of the replicas: gradients, and parameters where they are sharded."""
     if not line or plan.model.trainable == 0:
         return
     if plan.ddp is not None:
@@ -433,7 +392,7 @@ def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) ->
         return
     assert plan.zero is not None, "replicas share by DDP or ZeRO"
     sizes, zero = [c.bytes for c in plan.chunks], plan.zero
-    # Steps of unequal work send everything once, as stage 1 does; under a limit, beside nothing.
+    # Steps of unequal work communicate once, as stage 1 does; under a limit without overlap.
     stage = min(zero.stage, 1) if zero.unequal else zero.stage
     hidden = zero.overlap and not (zero.unequal and plan.limited)
     for (kind, size), number in Counter(zero_collectives(stage, sizes)).items():
@@ -444,16 +403,7 @@ def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) ->
 def zero_messages(
     stage: int, kind: str, size: int, number: float, line: Sequence[tuple[int, Link]], times: int
 ) -> Iterator[Message]:
-    """Equal messages of ZeRO, by the pass that they travel beside.
-
-    Args:
-        stage: stage of ZeRO.
-        kind: collective.
-        size: bytes of the whole tensor.
-        number: number of them in a step of one backward.
-        line: size and link of each axis of the replicas.
-        times: number of backwards of a step.
-    """
+    """ZeRO's messages of one size, by the pass that hides them."""
     gathers = kind == "all_gather"
     # Stages that keep no whole gradients reduce them after every backward.
     once = stage < 2 or (stage == 2 and gathers)
@@ -469,7 +419,7 @@ def zero_messages(
 
 
 def _activations(plan: Plan, share: float, blocks: int) -> int:
-    """Bytes that a rank keeps for backward; of a pipeline those of the micro-batches under way."""
+    """Activation bytes of a rank; with a pipeline, of the micro-batches in flight."""
     again = len(plan.recompute) / blocks if blocks else 0.0
     inputs = plan.work.hidden_bytes * len(plan.recompute)
     kept = share * (plan.work.activations * (1 - again) + inputs)

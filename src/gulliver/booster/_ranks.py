@@ -1,7 +1,7 @@
-"""What each rank of a plan has of a model: its tensors, its chunks, and the work of a step.
+"""Tensors, chunks and work of each rank of a plan.
 
-Ranks of one pipeline have other layers, and those of a tensor axis may have parts of other sizes;
-what is planned of memory is planned for the rank that needs most of it (`largest_residency`).
+Ranks of a pipeline have different layers, and tensor ranks may have parts of different sizes;
+memory is planned for the rank that needs most (`largest_residency`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -45,43 +45,51 @@ KEPT_WHOLE = 0.5
 layers by, norms, masks."""
 
 
-def rank_state(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-    place: tuple[int, int],
-) -> StateBytes:
-    """State of one rank, and the order in which a step uses it.
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """A plan with the cut of its model, computed once for prediction and execution."""
 
-    Args:
-        plan: choices of ZeRO.
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters.
-        tensor: how tensors are cut.
-        stages: how blocks are.
-        place: rank on the pipeline axis, and on the tensor axis.
+    # Choices, and results as far as they are known.
+    plan: Plan
+    # Whole model, perhaps on meta.
+    model: nn.Module
+    # Optimizer of its parameters; None where it is not trained.
+    optimizer: torch.optim.Optimizer | None = None
+    # How tensors are cut over the tensor axis; None where they are not.
+    tensor: TensorPlan | None = None
+    # Blocks and their cut; None without a pipeline.
+    stages: Stages | None = None
+    _sizes: dict[tuple[int, int], list[TensorSize]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
-    Raises:
-        GulliverError: a number of micro-batches that the pipeline's schedule cannot order.
-    """
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages, place)
-    found = state_bytes(plan, sizes)
+    def with_plan(self, plan: Plan) -> ResolvedPlan:
+        """The same cut with a plan that differs in choices that do not cut, or in results."""
+        return replace(self, plan=plan)
+
+    def sizes(self, place: tuple[int, int] = (0, 0)) -> list[TensorSize]:
+        """Parameters of the rank at a place on the pipeline and the tensor axis."""
+        if place not in self._sizes:
+            self._sizes[place] = _tensor_sizes(self, place)
+        return self._sizes[place]
+
+
+def rank_state(resolved: ResolvedPlan, place: tuple[int, int]) -> StateBytes:
+    """State of one rank, and the order in which a step uses it."""
+    plan = resolved.plan
+    found = state_bytes(plan, resolved.sizes(place))
     if plan.mesh.names_model:
         found = replace(found, blocks=plan.recompute)
-    if stages is None:
+    if resolved.stages is None:
         return found
-    return replace(found, passes=_passes(plan, model, stages, place[0]))
+    return replace(found, passes=_passes(plan, resolved.model, resolved.stages, place[0]))
 
 
 def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
-    """Names of a model's parameters as a forward reads them, where chunks are to lie so.
-
-    A tied one is there at each of its names. That is where several ranks gather them, which they do
-    in one order: a chunk that is used before others that precede it brings those along, so the
-    first step, of whose order nothing is known, would hold nearly the whole model.
-    """
+    """Parameter names in the order of a forward, if chunks follow that order."""
+    # A tied one appears at each of its names. The order matters where several ranks gather chunks,
+    # in one common order: a chunk used before others that precede it gathers those too, so the
+    # first step, whose order is not known yet, would hold nearly the whole model.
     if plan.limited and not plan.mesh.names_model:
         return []
     if not plan.limited and (plan.stage != 3 or plan.mesh.replicas == 1):
@@ -92,11 +100,8 @@ def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def _forward_order(model: nn.Module) -> list[str]:
-    """Names of parameters as a forward reads them, a tied one at each of its names.
-
-    Blocks of transformers have norms that are registered behind the layers before or around which
-    they run.
-    """
+    """Parameter names in the order of a forward; a tied one at each of its names."""
+    # Blocks of transformers register norms after the layers that they run before or around.
     named = list(model.named_parameters(remove_duplicate=False))
     blocks = dict[str, list[tuple[str, nn.Parameter]]]()
     for name, parameter in named:
@@ -106,7 +111,7 @@ def _forward_order(model: nn.Module) -> list[str]:
 
 
 def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """Names of a block in order: norms that follow all layers stand before, or around, each."""
+    """Names of a block in order; norms registered after all layers move next to them."""
     children = dict[str, list[str]]()
     small = dict[str, bool]()
     for name, parameter in found:
@@ -124,15 +129,9 @@ def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
     return [name for child in order for name in children[child]]
 
 
-def rank_states(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-) -> list[StateBytes]:
-    """States of all ranks that differ; arguments as of `rank_state`."""
-    found = (rank_state(plan, model, optimizer, tensor, stages, place) for place in places(plan))
+def rank_states(resolved: ResolvedPlan) -> list[StateBytes]:
+    """Distinct states of all ranks."""
+    found = (rank_state(resolved, place) for place in places(resolved.plan))
     return list(dict.fromkeys(found))
 
 
@@ -147,12 +146,7 @@ def places(plan: Plan) -> dict[tuple[int, int], int]:
 def largest_residency(
     states: Sequence[StateBytes], tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> Residency:
-    """Finds the residency of the rank that needs most memory at once; the others are tried as well.
-
-    Raises:
-        GulliverError: the limit, or what lies behind, is too small for a rank; the least that all
-            of them can do with is named.
-    """
+    """Residency of the rank that needs most memory; errors name the least limit for all."""
     ordered = sorted(states, key=lambda state: -least_bytes(state, tiers))
     first, *_ = (find_residency(state, tiers, work, policy) for state in ordered)
     return first
@@ -175,17 +169,9 @@ def _passes(plan: Plan, model: nn.Module, stages: Stages, place: int) -> Passes:
     )
 
 
-def rank_work(
-    plan: Plan, model: nn.Module, tensor: TensorPlan | None, stages: Stages | None
-) -> Work:
-    """Returns the work of a batch on the rank that computes most of it, an upper bound of bytes.
-
-    Args:
-        plan: choices; `Plan.work` is what the whole model costs one process.
-        model: whole model.
-        tensor: how tensors are cut.
-        stages: how blocks are.
-    """
+def rank_work(resolved: ResolvedPlan) -> Work:
+    """Work of a batch on the rank that computes most of it; an upper bound of bytes."""
+    plan, tensor, stages = resolved.plan, resolved.tensor, resolved.stages
     work, degree = plan.work, plan.mesh.of("sequence")
     if plan.zero is not None and plan.zero.unequal:
         degree = 1  # a rank may run a whole sample by itself
@@ -196,7 +182,7 @@ def rank_work(
         _, found, numbers = stages
         own = max(sum(found.times[n] for n in held) for held in numbers) / (sum(found.times) or 1)
     if tensor is not None:
-        cut = 1 - tensor.share_of(model) * (1 - 1 / tensor.size)
+        cut = 1 - tensor.share_of(resolved.model) * (1 - 1 / tensor.size)
         kept *= KEPT_WHOLE + (1 - KEPT_WHOLE) * cut
     return replace(
         work,
@@ -210,49 +196,34 @@ def rank_work(
 
 
 def _again_s(plan: Plan) -> float:
-    """Seconds of what backward computes again."""
+    """Seconds of recomputation in backward."""
     work, again = plan.work, set(plan.recompute)
     known = [block.forward_s for block in work.blocks if block.path in again]
     return sum(known) if known or not again else (work.share_blocks or 1.0) * work.forward_s
 
 
 def _again_share(plan: Plan) -> float:
-    """Share of a forward's operations that backward launches again."""
+    """Share of a forward's operations that are recomputed."""
     return (plan.work.share_blocks or 1.0) if plan.recompute else 0.0
 
 
-def tensor_sizes(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-    place: tuple[int, int] = (0, 0),
-) -> list[TensorSize]:
-    """The parameters that a rank will have, in the model's order, before any sharding.
-
-    Args:
-        plan: choices.
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters.
-        tensor: how tensors are cut.
-        stages: how blocks are.
-        place: rank on the pipeline axis, and on the tensor axis; the first one by default.
-    """
-    stepper = optimizer or no_optimizer()
+def _tensor_sizes(resolved: ResolvedPlan, place: tuple[int, int]) -> list[TensorSize]:
+    """The parameters that a rank will have, in the model's order, before any sharding."""
+    plan, model, tensor = resolved.plan, resolved.model, resolved.tensor
+    stepper = resolved.optimizer or no_optimizer()
     groups = {p: group for group in stepper.param_groups for p in group["params"]}
     whole = plan.zero is not None and needs_whole(stepper, plan.zero.assume_elementwise)
-    if stages is None:
+    if resolved.stages is None:
         named = {name: p for name, p in model.named_parameters() if not is_boosted(p)}
     else:
-        named = names_held(model, *stages, place[0])
+        named = names_held(model, *resolved.stages, place[0])
     named = {name: named[name] for name in order_of_use(plan, model) if name in named} or named
     turns, sizes = _turns(plan, model), list[TensorSize]()
     for name, parameter in named.items():
         given, trained = parameter in groups, parameter in groups and parameter.requires_grad
         dtype = _dtype_in(plan, name, parameter)
         count = cut_numel(name, parameter, tensor, place[1])
-        # An optimizer that looks at shapes is not given slices.
+        # An optimizer that reads shapes does not get slices.
         shape = parameter.shape if count == parameter.numel() else (count,)
         kept = state_sizes(stepper, groups[parameter], shape) if given else ()
         sleeping = given and not trained and not plan.mesh.names_model
@@ -274,7 +245,7 @@ def tensor_sizes(
 
 
 def _turns(plan: Plan, model: nn.Module) -> dict[nn.Parameter, list[int]]:
-    """Places of parameters in the order of use, where a tied one has several."""
+    """Positions of parameters in the order of use; a tied one has several."""
     known = dict(model.named_parameters(remove_duplicate=False))
     turns: dict[nn.Parameter, list[int]] = {}
     for turn, name in enumerate(order_of_use(plan, model) or _forward_order(model)):
@@ -300,19 +271,19 @@ def cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, ran
 
 
 def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
-    """Bytes of a rank's chunks, and of what the optimizer keeps of each, at most with a limit."""
+    """Sizes of a rank's chunks and of their optimizer state."""
     zero = plan.zero
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
-    # Stages have other layers than the first, whose chunks those of a plan are.
+    # The plan lists chunks of the first stage; others have other layers.
     order = list(dict.fromkeys([*order, *(t.name for t in sizes)])) if order else []
     layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
     parts = plan.mesh.replicas if zero.stage else 1
-    # A plan tells of the first rank; a limit is the same for all, and has to do for each of them.
+    # A plan describes the first rank; a limit is the same for all and must suffice for each.
     ranks = parts if zero.tiers is not None else 1
     states = {t.name: t.states for t in sizes}
     uses = _uses(sizes, [slot.name for layout, _, _ in layouts for slot in layout.slots])
-    beside = any(tensor.beside for tensor in sizes)
+    twice = any(tensor.beside for tensor in sizes)
 
     def counted(trained: set[str]) -> StateBytes:
         found = [_chunk_bytes(one, dtype, states, trained, ranks) for one, dtype, _ in layouts]
@@ -322,10 +293,10 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
             found = [(replace(c, packed=n), m) for (c, m), n in zip(found, shown, strict=True)]
         chunks, moments = zip(*found, strict=True) if found else ((), ())
         taken = _taken(plan, chunks)
-        found = StateBytes(chunks, moments, parts, zero.gather_ahead, uses, beside, taken)
+        found = StateBytes(chunks, moments, parts, zero.gather_ahead, uses, twice, taken)
         if zero.tiers is None or not zero.unequal:
             return found
-        # How many micro-batches a step has differs: the second is as every other.
+        # The number of micro-batches varies: the second is like every later one.
         return replace(found, unequal=True, passes=((FORWARD, uses), (BACKWARD, uses)) * 2)
 
     now = counted({t.name for t in sizes if t.trained})
@@ -340,33 +311,33 @@ def _chunk_bytes(
     trained: set[str],
     ranks: int,
 ) -> tuple[ChunkBytes, tuple[int, ...]]:
-    """Bytes of a chunk, and of each tensor that the optimizer keeps of it on one of some ranks."""
+    """Bytes of a chunk, and of each tensor of its optimizer state."""
     names = tuple(slot.name for slot in layout.slots)
     is_trained = names[0] in trained
-    home = shard_dtype(dtype, is_trained)
-    whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
+    master = shard_dtype(dtype, is_trained)
+    whole, shard = layout.size * dtype.itemsize, layout.part_size * master.itemsize
     cut = layout.parts > 1 and not layout.whole
     held = list[list[int]]()
     for part in range(min(layout.parts, ranks) if is_trained else 0):
-        # Of a piece that was cut each tensor has its size.
+        # State tensors of a sliced parameter have the size of the slice.
         kept = [
             (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
             for piece in layout.pieces(part)
         ]
         kinds = itertools.zip_longest(*kept, fillvalue=0)
-        held.append([moment_size(kind) * home.itemsize for kind in kinds])
+        held.append([moment_size(kind) * master.itemsize for kind in kinds])
     most = itertools.zip_longest(*held, fillvalue=0)
-    return ChunkBytes(names, whole, shard, is_trained, home != dtype), tuple(map(max, most))
+    return ChunkBytes(names, whole, shard, is_trained, master != dtype), tuple(map(max, most))
 
 
 def _shown_bytes(wires: ZeroWires, layout: ChunkLayout, dtype: torch.dtype) -> int:
-    """Bytes of a shard as all ranks have it, which is kept where changes of it travel packed."""
+    """Bytes of the copy of a shard as other ranks see it, kept where parameters travel packed."""
     packed = wires.of_parameters(layout.parts, layout.part_size, dtype) is not IDENTITY
     return layout.part_size * dtype.itemsize * packed
 
 
 def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
-    """Names in the order of use: the model's, unless chunks lie in another, which a person gave."""
+    """Names in the order of use: the model's, unless the plan orders chunks otherwise."""
     kinds = {tensor.name: (tensor.trained, tensor.frozen_trainable) for tensor in sizes}
     inside = set(laid_out)
     for kind in set(kinds.values()):
@@ -379,13 +350,9 @@ def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
 
 
 def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], ...]:
-    """Sizes of the activations that leave, by the last chunk that their block uses.
-
-    A block is known by the size of all its activations and of the largest: they are taken for
-    equal ones of that size.
-    """
-    assert plan.zero is not None, "there are chunks"
-    tiers = plan.zero.tiers
+    """Sizes of offloaded activations, by the last chunk that their block uses."""
+    # Of a block only the total and the largest size are known: assume equal ones.
+    tiers = plan.tiers
     if tiers is None or not tiers.takes_activations:
         return ()
     found, number = [list[int]() for _ in chunks], 0

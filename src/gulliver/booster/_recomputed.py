@@ -1,8 +1,8 @@
-"""Blocks that are kept, computed again in backward, or moved to the host, as a micro-batch says.
+"""Keeps, recomputes or offloads blocks, chosen again for each micro-batch.
 
-Blocks of a kind are alike, so a micro-batch says how many of each kind go which way. Those that
-move lie evenly among the others: the blocks between hide their way to the host and back. Of the
-rest the first ones are computed again.
+A micro-batch says how many blocks of each kind are recomputed and offloaded. Offloaded blocks are
+spaced evenly, so that the blocks between them hide the transfers; of the rest, the first ones are
+recomputed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,7 @@ from gulliver.parallel.pipeline import Stage
 
 
 class RecomputeSwitch:
-    """Says of the next forward which blocks its backward computes again, and which move away.
-
-    Args:
-        model: boosted model.
-        kinds: name and number of the blocks of each kind, in the order in which they are counted.
-        offload: takes what blocks save that move; None: none does.
-
-    Raises:
-        GulliverError: the model has other blocks, or compiled ones.
-    """
+    """Selects the blocks that the next forwards recompute or offload."""
 
     def __init__(
         self,
@@ -70,12 +61,7 @@ class RecomputeSwitch:
             wrap_call(module, self._around(path, module))
 
     def set(self, counts: Sequence[int], offloaded: Sequence[int] = ()) -> None:
-        """Lets blocks go their ways in forwards from here on.
-
-        Args:
-            counts: blocks of each kind that are computed again.
-            offloaded: blocks of each kind whose activations move; none by default.
-        """
+        """Sets the blocks to recompute and to offload from now on."""
         self.settle()
         if any(offloaded) and self._offload is None:
             raise GulliverError("blocks are to move to the host, and there is no memory for them")
@@ -94,10 +80,10 @@ class RecomputeSwitch:
             vars(self._model.get_submodule(path))["gradient_checkpointing"] = path in self._on
 
     def settle(self) -> None:
-        """Frees what graphs that are gone have moved, and leaves none of it on the device."""
+        """Frees offloads of deleted graphs and flushes pending ones."""
         if self._offload is not None:
             self._offload.sweep()
-            # Those of the next shape have other sizes: they lie side by side from the start again.
+            # The next shape has other sizes: reset the layout of the arena.
             self._offload.forget_unused()
             self._stack.leave()
 
@@ -115,7 +101,7 @@ class RecomputeSwitch:
     def _moved(
         self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls a block whose activations leave; what goes in stays, as it does of all blocks."""
+        """Calls a block whose activations are offloaded; its inputs stay."""
         assert self._offload is not None
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._stack.begin()
@@ -124,31 +110,14 @@ class RecomputeSwitch:
 
 
 def spread(count: int, chosen: int, shift: float = 0.0) -> list[int]:
-    """Places of so many of a row that lie evenly.
-
-    Args:
-        count: length of the row.
-        chosen: number of places.
-        shift: share of the distance between two by which all lie later, for another row to lie
-            between them.
-    """
+    """`chosen` evenly spaced positions of a row of `count`."""
     return [int((number + shift) * count / chosen) for number in range(chosen)]
 
 
 def offload_for(
     planner: Any, optimizer: ZeroOptimizer, copier: Copier | None
 ) -> ActivationOffload | None:
-    """Takes activations for the host memory that a planner plans with; None where it has none.
-
-    Args:
-        planner: planner whose costs may have a `HostRoom`.
-        optimizer: optimizer that gathers parameters.
-        copier: copies between both memories; None: on streams of the GPU.
-
-    Raises:
-        GulliverError: there is no GPU, whose memory would be another one than the host's; a memory
-            limit has what moves under its own budget.
-    """
+    """Activation offload for a planner with host memory; None without."""
     host = getattr(planner.costs, "host", None)
     if host is None or not getattr(planner, "pac", True):
         return None
@@ -169,16 +138,7 @@ def offload_for(
 
 
 class StageSwitch:
-    """The same for the blocks that a stage of a pipeline has.
-
-    Args:
-        stage: stage of this rank.
-        kinds: name and number of the blocks of each kind of the whole model.
-        offload: has to be None: blocks of stages do not move.
-
-    Raises:
-        GulliverError: the model has other blocks, or some are to move.
-    """
+    """Selects the recomputed blocks of a pipeline stage."""
 
     def __init__(
         self,
@@ -197,17 +157,17 @@ class StageSwitch:
         self._numbers = [[numbers[path] for path in paths] for paths in found]
 
     def set(self, counts: Sequence[int], offloaded: Sequence[int] = ()) -> None:
-        """Lets so many blocks of each kind be computed again, in forwards from here on."""
+        """Sets how many blocks of each kind are recomputed from now on."""
         assert not any(offloaded), "refused when the loader is made"
         chosen = zip(self._numbers, counts, strict=True)
         self._forward.recomputed = {n for numbers, count in chosen for n in numbers[:count]}
 
     def settle(self) -> None:
-        """Does nothing: stages move nothing."""
+        """Does nothing: stages offload nothing."""
 
 
 def _by_kind(paths: Sequence[str], kinds: Sequence[tuple[str, int]]) -> list[list[str]]:
-    """Paths of the blocks of each kind: of one kind all, of several those named after it."""
+    """Paths of the blocks of each kind; with several kinds, those whose path names it."""
     found = [list(paths)] if len(kinds) == 1 else [_named(paths, name) for name, _ in kinds]
     for (name, count), mine in zip(kinds, found, strict=True):
         if len(mine) != count:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gulliver.booster._bucket_hook import BucketHook, zero_wires
 from gulliver.booster._limited import LimitedManager, keep_to_limit
 from gulliver.booster._model import broadcast_all, no_optimizer, unwrapped
-from gulliver.booster._wires import BucketHook, zero_wires
 from gulliver.booster.hybrid import HybridMesh, HybridOptimizer, WholeModel, say
 from gulliver.comm import Torus, World, all_reduce
 from gulliver.errors import GulliverError

@@ -1,9 +1,7 @@
-"""What of a model's state stays in the first memory, what comes and goes, and what that takes.
+"""Residency of state: what stays on the device, what moves, and what that costs.
 
-`find_residency` replays a step of a plan (`_replay.py`), puts what moves in its place
-(`Plan.predicted.moved`), and refuses a limit that is too small, naming the least one that would do.
-`choose_chunk_bytes` does so for several sizes of chunks. Seconds are formulas of
-`gulliver.hardware`.
+`find_residency` replays the steps of a plan and refuses a limit that is too small, naming the least
+one that suffices.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from gulliver.hardware import (
 from gulliver.memory import ActivationPeak, BudgetRule, smallest_limit, whole_pages
 from gulliver.options import size_at_least, size_text
 from gulliver.parallel.zero import ChunkBytes
-from gulliver.plan import MemoryPlan, Moved, Tiers, Work
+from gulliver.plan import MemoryPlan, Tiers, TierTraffic, Work
 from gulliver.solve import Policy
 
 STEPS, MORE = 4, 2
@@ -45,24 +43,21 @@ FEW, MANY = 8, 96
 
 @dataclass(frozen=True)
 class Residency:
-    """What a step does with the state of a rank, under a limit.
+    """Residency of a rank's state over a step under a limit."""
 
-    Attributes:
-        state: state of a rank.
-        visits: uses of state, as they were replayed.
-        bytes: bytes in the first memory at the fullest moment, by kind.
-        budget: bytes that state may have in the first memory.
-        moved: what stays, leaves and moves.
-    """
-
+    # State of a rank.
     state: StateBytes
+    # Uses of state, as they were replayed.
     visits: Sequence[Seen]
+    # Peak bytes of device memory, by kind.
     bytes: dict[str, int]
+    # Bytes of device memory for state.
     budget: int
-    moved: Moved
+    # What stays, leaves and moves.
+    moved: TierTraffic
 
     def seconds(self, work: Work, rates: TierRates) -> TieredSeconds:
-        """Seconds of a step: of three memories those of the slower link."""
+        """Seconds of a step; with three tiers those of the slower link."""
         found = tiered_seconds(_visits(self.visits, work, self.state), rates)
         if rates.behind is None:
             return found
@@ -82,16 +77,16 @@ def other_bytes(tiers: Tiers, work: Work) -> int:
 
 
 def least_bytes(state: StateBytes, tiers: Tiers) -> int:
-    """Least bytes of the first memory that the state of a rank can do with."""
-    least, _, most = _least(state, tiers)
+    """Least bytes of device memory that the state of a rank needs."""
+    least, _, most = state_needs(state, tiers)
     return least if tiers.host or tiers.disk is not None else most
 
 
 @lru_cache(maxsize=KNOWN)
-def _least(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
-    """Bytes in use at once at least, the number of the chunk that decides, and bytes of all."""
+def state_needs(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
+    """Least bytes in use at once, the chunk that decides that, and bytes of all state."""
     endless = _endless(state, tiers)
-    # A backward that only adds up steps nothing, and one that clips waits.
+    # A backward that accumulates does not step, nor does one that waits for clipping.
     waiting = replace(tiers, step_in_backward=False)
     tightest = endless if tiers == waiting else max(endless, _endless(state, waiting), key=_needs)
     needed, deciding = max((tightest.minimum, tightest.decides), largest_made(state))
@@ -102,19 +97,9 @@ def _least(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
 def find_residency(
     state: StateBytes, tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> Residency:
-    """Replays a step under a limit.
-
-    Args:
-        state: state of a rank.
-        tiers: memories, and how state uses them.
-        work: what a batch costs.
-        policy: policy of replacement; to compare sizes a simpler one than the manager's will do.
-
-    Raises:
-        GulliverError: the limit, or what lies behind, is too small; the least is named.
-    """
+    """Replays a step under a limit."""
     other = other_bytes(tiers, work)
-    least, deciding, most = _least(state, tiers)
+    least, deciding, most = state_needs(state, tiers)
     behind = tiers.disk_bytes + tiers.host
     decides = _named(state, deciding)
     if not behind:
@@ -124,7 +109,7 @@ def find_residency(
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
     roomy = most + state.reserved - state.total
-    # A disk is there for steps that need more than is planned, too: then any state may leave.
+    # A disk also serves steps that need more than planned: then any state may leave.
     if 0 < behind < state.reserved and (budget < roomy or tiers.disk is not None):
         _refuse_behind(state, tiers, behind, smallest_limit(roomy, other), budget < roomy)
     if tiers.host and tiers.disk is not None:
@@ -134,13 +119,14 @@ def find_residency(
     for _ in range(STEPS + MORE * (replay.behind is not None)):
         visits = replay.step()
         left |= replay.held.left
-    # Of a third memory what a step of many takes there: at first all that leaves may come by.
+    # For a third tier, the traffic of a late step: at first everything that leaves may pass
+    # through.
     lower = set[Key]() if replay.behind is None else replay.behind.left
     stays, leaves, on_disk = dict[str, int](), dict[str, int](), dict[str, int]()
     for one in state.objects():
         for where in (leaves if one.key in left else stays, *([on_disk] * (one.key in lower))):
             where[one.kind] = where.get(one.kind, 0) + one.nbytes
-    moved = Moved(
+    moved = TierTraffic(
         minimum=smallest_limit(least, other),
         needed=least,
         decides=decides,
@@ -156,7 +142,7 @@ def find_residency(
 
 
 def largest_made(state: StateBytes) -> tuple[int, int]:
-    """Bytes that the making of a chunk takes at most, of it and its shard, and its number."""
+    """Most bytes needed to make a chunk and its shard, and the chunk's number."""
     made = (whole_pages(chunk.whole) + whole_pages(chunk.shard) for chunk in state.chunks)
     return max(((size, number) for number, size in enumerate(made)), default=(0, 0))
 
@@ -173,19 +159,15 @@ def _needs(replay: Replay) -> int:
 
 
 def _again(state: StateBytes) -> int:
-    """Bytes that several ranks need beside, where modules run in another order than is planned.
-
-    Then a chunk comes again and stays. The rest of what stays so has the room of gradients that
-    would travel, which land early where there is none.
-    """
+    """Extra bytes on several ranks when modules run out of planned order."""
+    # Then a chunk is gathered again and stays. The others use the memory of gradients in flight,
+    # which are waited for early if there is none left.
     return max((c.whole + c.shard for c in state.chunks), default=0) if state.parts > 1 else 0
 
 
 def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, needed: bool) -> None:
-    """Refuses a disk, or host memory, without a place for each object: any may have to leave.
-
-    So may whole gradients, where those of several backwards are added up.
-    """
+    """Refuses tiers that cannot hold every object, since any may have to leave."""
+    # So may whole gradients during accumulation.
     named = [f"disk={tiers.disk!r}"] if tiers.disk is not None else []
     named += ["host_limit"] if tiers.host else []
     gives, each = ("gives", "it") if len(named) == 1 else ("give", "them")
@@ -198,7 +180,7 @@ def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, nee
 
 
 def _check_host(state: StateBytes, tiers: Tiers) -> None:
-    """Refuses host memory that has no room for what is on its way between device and disk."""
+    """Refuses host memory without room for transfers between device and disk."""
     largest = max((whole_pages(one.nbytes) for one in state.objects()), default=0)
     least, beyond = largest, state.reserved - tiers.disk_bytes
     if beyond > 0:
@@ -212,7 +194,7 @@ def _check_host(state: StateBytes, tiers: Tiers) -> None:
 
 
 def _named(state: StateBytes, number: int) -> str:
-    """A chunk, by what is in it."""
+    """Describes a chunk by its contents."""
     if not state.chunks:
         return "no chunk"
     chunk = state.chunks[number]
@@ -247,11 +229,9 @@ def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit
 
 
 def _passed(chunk: ChunkBytes, phase: str) -> int:
-    """Bytes of a chunk that are copied or compared in a visit, beside what computes with them.
-
-    Parameters are summed as they come and as they go, to notice writes to them; gradients are
-    copied to their places: what is written without having been read counts twice.
-    """
+    """Bytes of a chunk that are copied or compared in a visit, in addition to compute."""
+    # Parameters are checksummed when gathered and freed, to notice writes; gradients are copied.
+    # Memory written without having been read counts twice.
     gathered = (chunk.shard + 2 * chunk.whole) * chunk.copied
     if phase == FORWARD:
         return 2 * chunk.whole + gathered
@@ -259,7 +239,7 @@ def _passed(chunk: ChunkBytes, phase: str) -> int:
 
 
 def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
-    """The links to what lies behind the first memory; None where nothing does, or is known."""
+    """Rates of the slower tiers; None if there are none, or they are not known."""
     disk = disk_rates(cluster) if tiers.disk is not None else None
     host = host_rates(cluster.device) if tiers.host else None
     return disk if host is None else replace(host, behind=disk)
@@ -267,15 +247,8 @@ def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
 
 def priced(
     found: Residency, tiers: Tiers, work: Work, cluster: Cluster
-) -> tuple[Moved, TieredSeconds | None]:
-    """Returns the moves with their seconds, what a step waits for and the price of memory.
-
-    Args:
-        found: what a step does.
-        tiers: memories of the plan.
-        work: what a batch costs; without any, seconds are those of transfers.
-        cluster: machines whose disk and copies are used.
-    """
+) -> tuple[TierTraffic, TieredSeconds | None]:
+    """The moves with their bottleneck and the price of memory, and the seconds of a step."""
     rates = tier_rates(tiers, cluster)
     if rates is None:
         return found.moved, None
@@ -288,10 +261,6 @@ def priced(
 
 
 def chunk_sizes(whole: int) -> list[int]:
-    """Sizes of chunks to try, in bytes: powers of two, so that there are neither few nor many.
-
-    Args:
-        whole: bytes of all parameters.
-    """
+    """Chunk sizes to try, in bytes: powers of two that give a reasonable number of chunks."""
     sizes = [2**power for power in range(12, 31)]
     return [size for size in sizes if FEW <= whole / size <= MANY] or sizes[:1]

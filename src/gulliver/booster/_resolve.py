@@ -1,14 +1,11 @@
-"""Fills in what follows from the choices of a plan, given a model: nothing is changed by it.
+"""Derives the results of a plan's choices for a model; the model is not changed.
 
-`resolve` is asked by every plugin and for every plan that was read from a file, with the same
-answer in one process as in a world of ranks. What a file says of a result is not used; where the
-file differs from the result, that is told in a line (`differences`).
+Every plan is resolved, whether a plugin made it or it was read from a file, with the same result in
+one process as on many ranks. Results in a file are not used; if they differ, a line says so.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
 from dataclasses import fields, replace
 
 import torch
@@ -18,13 +15,13 @@ from gulliver.booster._blocks import has_switch, recomputable_blocks
 from gulliver.booster._fp8 import weight_bytes, with_fp8
 from gulliver.booster._model import modules_kept, no_optimizer, unwrapped
 from gulliver.booster._ranks import (
+    ResolvedPlan,
     Stages,
     largest_residency,
     places,
     rank_state,
     rank_work,
     state_bytes,
-    tensor_sizes,
 )
 from gulliver.booster._residency import least_bytes
 from gulliver.errors import GulliverError, nearest
@@ -43,31 +40,29 @@ from gulliver.parallel.zero import (
 from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, Predicted, join
 
 
+def cut_model(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> ResolvedPlan:
+    """The choices of a plan and how they cut a model, before their results are filled in."""
+    return ResolvedPlan(plan, model, optimizer, plan_tensors(plan, model), plan_stages(plan, model))
+
+
 def resolve(
     plan: Plan,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     cluster: Cluster | None = None,
-) -> Plan:
-    """A plan with all that follows from its choices for a model.
-
-    Args:
-        plan: choices.
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters; None where it is not trained.
-        cluster: machines whose rates say which layers pay in FP8; None for those at hand.
-
-    Raises:
-        GulliverError: the model does not have what the plan names.
-    """
+) -> ResolvedPlan:
+    """Resolves a plan for a model: cuts, chunks and predicted bytes."""
     model = unwrapped(model)
     plan = replace(plan, model=_model(plan, model, optimizer))
     if plan.operators is not None:
-        return plan
+        return ResolvedPlan(plan, model, optimizer)
     reasons: dict[str, str] = {}
-    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
+    found = cut_model(plan, model, optimizer)
+    tensor, stages = found.tensor, found.stages
     if tensor is not None:
-        # Rules of a program may be for many models; the plan has those that fit this one.
+        # A program's rules may be for many models; the plan keeps those that match this one.
         rules = {k: v for k, v in plan.tensor.rules.items() if k not in _unfit_rules(plan, model)}
         plan = replace(plan, tensor=replace(plan.tensor, rules=rules, modules=styles_of(tensor)))
         reasons["tensor"] = f"{tensor.share_of(model):.0%} of the parameters of the blocks are cut"
@@ -80,46 +75,40 @@ def resolve(
     _check_kept(plan, model)
     if plan.precision.parameters != "none" and not (plan.lines or plan.precision.kept):
         plan = replace(plan, precision=replace(plan.precision, kept=modules_kept(model)))
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
+    found = found.with_plan(plan)
     if plan.zero is not None:
-        plan = _with_chunks(plan, model, sizes)
-        if plan.stage and any(t.whole for t in sizes):
+        plan = _with_chunks(plan, model, found.sizes())
+        if plan.stage and any(t.whole for t in found.sizes()):
             reasons["zero.chunks"] = (
                 f"{plan.model.optimizer} looks at whole parameters: none is cut"
             )
-    predicted = _of_fullest(plan, model, optimizer, tensor, stages)
-    return replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
+    predicted = _of_fullest(found.with_plan(plan))
+    plan = replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
+    return found.with_plan(plan)
 
 
-def _of_fullest(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-) -> Predicted:
-    """Bytes of the rank that holds most; cuts of blocks and tensors make ranks differ."""
-    given, held = (plan, model, optimizer, tensor, stages), dict[int, MemoryPlan]()
+def _of_fullest(resolved: ResolvedPlan) -> Predicted:
+    """Predicted bytes of the fullest rank."""
+    plan, held = resolved.plan, dict[int, MemoryPlan]()
+    tiers = plan.tiers
+    if tiers is not None:
+        states = {rank: rank_state(resolved, place) for place, rank in places(plan).items()}
+        each = list(dict.fromkeys(states.values()))
+        found = largest_residency(each, tiers, rank_work(resolved))
+        fullest = max(states, key=lambda rank: least_bytes(states[rank], tiers))
+        memory = MemoryPlan(**found.bytes)
+        return replace(plan.predicted, bytes=memory, moved=found.moved, fullest=fullest)
     for place, rank in places(plan).items():
-        sizes = tensor_sizes(*given, place)
-        memory = predict_memory(plan, model, sizes)
+        sizes = resolved.sizes(place)
+        memory = predict_memory(plan, resolved.model, sizes)
         copies = weight_bytes(plan, {t.name: t.numel for t in sizes})
         held[rank] = replace(memory, parameters=memory.parameters + copies)
     fullest = max(held, key=lambda rank: held[rank].total)
-    memory, moved = held[fullest], None
-    if plan.zero is not None and plan.zero.tiers is not None:
-        tiers = plan.zero.tiers
-        states = {rank: rank_state(*given, place) for place, rank in places(plan).items()}
-        found = largest_residency(
-            list(dict.fromkeys(states.values())), tiers, rank_work(plan, model, tensor, stages)
-        )
-        fullest = max(states, key=lambda rank: least_bytes(states[rank], tiers))
-        memory, moved = MemoryPlan(**found.bytes), found.moved
-    return replace(plan.predicted, bytes=memory, moved=moved, fullest=fullest)
+    return replace(plan.predicted, bytes=held[fullest], moved=None, fullest=fullest)
 
 
 def _check_kept(plan: Plan, model: nn.Module) -> None:
-    """Refuses paths at which nothing is kept."""
+    """Refuses `precision.kept` paths without parameters."""
     paths = dict(model.named_modules())
     own = {
         path
@@ -143,17 +132,15 @@ def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
     )
     if plan.lines and plan.model.parameters not in (0, found.parameters):
         raise GulliverError(
-            f"{plan.told('model.parameters')}, and the model has {found.parameters}: the plan is "
-            "of another model; without its section model it is taken for any"
+            f"{plan.describe_field('model.parameters')}, and the model has {found.parameters}: the "
+            "plan is of another model; without its section model it is taken for any"
         )
     return found
 
 
 def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
-    """How tensors are cut over the tensor axis; None where they are not.
-
-    Styles that differ from what is known of the model are a person's, and become rules.
-    """
+    """How tensors are cut over the tensor axis; None if they are not."""
+    # Styles that differ from the known ones were edited by hand, and become rules.
     size, layout = plan.mesh.of("tensor"), plan.tensor
     if size == 1:
         return None
@@ -166,59 +153,52 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     if not edited:
         return found
     paths = dict(model.named_modules())
+    lines = {path: plan.line_text(join("tensor.modules", path)) for path in edited}
     for path, style in edited.items():
         rule = best_match(path, layout.rules)
         if rule is not None:
             raise GulliverError(
                 f"{_lined(plan, join('tensor.rules', rule))}: {layout.rules[rule]!r} and "
-                f"{join('tensor.modules', path)}: {style!r}{_line_of(plan, path)}: "
+                f"{join('tensor.modules', path)}: {style!r}{lines[path]}: "
                 "one module has one style; remove the rule or that line of modules"
             )
         if path not in paths:
             raise GulliverError(
-                f"tensor.modules names {path!r}{_line_of(plan, path)}, which the model does not "
+                f"tensor.modules names {path!r}{lines[path]}, which the model does not "
                 f"have: {nearest(path, paths)}"
             )
     try:
-        # All of them at once: columns and the row after them are right only together.
+        # All at once: column and row styles are right only together.
         found = plan_tensor(model, size, {**layout.rules, **edited}, *rest)
     except GulliverError as error:
         path = next((path for path in edited if path in str(error)), next(iter(edited)))
         raise GulliverError(
-            f"{plan.told('mesh.axes.tensor')} and {join('tensor.modules', path)}: "
-            f"{edited[path]!r}{_line_of(plan, path)}: {error}"
+            f"{plan.describe_field('mesh.axes.tensor')} and {join('tensor.modules', path)}: "
+            f"{edited[path]!r}{lines[path]}: {error}"
         ) from error
-    _check_edited(plan, styles_of(found), edited)
+    styles = styles_of(found)
+    for path, style in edited.items():
+        if styles.get(path) != style:
+            raise GulliverError(
+                f"tensor.modules[{path!r}]: {style!r}{lines[path]} is not possible beside the "
+                f"others: it would be {styles.get(path)!r}"
+            )
     return found
 
 
 def _unfit_rules(plan: Plan, model: nn.Module) -> list[str]:
-    """Rules that no module of the model fits."""
+    """Rules that match no module of the model."""
     paths = [path for path, _ in model.named_modules()]
     fits = {rule: any(best_match(p, {rule: ""}) for p in paths) for rule in plan.tensor.rules}
     return [rule for rule, found in fits.items() if not found]
 
 
 def _check_rules(plan: Plan, model: nn.Module) -> None:
-    """Refuses rules of a file that say nothing of the model."""
+    """Refuses rules of a file that match no module."""
     for rule in _unfit_rules(plan, model) if plan.lines else ():
         ends = {path.rpartition(".")[2] for path, _ in model.named_modules() if path}
         where = _lined(plan, join("tensor.rules", rule))
         raise GulliverError(f"{where} fits no module of the model: {nearest(rule, ends)}")
-
-
-def _line_of(plan: Plan, path: str) -> str:
-    line = plan.lines.get(join("tensor.modules", path))
-    return f" (line {line})" if line else ""
-
-
-def _check_edited(plan: Plan, found: dict[str, str], edited: dict[str, str]) -> None:
-    for path, style in edited.items():
-        if found.get(path) != style:
-            raise GulliverError(
-                f"tensor.modules[{path!r}]: {style!r}{_line_of(plan, path)} is not "
-                f"possible beside the others: it would be {found.get(path)!r}"
-            )
 
 
 def styles_of(plan: TensorPlan) -> dict[str, str]:
@@ -240,18 +220,19 @@ def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
     numbers, count = deal(line.schedule, size, chunks), len(stack.blocks)
     if plan.lines and len(line.cut) == size * chunks and sum(line.cut) != count:
         raise GulliverError(
-            f"{plan.told('pipeline.cut')} sums to {sum(line.cut)}, the model has {count} blocks"
+            f"{plan.describe_field('pipeline.cut')} sums to {sum(line.cut)}, the model has {count} "
+            "blocks"
         )
     return stack, cut(model, stack, size * chunks, at=line.cut or None), numbers
 
 
 def _check_blocks(plan: Plan, model: nn.Module, stack: Stack) -> None:
-    """Refuses what is known not to be so of the blocks, before any of them runs."""
+    """Refuses wrong declarations about blocks before any of them runs."""
     line = plan.pipeline
     known = stack_of(model, line.blocks).extra if line.extra != -1 else -1
     if known not in (-1, line.extra):
         raise GulliverError(
-            f"{plan.told('pipeline.extra')}, and blocks of {type(model).__name__} return "
+            f"{plan.describe_field('pipeline.extra')}, and blocks of {type(model).__name__} return "
             f"{'a plain tensor: null' if known is None else f'{known} more entries: {known}'}, or "
             "-1, would be right"
         )
@@ -304,45 +285,15 @@ def _with_chunks(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Plan:
         )
         for layout, dtype, _ in found
     )
-    if not any(t.whole for t in sizes):  # else chunks end where their parts are even
-        _check_ends(plan, chunks, {t.name: t.numel * t.dtype.itemsize for t in sizes})
-    return replace(plan, zero=replace(zero, chunks=chunks))
-
-
-def _check_ends(plan: Plan, found: tuple[ChunkPlan, ...], sizes: Mapping[str, int]) -> None:
-    """Refuses chunks that end where no size of a chunk would end them: a person has moved tensors.
-
-    Chunks that another `chunk_bytes`, or another mesh, has made are cut anew, as is told.
-    """
-    given = plan.chunks
-    if not plan.lines or [c.tensors for c in given] == [c.tensors for c in found]:
-        return
-    used = [sum(sizes.get(name, -1) for name in chunk.tensors) for chunk in given]
-    if used != [chunk.bytes - chunk.padding_bytes for chunk in given]:
-        return
-    least = max((u for u, c in zip(used, given, strict=True) if len(c.tensors) > 1), default=0)
-    for number, (chunk, after) in enumerate(itertools.pairwise(given)):
-        fits = used[number] + sizes[after.tensors[0]] <= least
-        if chunk.dtype == after.dtype and fits:
-            raise GulliverError(
-                f"{_lined(plan, f'zero.chunks[{number}].tensors')} ends before "
-                f"{after.tensors[0]!r}, and {plan.told('zero.chunk_bytes')}: where a chunk ends "
-                "follows from its size; change the size, or the order of tensors"
-            )
+    return plan.with_zero(chunks=chunks)
 
 
 def _lined(plan: Plan, name: str) -> str:
-    return f"{name} (line {plan.lines[name]})" if name in plan.lines else name
+    return f"{name}{plan.line_text(name)}"
 
 
 def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> MemoryPlan:
-    """Bytes of model state that a rank holds at the peak.
-
-    Args:
-        plan: plan with its chunks.
-        model: whole model.
-        sizes: parameters that the rank has.
-    """
+    """Peak bytes of model state on a rank."""
     trained = [t for t in sizes if t.trained]
     zero = plan.zero
     if zero is None:
@@ -359,14 +310,14 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
     if zero.unequal:
         limited = zero.tiers is not None
         found = in_unequal_step(found, state.chunks, zero.stage, state.parts, limited)
-    beside = 0
+    outside = 0
     if zero.stage < 3:
-        # What is not in chunks: frozen parameters, and those of another optimizer.
+        # Outside of chunks: frozen parameters, and those of another optimizer.
         inside = {t.name for t in trained}
         held = {t.name: t.numel * t.dtype.itemsize for t in sizes}
         others = [p.nbytes for p in model.parameters() if is_boosted(p)]
-        beside = sum(count for name, count in held.items() if name not in inside) + sum(others)
-    found["parameters"] += beside
+        outside = sum(count for name, count in held.items() if name not in inside) + sum(others)
+    found["parameters"] += outside
     return MemoryPlan(**found)
 
 
@@ -374,7 +325,7 @@ RESULTS = ("model", "predicted", "reasons")
 
 
 def differences(given: Plan, found: Plan) -> str | None:
-    """What a file says of results that are others, in a line; None where it says the same."""
+    """A line about results in a file that differ from the computed ones; None if none do."""
     if not given.lines:
         return None
     names = [name for name in RESULTS if _says(given, name) and _differ(given, found, name)]
@@ -395,20 +346,17 @@ def _says(plan: Plan, name: str) -> bool:
 def _differ(given: Plan, found: Plan, name: str) -> bool:
     one, other = getattr(given, name), getattr(found, name)
     if name == "predicted":
-        # Seconds are of the machines at hand.
+        # Seconds depend on the machines at hand.
         return one.bytes != other.bytes
     if isinstance(one, dict):
         return one != other
     return any(getattr(one, f.name) != getattr(other, f.name) for f in fields(one))
 
 
-def recomputable(plan: Plan, model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that backward can be made to compute again.
-
-    Those of a pipeline, else of `recomputable_blocks`.
-    """
-    stages = plan_stages(plan, model)
+def recomputable(plan: Plan, model: nn.Module, stages: Stages | None) -> tuple[str, ...]:
+    """Paths of the blocks that can be recomputed."""
+    # Those of a pipeline, else of `recomputable_blocks`.
     if stages is not None:
         return stages[0].blocks
-    # Of a model that is cut, who recomputes has to know what its ranks exchange, and what it drops.
+    # In a model that is cut, recomputation must repeat the ranks' communication and dropout.
     return recomputable_blocks(model) if has_switch(model) or not plan.mesh.names_model else ()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gulliver.booster._limited import LimitedManager
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.parallel.zero import TuningStage
-from gulliver.plan import ChunkPlan, Comparison, MemoryPlan, Plan, Row
+from gulliver.plan import ChunkPlan, Comparison, ComparisonRow, MemoryPlan, Plan
 
 EXTRA = "the steps so far tuned chunks, or compared packed gradients: take more steps"
 KINDS = ("parameters", "gradients", "optimizer_state")
@@ -86,7 +86,7 @@ class Running:
 
     def compare(self) -> Comparison:
         """Predicted and measured seconds of a step, and bytes that this rank sends and holds."""
-        predicted, rows = self.plan.predicted, list[Row]()
+        predicted, rows = self.plan.predicted, list[ComparisonRow]()
         between = [b - a for a, b in itertools.pairwise(self.optimizer.taken.stepped_at)]
         if between:
             rows += self._phases(statistics.median(between))
@@ -94,28 +94,29 @@ class Running:
         if between and self.planned.ddp is None:
             rows.append(self._sent(predicted.sent))
         held = self._held()
-        rows += [Row(k, "bytes", getattr(predicted.bytes, k), held[k]) for k in KINDS]
-        rows.append(Row("total", "bytes", predicted.bytes.total, sum(held.values())))
+        rows += [ComparisonRow(k, "bytes", getattr(predicted.bytes, k), held[k]) for k in KINDS]
+        rows.append(ComparisonRow("total", "bytes", predicted.bytes.total, sum(held.values())))
         if self.moved is not None and predicted.moved is not None:
             read, written = self.moved
-            rows.append(Row("read", "bytes", predicted.moved.read, read))
-            rows.append(Row("written", "bytes", predicted.moved.written, written))
+            rows.append(ComparisonRow("read", "bytes", predicted.moved.read, read))
+            rows.append(ComparisonRow("written", "bytes", predicted.moved.written, written))
             if self.disk_moved is not None:
                 read, written = self.disk_moved
-                rows.append(Row("disk read", "bytes", predicted.moved.disk_read, read))
-                rows.append(Row("disk written", "bytes", predicted.moved.disk_written, written))
+                rows.append(ComparisonRow("disk read", "bytes", predicted.moved.disk_read, read))
+                more = predicted.moved.disk_written
+                rows.append(ComparisonRow("disk written", "bytes", more, written))
         return Comparison(tuple(rows))
 
-    def _sent(self, predicted: int) -> Row:
+    def _sent(self, predicted: int) -> ComparisonRow:
         """Bytes sent in a step, without those that tune chunks or compare gradients."""
         steps, alone = self.optimizer.taken.sent()
         # What is posted as a step ends counts for it or for the next one, as time goes, which a
         # mean of few steps would show: so the usual number, where steps have one.
         usual, times = Counter(steps).most_common(1)[0]
         sent = usual if 2 * times >= len(steps) else statistics.fmean(steps)
-        return Row("sent", "sent bytes", predicted, sent, "" if alone else EXTRA)
+        return ComparisonRow("sent", "sent bytes", predicted, sent, "" if alone else EXTRA)
 
-    def _phases(self, step: float) -> list[Row]:
+    def _phases(self, step: float) -> list[ComparisonRow]:
         """Seconds of a step, of what comes before the optimizer, and of the optimizer's step."""
         # On a GPU the processor runs ahead: there the two phases are what it waits for in each.
         predicted, cluster = self.plan.predicted.seconds, self.plan.predicted.cluster
@@ -127,9 +128,9 @@ class Running:
         wait = "the last gradients are waited for there too" if self.plan.mesh.replicas > 1 else ""
         updates = "; ".join(filter(None, ("gulliver probe measures the memory's rate", wait)))
         return [
-            Row("step", "s", predicted.step, step),
-            Row("passes", "s", predicted.step - predicted.update, step - update, passes),
-            Row("update", "s", predicted.update, update, updates),
+            ComparisonRow("step", "s", predicted.step, step),
+            ComparisonRow("passes", "s", predicted.step - predicted.update, step - update, passes),
+            ComparisonRow("update", "s", predicted.update, update, updates),
         ]
 
     def _held(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""State of a rank in numbers: what has a place of its own, and in which order a step uses it."""
+"""Sizes of a rank's state objects, and the order in which a step uses them."""
 
 from __future__ import annotations
 
@@ -18,69 +18,63 @@ Passes = tuple[tuple[str, tuple[str, ...]], ...]
 
 @dataclass(frozen=True)
 class StateObject:
-    """State that has a place of its own.
+    """A state object that is placed by itself."""
 
-    Attributes:
-        key: what it is, and of which chunk.
-        kind: kind of state.
-        nbytes: size, in bytes.
-        chunk: number of its chunk.
-    """
-
+    # What it is, and of which chunk.
     key: Key
+    # Kind of state.
     kind: str
+    # Size, in bytes.
     nbytes: int
+    # Number of its chunk.
     chunk: int
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """State of a rank in numbers.
+    """Sizes of a rank's state."""
 
-    Attributes:
-        chunks: chunks in the order of use.
-        moments: bytes of each tensor that the optimizer keeps of a chunk, by chunk.
-        parts: number of shards of a chunk.
-        ahead: number of chunks that are gathered from other ranks ahead of use.
-        order: names of the parameters in the order of use; a tied one is there at each use.
-        beside: whether the first step of a chunk has its new moments beside those that are placed.
-        activations: bytes of each activation that leaves, by the chunk that is used before it.
-        later: bytes that there would be more if what the optimizer may step were all unfrozen.
-        passes: forwards and backwards of a step, where a pipeline has several of each.
-        blocks: paths of the blocks that backward computes again.
-        unequal: whether ranks run unequal work: inside a step each has copies of whole chunks.
-    """
-
+    # Chunks in the order of use.
     chunks: tuple[ChunkBytes, ...]
+    # Bytes of each tensor that the optimizer keeps of a chunk, by chunk.
     moments: tuple[tuple[int, ...], ...]
+    # Number of shards of a chunk.
     parts: int
+    # Number of chunks that are gathered from other ranks ahead of use.
     ahead: int
+    # Names of the parameters in the order of use; a tied one is there at each use.
     order: tuple[str, ...] = ()
-    beside: bool = False
+    # Whether the first step of a chunk holds its moments twice: new ones and placed ones.
+    moments_twice: bool = False
+    # Bytes of each activation that leaves, by the chunk that is used before it.
     activations: tuple[tuple[int, ...], ...] = ()
+    # Additional bytes if all parameters of the optimizer were unfrozen.
     later: int = 0
+    # Forwards and backwards of a step, where a pipeline has several of each.
     passes: Passes = ()
+    # Paths of the blocks that backward computes again.
     blocks: tuple[str, ...] = ()
+    # Whether ranks run unequal work: inside a step each has copies of whole chunks.
     unequal: bool = False
 
     @property
     def total(self) -> int:
-        """Bytes of everything that has a place of its own, whole pages each."""
+        """Bytes of all objects, in whole pages."""
         return sum(whole_pages(o.nbytes) for o in self.objects())
 
     @property
     def reserved(self) -> int:
-        """Bytes that are of use behind: those, whole gradients, which may wait, and `later`."""
+        """Bytes that slower tiers may need: all objects, whole gradients, and `later`."""
         waiting = sum(whole_pages(c.whole) for c in self.chunks if c.trained and not self.unequal)
         found = self.total + waiting + self.later
-        # Micro-batches let all of it come and go: places of one size do not serve another.
+        # Micro-batches move all of it, and space of one size class does not serve another.
         return found + found // 4 if self.passes else found
 
     def objects(self) -> Iterator[StateObject]:
-        """What has a place of its own, in the order in which it is made."""
+        """All objects, in the order in which they are made."""
         for number, chunk in enumerate(self.chunks):
             kind = OPTIMIZER_STATE if chunk.copied else PARAMETERS
-            yield StateObject(("home", number), kind, chunk.shard, number)
+            yield StateObject(("master", number), kind, chunk.shard, number)
         for number, (chunk, sizes) in enumerate(zip(self.chunks, self.moments, strict=True)):
             for moment, size in enumerate(sizes):
                 yield StateObject(("moment", number, moment), OPTIMIZER_STATE, size, number)
@@ -97,15 +91,15 @@ class StateBytes:
 
     @property
     def has_copies(self) -> bool:
-        """Whether whole chunks of parameters have places of their own."""
+        """Whether whole chunks of parameters are objects of their own."""
         return self.unequal and self.parts > 1
 
     def is_gathered(self, number: int) -> bool:
-        """Whether a chunk is used in a buffer beside its shard."""
+        """Whether a chunk is used in a buffer separate from its shard."""
         return self.parts > 1 or self.chunks[number].copied
 
     def together(self) -> list[tuple[int, int]]:
-        """First and last chunk in use together with each: a module has both, or a recomputed block.
+        """For each chunk, first and last chunk in use at the same time.
 
         What a block has computed again looks at its parameters until its gradients are there.
         """
@@ -122,21 +116,17 @@ class StateBytes:
         return found
 
     def user(self, name: str, names: Container[str]) -> str:
-        """Path of what reads a parameter and others with it."""
+        """Path of the module or recomputed block that reads a parameter."""
         block = next((path for path in self.blocks if name.startswith(f"{path}.")), None)
         module = name.rpartition(".")[0]
         outer = module.rpartition(".")[0]
-        # torch's attention reads the weights of its last linear map itself.
+        # torch's attention reads the weights of its output projection itself.
         whole = outer if f"{outer}.in_proj_weight" in names else module
         return whole if block is None else block
 
 
 class Shares:
-    """Decides by the order of objects alone which of them must stay: the policy ``static``.
-
-    Args:
-        leaving: share of the bytes of each kind that may leave.
-    """
+    """The ``static`` policy: shares of each kind stay, by the order of objects."""
 
     def __init__(self, leaving: Mapping[str, float]) -> None:
         self._leaving = leaving
@@ -144,7 +134,7 @@ class Shares:
 
     @classmethod
     def of(cls, tiers: Tiers) -> Shares | None:
-        """The shares of a plan; None where they are found, not said."""
+        """The shares of a plan; None for the policy ``auto``."""
         if tiers.policy == "auto":
             return None
         return cls({PARAMETERS: tiers.offload_param, OPTIMIZER_STATE: tiers.offload_optim})

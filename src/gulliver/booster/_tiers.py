@@ -1,8 +1,4 @@
-"""What a user says of memories, as the section `tiers` of a plan, and what follows for a model.
-
-Sizes as text are checked early, in `TierOptions`. `plan_tiers` chooses what is left to it: the size
-of chunks.
-"""
+"""Memory options of plugins as the section `tiers` of a plan, and chunk sizes under a limit."""
 
 from __future__ import annotations
 
@@ -16,15 +12,9 @@ import torch
 from torch import nn
 
 from gulliver.booster._activations import plan_activations
-from gulliver.booster._ranks import (
-    largest_residency,
-    rank_states,
-    rank_work,
-    state_bytes,
-    tensor_sizes,
-)
+from gulliver.booster._ranks import largest_residency, rank_states, rank_work, state_bytes
 from gulliver.booster._residency import chunk_sizes, tier_rates
-from gulliver.booster._resolve import plan_stages, plan_tensors
+from gulliver.booster._resolve import cut_model
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, current_cluster, memory_bytes, seconds_text
 from gulliver.options import byte_size, size_text
@@ -37,7 +27,7 @@ _ANY = 2**60
 
 
 class TierOptions:
-    """The arguments of a plugin that say which memories there are, and who may use how much.
+    """Memory arguments of a plugin.
 
     Args:
         memory_limit: bytes, text such as ``6GiB`` or ``70%``; see `gulliver.options.byte_size`.
@@ -102,11 +92,7 @@ class TierOptions:
     def within(
         cls, stage: int, right: str, limit: Any, disk: Any, host: Any = None, **options: Any
     ) -> Self | None:
-        """The limit of a plugin that has other uses; None where none is set.
-
-        Raises:
-            GulliverError: it is not of stage 3, or there is a disk without a limit.
-        """
+        """The options of a plugin whose limit is optional; None without a limit."""
         if limit is None and disk is not None:
             raise GulliverError(f"disk={str(disk)!r} needs a memory_limit: what fits it stays")
         if limit is None and host is not None:
@@ -121,14 +107,7 @@ class TierOptions:
         return cls(limit, host, disk, **options)
 
     def tiers(self, device: str) -> Tiers:
-        """The section of a plan.
-
-        Args:
-            device: kind of device that the ranks compute on.
-
-        Raises:
-            GulliverError: memory of the host is asked for where it is the first memory.
-        """
+        """The section of a plan."""
         if self.host_limit is not None and device == "cpu":
             raise GulliverError(
                 f"host_limit={self.host_limit!r}: ranks run on cpu, where memory_limit is of the "
@@ -154,11 +133,7 @@ class TierOptions:
 
 
 def split_disk(text: str) -> tuple[str, str]:
-    """Folder and size of ``/scratch:100GiB``; the folder may have colons.
-
-    Raises:
-        GulliverError: there is no size, or it makes no sense.
-    """
+    """Folder and size of ``/scratch:100GiB``; the folder may have colons."""
     folder, _, size = text.rpartition(":")
     right = f"give a folder and a size, such as disk='{folder or text}:100GiB'"
     if not folder:
@@ -183,35 +158,21 @@ def plan_tiers(
     cluster: Cluster | None,
     chosen: bool,
 ) -> Plan:
-    """Chooses the fate of activations and the size of chunks by the seconds of a step.
-
-    Args:
-        plan: choices, with tiers.
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters.
-        cluster: machines to plan for; None for those at hand.
-        chosen: whether the size of chunks is to be chosen; else it is as the plan has it.
-
-    Raises:
-        GulliverError: no size of chunks fits the limit; the least limit is named.
-    """
-    assert plan.zero is not None, "tiers are of ZeRO"
-    assert plan.zero.tiers is not None, "there are tiers"
-    given, tensor, stages = plan, plan_tensors(plan, model), plan_stages(plan, model)
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
-    rates = tier_rates(plan.zero.tiers, cluster or current_cluster(plan.mesh.size))
-    plan = plan_activations(plan, model, lambda: state_bytes(given, sizes), rates)
-    assert plan.zero is not None, "it has been all along"
-    tiers = plan.zero.tiers
-    assert tiers is not None, "they have been all along"
+    """Chooses the fate of activations and the size of chunks by the seconds of a step."""
+    given = cut_model(plan, model, optimizer)
+    assert plan.tiers is not None, "the plan has a limit"
+    rates = tier_rates(plan.tiers, cluster or current_cluster(plan.mesh.size))
+    plan = plan_activations(plan, model, lambda: state_bytes(given.plan, given.sizes()), rates)
+    tiers = plan.tiers
+    assert tiers is not None, "the plan has a limit"
     if not chosen:
         return plan
-    work = rank_work(plan, model, tensor, stages)
+    work = rank_work(given.with_plan(plan))
     tried, errors = list[tuple[float, int, str]](), dict[int, GulliverError]()
-    for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in sizes)):
-        one = replace(plan, zero=replace(plan.zero, chunk_bytes=size, chunks=()))
+    for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in given.sizes())):
+        one = plan.with_zero(chunk_bytes=size, chunks=())
         try:
-            states = rank_states(one, model, optimizer, tensor, stages)
+            states = rank_states(given.with_plan(one))
             found = largest_residency(states, tiers, work, "farthest")
         except GulliverError as error:
             errors[size] = error
@@ -220,7 +181,7 @@ def plan_tiers(
         seconds = None if rates is None else found.seconds(work, rates).step
         told = f"{len(found.state.chunks)} chunks move {size_text(moves)} in a step"
         told += "" if seconds is None else f", {seconds_text(seconds)}"
-        # Of equals the larger: there are fewer of them.
+        # Of equals the larger size: fewer chunks.
         tried.append((moves if seconds is None else seconds, -size, told))
     if not tried:
         raise errors[min(errors)]
@@ -228,4 +189,4 @@ def plan_tiers(
     size, (_, _, worst) = -size, max(tried)
     why = f"{size_text(size)}: {told}" + (f"; at worst {worst}" if len(tried) > 1 else "")
     reasons = {**plan.reasons, "zero.chunk_bytes": why}
-    return replace(plan, zero=replace(plan.zero, chunk_bytes=size), reasons=reasons)
+    return replace(plan.with_zero(chunk_bytes=size), reasons=reasons)

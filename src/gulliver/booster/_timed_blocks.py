@@ -1,9 +1,8 @@
-"""Seconds of a model that nobody has loaded: its blocks are run one by one, with random weights.
+"""Times the blocks of a model on meta one by one, with random weights.
 
-A formula counts products of matrices. What else a block does (norms, activations, rotations, casts,
-the kernels for a few rows) takes as long in 16 bits, where products are fast. So a block of each
-kind is filled at random, given inputs of the shapes that it will get, and timed, as the model is
-where it is there. Shapes come from a forward that is followed without memory.
+The formula counts matrix products. Everything else in a block (norms, activations, rotations,
+casts, small kernels) takes as long in 16 bits, where products are fast. So one block of each kind
+gets random weights, inputs of the right shapes, and is timed.
 """
 
 from __future__ import annotations
@@ -48,26 +47,15 @@ class _Call(nn.Module):
 def time_blocks(
     model: nn.Module, sample: Mapping[str, Any], room: int, limited: bool
 ) -> dict[str, Seconds]:
-    """Times the blocks of a model, one of each kind.
-
-    Args:
-        model: whole model on meta, in the dtypes that it computes in.
-        sample: batch on meta.
-        room: bytes of memory that there are.
-        limited: whether freed memory is given back, as under a limit.
-
-    Returns:
-        Seconds by path; nothing where the model has no blocks, they are too large, or a forward
-        cannot be followed.
-    """
+    """Times the blocks of a model, one of each kind."""
     paths = offloadable_blocks(model)
     kinds = dict[Any, list[str]]()
     for path in paths:
         kinds.setdefault(_kind(model.get_submodule(path)), []).append(path)
-    largest = max((_nbytes(model.get_submodule(path)) for path in paths), default=0)
+    largest = max((_block_bytes(model.get_submodule(path)) for path in paths), default=0)
     if not paths or 2 * largest > room // ROOM:
         return {}
-    # The last of a kind: a first one may get an input that needs no gradient.
+    # The last of a kind: the first one may get an input without gradient.
     calls = _calls(model, sample, [found[-1] for found in kinds.values()])
     seconds = dict[str, Seconds]()
     for kind, found in kinds.items():
@@ -84,13 +72,13 @@ def time_blocks(
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Returns a key that is equal for blocks that take equally long."""
+    """A key that is equal for blocks of equal cost."""
     parameters = block.named_parameters()
     sizes = ((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters)
     return repr(block), *sizes
 
 
-def _nbytes(block: nn.Module) -> int:
+def _block_bytes(block: nn.Module) -> int:
     return sum(p.nbytes for p in block.parameters())
 
 
@@ -125,7 +113,7 @@ def _shapes(call: Any) -> Any:
 
 
 def _measured(block: nn.Module, args: Any, keywords: Any, limited: bool) -> Seconds:
-    """Median seconds of a block, in the place where ranks compute."""
+    """Median seconds of a block on the device of this rank."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     freed = FreedMemory() if limited else None
     try:
@@ -150,6 +138,6 @@ def _fill(tensor: Tensor) -> Tensor:
 
 
 def _real(fake: Tensor, device: torch.device) -> Tensor:
-    """A tensor with memory of the form of one without; what masks say is allowed."""
+    """A real tensor like a fake one; masks allow everything."""
     made = torch.ones(fake.shape, dtype=fake.dtype, device=device)
     return (_fill(made) if fake.is_floating_point() else made).requires_grad_(fake.requires_grad)

@@ -1,8 +1,8 @@
-"""What packing has lost so far, in checkpoints: each rank's own, for a run on as many ranks.
+"""Error feedback of packed messages in checkpoints, one entry per rank.
 
-A rank feeds back what packing has lost of its own gradients, and its parameters differ from its
-shards by what packing has lost of their changes. Both make no sense to a run on other ranks: there
-the first is left out, and all begin with the parameters as they were saved.
+A rank feeds back the packing errors of its own gradients, and its parameters differ from its shards
+by the packing errors of their changes. Neither makes sense on another number of ranks: there errors
+are dropped, and all ranks begin with the parameters as saved.
 """
 
 from __future__ import annotations
@@ -20,24 +20,20 @@ WIRE = "wire"
 
 
 def _feedback(optimizer: BoostedOptimizer) -> Any:
-    """What feeds losses of packing back; None where nobody does."""
+    """The object that feeds packing errors back; None without one."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.shards.reducer.sender
     return optimizer.feedback
 
 
 def wire_entry(optimizer: BoostedOptimizer) -> dict[str, PerRank]:
-    """The entry of what packing has lost, where gradients or parameters travel so.
-
-    Args:
-        optimizer: boosted.
-    """
+    """The checkpoint entry of packing errors, if messages are packed."""
     feedback = _feedback(optimizer)
     lost = feedback.lost() if feedback is not None and feedback.feeds else None
     shown = optimizer.checkpoint.shown_parts() if isinstance(optimizer, ZeroOptimizer) else {}
     if lost is None and not shown:
         return {}
-    # The next backward writes them, and asks nobody.
+    # Copied, because the next backward overwrites them.
     return {WIRE: PerRank({"lost": _copied(lost or {}), "shown": _copied(shown)})}
 
 
@@ -46,7 +42,7 @@ def _copied(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def restore_wire(reader: StepReader, optimizer: BoostedOptimizer) -> None:
-    """Goes on with what packing has lost, or says that it is left out; every rank calls it."""
+    """Restores packing errors, or warns that they are dropped; every rank calls it."""
     world, feedback = init_world(), _feedback(optimizer)
     if feedback is not None:
         feedback.take_lost({})

@@ -1,8 +1,7 @@
-"""Formats of what travels between ranks: what was asked for, and whether it pays.
+"""Wire formats: what was requested, and whether it pays.
 
-`communication_dtype` of a plugin asks for a format for all that travels, or for some kinds. Packing
-costs the processor's time, links cost less with it: what would be slower by the prediction stays as
-it is, and the plan says so (`decide`). A plan that was read from a file runs as it stands there.
+Packing costs compute and saves communication. Formats that are predicted to be slower are dropped,
+and the plan says so (`decide`). A plan that was read from a file runs with the formats in it.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from gulliver.booster._packed_messages import packed_message, rates_of_packing, wire_kind
@@ -22,19 +19,16 @@ from gulliver.booster._predict import (
     model_messages,
     shared_messages,
 )
-from gulliver.booster._ranks import places, tensor_sizes
-from gulliver.booster._resolve import plan_stages, plan_tensors, predict_memory
+from gulliver.booster._ranks import ResolvedPlan, places
+from gulliver.booster._resolve import predict_memory
 from gulliver.comm import (
-    all_reduce,
     broadcast_object,
     current_world,
     gather_objects,
-    group_size,
 )
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, Link, Message, current_cluster
 from gulliver.options import Options
-from gulliver.parallel.zero import GradientGate, ZeroWires
 from gulliver.plan import WIRE_KINDS, Plan, Wire
 from gulliver.precision.wire import WireFormat, wire_format
 
@@ -44,7 +38,7 @@ SAMPLE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class WireOptions(Options):
-    """Wire formats that a plugin was asked for.
+    """Wire formats requested of a plugin.
 
     Attributes:
         formats: format of each kind that was named.
@@ -62,11 +56,7 @@ class WireOptions(Options):
 
     @classmethod
     def of(cls, communication_dtype: Any, force: bool, feedback: bool, gate: bool) -> WireOptions:
-        """Reads the arguments of a plugin.
-
-        Raises:
-            GulliverError: an unknown kind or format; feedback without anything to feed back.
-        """
+        """Parses a plugin's arguments."""
         if communication_dtype is None:
             if force or feedback:
                 name = "force_communication_dtype" if force else "error_feedback"
@@ -84,11 +74,7 @@ class WireOptions(Options):
         return cls(formats, None, force, feedback, gate)
 
     def agree(self) -> None:
-        """Refuses what ranks ask for differently; every rank calls it.
-
-        Raises:
-            GulliverError: on all ranks.
-        """
+        """Refuses options that differ between ranks; every rank calls it."""
         every = [str(asked) for asked in gather_objects((self.formats, self.every, *self.switches))]
         other = next((rank for rank, asked in enumerate(every) if asked != every[0]), None)
         if other is not None:
@@ -103,7 +89,7 @@ class WireOptions(Options):
         return self.force, self.feedback, self.gate
 
     def asked(self, plan: Plan) -> Plan:
-        """The choices of a plan with the formats that were asked for; else with its own."""
+        """A plan with the requested formats; unchanged if none were requested."""
         if not self.formats and self.every is None:
             return plan
         formats = dict(self.formats)
@@ -118,7 +104,7 @@ class WireOptions(Options):
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """Kinds of what travels under a plan, and can be packed."""
+    """Kinds of messages of a plan that can be packed."""
     kinds = ["reduce"] if plan.mesh.replicas > 1 else []
     if kinds and plan.zero is not None and plan.zero.stage > 0:
         kinds.insert(0, "gather")
@@ -126,30 +112,16 @@ def _kinds(plan: Plan) -> list[str]:
 
 
 def decide(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    options: WireOptions,
-    cluster: Cluster | None = None,
-) -> Plan:
-    """Leaves off the formats that are predicted to cost more than they spare; says why.
-
-    Args:
-        plan: resolved for the model, with the formats that were asked for.
-        model: whole model.
-        optimizer: optimizer of its parameters.
-        options: what was asked for.
-        cluster: machines; None for those at hand.
-
-    Returns:
-        The plan, the same on all ranks of a world of its size.
-    """
+    resolved: ResolvedPlan, options: WireOptions, cluster: Cluster | None = None
+) -> ResolvedPlan:
+    """Drops formats that are predicted to cost more than they save; records why."""
+    plan = resolved.plan
     asked = {k: wire_format(f) for k, f in plan.wire.formats.items() if f != "identity"}
     if not asked or not (options.formats or options.every):
-        return plan  # one that was read from a file runs as it stands there
+        return resolved  # one that was read from a file runs as it stands there
     links = axis_links(plan, cluster or current_cluster(plan.mesh.size))
     by_kind: dict[str, list[Message]] = {kind: [] for kind in asked}
-    for message in _messages(plan, model, links):
+    for message in _messages(plan, resolved.model, links):
         by_kind.setdefault(wire_kind(message, links), []).append(message)
     formats, reasons = dict(plan.wire.formats), dict(plan.reasons)
     item = 2 if plan.precision.parameters != "none" else 4
@@ -169,22 +141,21 @@ def decide(
     decided = replace(plan.wire, **formats, error_feedback=feedback), reasons
     if current_world().size == plan.mesh.size > 1:
         decided = broadcast_object(decided)  # ranks measure different times
-    return _with_memory(plan, replace(plan, wire=decided[0], reasons=decided[1]), model, optimizer)
+    return _with_memory(resolved, replace(plan, wire=decided[0], reasons=decided[1]))
 
 
-def _with_memory(
-    asked: Plan, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> Plan:
-    """A plan without the bytes that parameters would have taken in a format that stays off."""
-    if plan.wire.gather == asked.wire.gather or plan.stage == 3:
-        return plan
-    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
+def _with_memory(asked: ResolvedPlan, plan: Plan) -> ResolvedPlan:
+    """Updates predicted bytes after formats were dropped."""
+    found = asked.with_plan(plan)
+    if plan.wire.gather == asked.plan.wire.gather or plan.stage == 3:
+        return found
     place = next(p for p, rank in places(plan).items() if rank == plan.predicted.fullest)
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages, place)
-    before, after = (predict_memory(p, model, sizes).parameters for p in (asked, plan))
+    before, after = (
+        predict_memory(r.plan, r.model, r.sizes(place)).parameters for r in (asked, found)
+    )
     predicted, held = plan.predicted, plan.predicted.bytes
     held = replace(held, parameters=held.parameters - before + after)
-    return replace(plan, predicted=replace(predicted, bytes=held))
+    return found.with_plan(replace(plan, predicted=replace(predicted, bytes=held)))
 
 
 def _messages(
@@ -203,7 +174,7 @@ def _compared(
     cluster: Cluster | None,
     item: int,
 ) -> tuple[float, float, float]:
-    """Seconds of messages as they are and packed, and those of packing among the latter."""
+    """Seconds of plain messages, of packed ones including packing, and of packing."""
     if not messages:
         messages = [Message("reduce_scatter", SAMPLE_BYTES, axes)]
     plain = sum(message.seconds for message in messages)
@@ -211,100 +182,3 @@ def _compared(
     less = [packed_message(m, wire, rates, item) for m in messages]
     packing = sum(m.count * m.packing_s for m in less)
     return plain, sum(message.seconds for message in less) + packing, packing
-
-
-def zero_wires(plan: Plan) -> ZeroWires:
-    """The formats of chunks."""
-    wire = plan.wire
-    reduce, gather = wire_format(wire.reduce), wire_format(wire.gather)
-    return ZeroWires(reduce, gather, wire.error_feedback, wire.gate)
-
-
-class BucketHook:
-    """Reduces the buckets of torch's DDP in a wire format.
-
-    Args:
-        wire: formats.
-        names: names of the parameters.
-    """
-
-    def __init__(self, wire: Wire, names: Mapping[Any, str]) -> None:
-        self.wire, self.names = wire_format(wire.reduce), names
-        self.feeds = wire.error_feedback
-        self._lost: dict[int, tuple[dict[str, torch.Tensor], torch.Tensor]] = {}
-        self._given: dict[str, torch.Tensor] = {}
-        self.gate = GradientGate(self.wire, wire.error_feedback, wire.gate)
-
-    # torch compares annotations with types, and takes none for the right ones.
-    def reduce(self, state, bucket):
-        """Begins the reduction of a bucket; returns its future."""
-        tensor, lost = bucket.buffer(), None
-        cuda = tensor.is_cuda
-        devices = [tensor.device] if cuda else None
-        future: Any = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
-        if self.feeds:
-            lost = self._lost_of(bucket, tensor)
-        checking = self.gate.checking
-
-        def reduced(wire: WireFormat) -> torch.Tensor:
-            copy = tensor.clone()
-            all_reduce(copy, "mean", wire=wire)
-            return copy
-
-        references = self.gate.reduced(reduced) if checking else None
-        packed = self.wire.of(tensor, tensor.numel() // group_size()).name != "identity"
-        waits = cuda or checking or not packed
-        handle = all_reduce(
-            tensor,
-            "mean",
-            async_op=True,
-            wire=self.wire,
-            error=lost,
-            finish=None if waits else lambda: future.set_result(tensor),
-        )
-        if waits:
-            handle.wait()
-            if references is not None:
-                self._compare(bucket, *references)
-            future.set_result(tensor)
-        return future
-
-    def _lost_of(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> torch.Tensor:
-        members = [self.names.get(p, "") for p in bucket.parameters()]
-        views, lost = self._lost.get(bucket.index(), ({}, tensor))
-        if list(views) != members:  # DDP cuts buckets anew after a step
-            self._given = self.lost()
-            self._lost = {}
-            lost, views = torch.zeros_like(tensor), {}
-            runs = lost.split([g.numel() for g in bucket.gradients()])
-            for name, run, gradient in zip(members, runs, bucket.gradients(), strict=True):
-                views[name] = run.view(gradient.shape)
-        for name in views.keys() & self._given.keys():
-            views[name].copy_(self._given.pop(name))
-        self._lost[bucket.index()] = views, lost
-        return lost
-
-    def lost(self) -> dict[str, torch.Tensor]:
-        """What packing has lost of this rank's gradients so far, by parameter."""
-        found = dict(self._given)
-        for views, _ in self._lost.values():
-            found |= views
-        return found
-
-    def take_lost(self, found: Mapping[str, torch.Tensor]) -> None:
-        """Goes on with what packing has lost, by parameter; what was lost here is forgotten."""
-        self._lost, self._given = {}, dict(found) if self.feeds else {}
-
-    def _compare(
-        self, bucket: dist.GradBucket, exact: torch.Tensor, finer: torch.Tensor | None
-    ) -> None:
-        start = 0
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            run = slice(start, start + gradient.numel())
-            name, other = self.names.get(parameter, "a parameter"), None
-            if finer is not None:
-                other = finer[run]
-            self.gate.add(name, gradient, exact[run], other)
-            start += gradient.numel()
-        if bucket.is_last():
-            self.gate.end_step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gulliver.booster.search import Enough, Found, Price
+from gulliver.booster.search import Found, MinimumResources, Price
 from gulliver.cli._plan_models import Subject
 from gulliver.cli._plan_why import Why
 
@@ -26,7 +26,7 @@ class Answer:
     subject: Subject
     found: Found
     prices: tuple[Price, ...]
-    enough: Enough
+    enough: MinimumResources
     changed: Found | None = None
     estimates: dict[str, Found] | None = None
     why: Why | None = None

@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from gulliver.booster.search import (
-    Behind,
     Found,
+    OffloadTiers,
     Scored,
     enough,
     facts_of,
@@ -108,7 +108,7 @@ def _searched(options: Search, cluster: Cluster, best: int = 10) -> tuple[Subjec
         options.precision,
         best,
         facts,
-        Behind() if options.inference else Behind.of(options.host, options.disk),
+        OffloadTiers() if options.inference else OffloadTiers.of(options.host, options.disk),
     )
     return subject, found
 

@@ -1,9 +1,9 @@
 """The plan: how a model runs, as values that are read, edited, checked and compared."""
 
 from gulliver.plan._checks import check_plan
-from gulliver.plan._compare import Comparison, Row
+from gulliver.plan._compare import Comparison, ComparisonRow
 from gulliver.plan._plan import VERSION, Plan
-from gulliver.plan._predicted import MemoryPlan, Moved, Predicted, Seconds
+from gulliver.plan._predicted import MemoryPlan, Predicted, Seconds, TierTraffic
 from gulliver.plan._reading import join
 from gulliver.plan._tree import (
     AXES,
@@ -42,12 +42,12 @@ __all__ = [
     "BlockWork",
     "ChunkPlan",
     "Comparison",
+    "ComparisonRow",
     "DDPPlan",
     "Fp8Plan",
     "MemoryPlan",
     "Mesh",
     "Model",
-    "Moved",
     "OperatorBlock",
     "OperatorChoice",
     "OperatorPlan",
@@ -55,10 +55,10 @@ __all__ = [
     "Plan",
     "Precision",
     "Predicted",
-    "Row",
     "Seconds",
     "SequenceLayout",
     "TensorLayout",
+    "TierTraffic",
     "Tiers",
     "Wire",
     "Work",

@@ -1,6 +1,6 @@
-"""Refuses values of a plan that contradict each other, or the world: told with both lines.
+"""Refuses values of a plan that contradict each other, or the world, with the lines of both.
 
-Only the plan is looked at. What a model does not allow is refused where there is one, in `booster`.
+What a model does not allow is refused when a plan is resolved for a model.
 """
 
 from __future__ import annotations
@@ -18,29 +18,49 @@ from gulliver.plan._tree import (
     SHARED_BY_TENSOR,
     PipelineLayout,
     TensorLayout,
-    Tiers,
 )
 from gulliver.precision.wire import wire_format
 
 LONGEST = 120
 """Most characters of a value that a message shows."""
+SECTIONS = ("zero", "ddp", "operators")
+"""Parts of a plan that are there or not."""
+WHOLE_MODELS = {
+    "ddp": "zero with stage 0 does as DDP does",
+    "zero.tuning": "off, with zero.chunk_bytes",
+    "zero.broadcast_buffers": "false",
+    "mesh.torus": "{}",
+}
+"""What runs whole models only, with what is right for a model that is cut."""
 
 
 def check_plan(plan: Plan, ranks: int) -> None:
-    """Refuses a plan that cannot be run by so many ranks, whatever the model is.
-
-    Raises:
-        GulliverError: the values that contradict each other, with their lines where they have some.
-    """
+    """Refuses a plan that cannot be run by so many ranks, whatever the model is."""
+    checks = [_mesh(plan, ranks)]
     if plan.operators is not None:
-        for text in (*_mesh(plan, ranks), *_operators(plan)):
-            raise GulliverError(text)
-        return
-    checks = _mesh(plan, ranks), _shards(plan), _unused(plan), _sequence(plan), _pipeline(plan)
-    last = _tiers(plan), _step_in_backward(plan), _fp8(plan), _wire(plan)
-    for contradictions in (*checks, *last):
+        checks.append(_operators(plan))
+    else:
+        checks += [_shards(plan), _unused(plan), _sequence(plan), _pipeline(plan), _tiers(plan)]
+        checks += [_step_in_backward(plan), _fp8(plan), _wire(plan)]
+    for contradictions in checks:
         for text in contradictions:
             raise GulliverError(text)
+
+
+def _clash(plan: Plan, *names: str, why: str) -> str:
+    """A message that names values, with their lines, and says why they do not go together."""
+    return f"{' and '.join(_shown(plan, name) for name in names)}: {why}"
+
+
+def _shown(plan: Plan, name: str) -> str:
+    if name in SECTIONS:
+        value = "null" if getattr(plan, name) is None else "given"
+    elif name in ("mesh.axes", "mesh.torus"):
+        sizes = plan.mesh.axes if name == "mesh.axes" else plan.mesh.torus
+        value = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    else:
+        return plan.describe_field(name)
+    return f"{name}: {value}{plan.line_text(name)}"
 
 
 def _mesh(plan: Plan, ranks: int) -> Iterator[str]:
@@ -52,15 +72,15 @@ def _mesh(plan: Plan, ranks: int) -> Iterator[str]:
         yield f"mesh.axes are out of order: name them outer to inner, as in {', '.join(AXES)}"
     if mesh.size != ranks:
         yield (
-            f"{_product(plan, 'mesh.axes')} make {mesh.size} ranks, and there are {ranks}: change "
+            f"{_shown(plan, 'mesh.axes')} make {mesh.size} ranks, and there are {ranks}: change "
             "an axis, or the number of ranks"
         )
     if mesh.torus and math.prod(mesh.torus.values()) != mesh.size:
         yield (
-            f"{_product(plan, 'mesh.torus')} and {_product(plan, 'mesh.axes')} differ: a torus is "
+            f"{_shown(plan, 'mesh.torus')} and {_shown(plan, 'mesh.axes')} differ: a torus is "
             "all ranks of the mesh"
         )
-    order = f"{plan.told('mesh.rank_order')}"
+    order = _shown(plan, "mesh.rank_order")
     if mesh.rank_order and sorted(mesh.rank_order) != list(range(mesh.size)):
         yield f"{order} must name each of the {mesh.size} ranks of mesh.axes once"
     if mesh.rank_order and not mesh.torus:
@@ -69,67 +89,54 @@ def _mesh(plan: Plan, ranks: int) -> Iterator[str]:
 
 def _operators(plan: Plan) -> Iterator[str]:
     """Yields choices that contradict operators which are shared one by one."""
-    told = _section(plan, "operators")
     for name in ("zero", "ddp"):
         if getattr(plan, name) is not None:
-            yield (
-                f"{told} and {_section(plan, name)}: operators are shared over all ranks; right "
-                f"would be {name}: null"
-            )
+            why = f"operators are shared over all ranks; right would be {name}: null"
+            yield _clash(plan, "operators", name, why=why)
     default = Plan()
     for name in ("tensor", "sequence", "pipeline", "recompute", "precision", "max_norm", "weights"):
         if getattr(plan, name) != getattr(default, name):
-            line = plan.lines.get(name)
-            place = f" (line {line})" if line else ""
             yield (
-                f"{told} and {name}: given{place}: operators say themselves how they are cut and "
-                f"what is computed again, and clipping is the loop's; leave {name} out"
+                f"{_shown(plan, 'operators')} and {name}: given{plan.line_text(name)}: operators "
+                "say themselves how they are cut and what is computed again, and clipping is the "
+                f"loop's; leave {name} out"
             )
     if plan.mesh.torus:
-        yield f"{told} and {plan.told('mesh.torus')}: axes of operators are those of mesh.axes"
+        yield (
+            f"{_shown(plan, 'operators')} and {plan.describe_field('mesh.torus')}: axes of "
+            "operators are those of mesh.axes"
+        )
 
 
 def _shards(plan: Plan) -> Iterator[str]:
-    if (plan.zero is None) == (plan.ddp is None):
-        yield (
-            f"{_section(plan, 'zero')} and {_section(plan, 'ddp')}: one of them shares the work of "
-            "the replicas, the other one is null"
-        )
-    cutting = [f"mesh.axes.{name}" for name in ("pipeline", "sequence", "tensor")]
-    cutting = [name for name in cutting if plan.mesh.of(name.rpartition(".")[2]) > 1]
-    alone = {
+    zero = plan.zero
+    if (zero is None) == (plan.ddp is None):
+        why = "one of them shares the work of the replicas, the other one is null"
+        yield _clash(plan, "zero", "ddp", why=why)
+    given = {
         "ddp": plan.ddp is not None,
-        "zero.tuning": plan.zero is not None and plan.zero.tuning != "off",
-        "zero.broadcast_buffers": plan.zero is not None and plan.zero.broadcast_buffers,
+        "zero.tuning": zero is not None and zero.tuning != "off",
+        "zero.broadcast_buffers": zero is not None and zero.broadcast_buffers,
         "mesh.torus": bool(plan.mesh.torus),
     }
-    rights = {
-        "ddp": "zero with stage 0 does as DDP does",
-        "zero.tuning": "off, with zero.chunk_bytes",
-        "zero.broadcast_buffers": "false",
-        "mesh.torus": "{}",
-    }
-    for name, given in alone.items():
-        if cutting and given:
-            first = _section(plan, name) if name == "ddp" else plan.told(name)
+    cutting = [f"mesh.axes.{name}" for name in MODEL_AXES if plan.mesh.of(name) > 1]
+    for name, right in WHOLE_MODELS.items():
+        if cutting and given[name]:
+            told = _shown(plan, name) if name in SECTIONS else plan.describe_field(name)
             yield (
-                f"{plan.told(cutting[0])} and {first}: the second is for whole models only; right "
-                f"would be {rights[name]}"
+                f"{_shown(plan, cutting[0])} and {told}: the second is for whole models only; "
+                f"right would be {right}"
             )
     if plan.ddp is not None and plan.precision.parameters != "none":
-        yield (
-            f"{_section(plan, 'ddp')} and {plan.told('precision.parameters')}: DDP has no float32 "
-            "copies; take zero, or precision.autocast"
-        )
+        why = "DDP has no float32 copies; take zero, or precision.autocast"
+        yield _clash(plan, "ddp", "precision.parameters", why=why)
     if plan.ddp is not None and plan.max_norm:
-        yield (
-            f"{_section(plan, 'ddp')} and {plan.told('max_norm')}: under DDP the loop clips; take "
-            "zero, or max_norm: 0.0"
-        )
+        why = "under DDP the loop clips; take zero, or max_norm: 0.0"
+        yield _clash(plan, "ddp", "max_norm", why=why)
 
 
 def _unused(plan: Plan) -> Iterator[str]:
-    """What is said of an axis of one rank, or of number formats that are not used."""
+    """Yields values that have no effect: of an axis with one rank, or of unused number formats."""
     for axis, default in (("pipeline", PipelineLayout()), ("tensor", TensorLayout())):
         layout = getattr(plan, axis)
         changed = {
@@ -141,97 +148,92 @@ def _unused(plan: Plan) -> Iterator[str]:
             given = ", ".join(_short(plan, name) for name in changed)
             right = ", ".join(f"{name}: {written(value)}" for name, value in changed.items())
             yield (
-                f"{plan.told(f'mesh.axes.{axis}')} and {given}: with one rank of the {axis} axis "
-                f"this does nothing; right would be {right}"
+                f"{_shown(plan, f'mesh.axes.{axis}')} and {given}: with one rank of the {axis} "
+                f"axis this does nothing; right would be {right}"
             )
     if plan.precision.kept and plan.precision.parameters == "none":
-        yield (
-            f"{plan.told('precision.parameters')} and {plan.told('precision.kept')}: nothing is "
-            "turned to 16 bits, so there is nothing to keep; right would be kept: []"
-        )
+        why = "nothing is turned to 16 bits, so there is nothing to keep; right would be kept: []"
+        yield _clash(plan, "precision.parameters", "precision.kept", why=why)
 
 
 def _short(plan: Plan, name: str) -> str:
-    """A value with its line; without the entries where it would fill a screen."""
-    told = plan.told(name)
+    """A value with its line, shortened if it is long."""
+    told = plan.describe_field(name)
     return told if len(told) <= LONGEST else f"{name}: ... {told[told.rfind('(line') :]}"
 
 
 def _sequence(plan: Plan) -> Iterator[str]:
-    sequence, size, tensor = plan.sequence, plan.mesh.of("sequence"), plan.mesh.of("tensor")
-    mode, axis = plan.told("sequence.mode"), plan.told("mesh.axes.sequence")
+    sequence, size = plan.sequence, plan.mesh.of("sequence")
+    own, both = ", ".join(SHARED_BY_SEQUENCE), ("mesh.axes.sequence", "sequence.mode")
     if sequence.degree != size:
         yield (
-            f"{axis} and {plan.told('sequence.ulysses')}, {plan.told('sequence.outer')}, "
-            f"{plan.told('sequence.inner')}: their product must be {size}"
+            f"{_shown(plan, 'mesh.axes.sequence')} and {_shown(plan, 'sequence.ulysses')}, "
+            f"{_shown(plan, 'sequence.outer')}, {_shown(plan, 'sequence.inner')}: their product "
+            f"must be {size}"
         )
     if sequence.mode is None and size > 1:
-        yield f"{axis} and {mode}: name a mode, one of {', '.join(SHARED_BY_SEQUENCE)}"
+        yield _clash(plan, *both, why=f"name a mode, one of {own}")
     if sequence.mode in (*SHARED_BY_SEQUENCE, "auto") and size == 1:
-        yield f"{axis} and {mode}: this mode needs at least 2 ranks of a sequence, or be null"
-    if sequence.mode in SHARED_BY_TENSOR and tensor == 1:
-        yield (
-            f"{plan.told('mesh.axes.tensor')} and {mode}: this mode needs at least 2 ranks of the "
-            f"tensor axis; with ranks of its own take one of {', '.join(SHARED_BY_SEQUENCE)}"
+        yield _clash(plan, *both, why="this mode needs at least 2 ranks of a sequence, or be null")
+    if sequence.mode in SHARED_BY_TENSOR and plan.mesh.of("tensor") == 1:
+        why = (
+            "this mode needs at least 2 ranks of the tensor axis; with ranks of its own take one "
+            f"of {own}"
         )
+        yield _clash(plan, "mesh.axes.tensor", "sequence.mode", why=why)
     if sequence.mode in SHARED_BY_TENSOR and size > 1:
-        yield f"{axis} and {mode}: this mode has no ranks of its own"
+        yield _clash(plan, *both, why="this mode has no ranks of its own")
     if sequence.mode == "all_to_all" and sequence.outer * sequence.inner > 1:
-        yield (
-            f"{mode} and {plan.told('sequence.inner')}: it has no ring; take mode ring_attn, or "
-            "ulysses instead of inner and outer"
-        )
+        why = "it has no ring; take mode ring_attn, or ulysses instead of inner and outer"
+        yield _clash(plan, "sequence.mode", "sequence.inner", why=why)
 
 
 def _pipeline(plan: Plan) -> Iterator[str]:
-    pipeline, axis = plan.pipeline, plan.told("mesh.axes.pipeline")
-    size = plan.mesh.of("pipeline")
+    pipeline, size = plan.pipeline, plan.mesh.of("pipeline")
     stages = size * pipeline.chunks_per_rank
     if size > 1 and pipeline.cut and stages and len(pipeline.cut) not in (stages, stages - 1):
         yield (
-            f"{plan.told('pipeline.cut')} deals {len(pipeline.cut)} stages, {axis} and "
-            f"{plan.told('pipeline.chunks_per_rank')} make {stages}"
+            f"{_shown(plan, 'pipeline.cut')} deals {len(pipeline.cut)} stages, "
+            f"{_shown(plan, 'mesh.axes.pipeline')} and {_shown(plan, 'pipeline.chunks_per_rank')} "
+            f"make {stages}"
         )
 
 
 def _tiers(plan: Plan) -> Iterator[str]:
-    tiers = None if plan.zero is None else plan.zero.tiers
-    if plan.zero is None or tiers is None:
+    zero, tiers = plan.zero, plan.tiers
+    if zero is None or tiers is None:
         return
-    limit = plan.told("zero.tiers.limit")
+    limit, disk = "zero.tiers.limit", ("zero.tiers.disk", "zero.tiers.disk_bytes")
     if plan.stage != 3:
-        yield (
-            f"{plan.told('zero.stage')} and {limit}: what is whole on every rank cannot leave its "
-            "memory; take stage: 3, or tiers: null"
+        why = "what is whole on every rank cannot leave its memory; take stage: 3, or tiers: null"
+        yield _clash(plan, "zero.stage", limit, why=why)
+    if zero.tuning != "off":
+        why = (
+            "the size of chunks is planned with the limit; right would be tuning: off, with "
+            "zero.chunk_bytes"
         )
-    if plan.zero.tuning != "off":
-        yield (
-            f"{plan.told('zero.tuning')} and {limit}: the size of chunks is planned with the "
-            "limit; right would be tuning: off, with zero.chunk_bytes"
-        )
-    disk, size = plan.told("zero.tiers.disk"), plan.told("zero.tiers.disk_bytes")
+        yield _clash(plan, "zero.tuning", limit, why=why)
     if tiers.disk is None and tiers.disk_bytes:
-        yield f"{disk} and {size}: name a folder, or give it 0 bytes"
+        yield _clash(plan, *disk, why="name a folder, or give it 0 bytes")
     if tiers.disk is not None and not tiers.disk_bytes:
-        yield f"{disk} and {size}: say how much may lie there, such as disk_bytes: 100GiB"
+        yield _clash(plan, *disk, why="say how much may lie there, such as disk_bytes: 100GiB")
     if tiers.host and plan.mesh.device == "cpu":
-        yield (
-            f"{plan.told('mesh.device')} and {plan.told('zero.tiers.host')}: memory of the host is "
-            f"what {limit} is of; right would be host: 0"
-        )
+        why = f"memory of the host is what {_shown(plan, limit)} is of; right would be host: 0"
+        yield _clash(plan, "mesh.device", "zero.tiers.host", why=why)
     if tiers.offloaded and tiers.activations != "mixed":
-        yield (
-            f"{plan.told('zero.tiers.activations')} and {plan.told('zero.tiers.offloaded')}: it "
-            "names blocks, as activations: mixed does"
-        )
+        why = "it names blocks, as activations: mixed does"
+        yield _clash(plan, "zero.tiers.activations", "zero.tiers.offloaded", why=why)
     for name in MODEL_AXES:
         if name in plan.mesh.axes and tiers.activations not in ("keep", "recompute"):
-            yield (
-                f"{plan.told(f'mesh.axes.{name}')} and {plan.told('zero.tiers.activations')}: "
+            why = (
                 "activations of whole models can leave, and those of a cut one not yet; take "
                 f"activations: keep, or recompute, or leave the axis {name} out"
             )
-    yield from _shares(plan, tiers)
+            yield _clash(plan, f"mesh.axes.{name}", "zero.tiers.activations", why=why)
+    for name in ("offload_optim", "offload_param"):
+        if tiers.policy == "auto" and getattr(tiers, name) != 1:
+            why = f"auto finds the shares itself; take policy: static, or {name}: 1.0"
+            yield _clash(plan, "zero.tiers.policy", f"zero.tiers.{name}", why=why)
 
 
 def _wire(plan: Plan) -> Iterator[str]:
@@ -239,96 +241,61 @@ def _wire(plan: Plan) -> Iterator[str]:
     sizes |= {"gather": plan.mesh.replicas, "reduce": plan.mesh.replicas}
     packed = {k: f for k, f in plan.wire.formats.items() if wire_format(f).name != "identity"}
     for kind in packed:
-        told = plan.told(f"wire.{kind}")
+        name = f"wire.{kind}"
         if sizes[kind] == 1:
             axis = "data" if kind in ("gather", "reduce") else kind
-            yield (
-                f"{plan.told(f'mesh.axes.{axis}')} and {told}: with one rank nothing travels; "
-                f"right would be wire.{kind}: identity"
-            )
+            why = f"with one rank nothing travels; right would be wire.{kind}: identity"
+            yield _clash(plan, f"mesh.axes.{axis}", name, why=why)
         if kind == "gather" and (plan.zero is None or plan.zero.stage == 0):
-            yield (
-                f"{told}: parameters are gathered from stage 1 of ZeRO on; right would be "
-                "wire.gather: identity"
+            why = (
+                "parameters are gathered from stage 1 of ZeRO on; right would be wire.gather: "
+                "identity"
             )
+            yield _clash(plan, name, why=why)
         if kind == "gather" and wire_format(packed[kind]).rounding != "nearest":
-            nearest = packed[kind].replace(":stochastic", "")
-            yield (
-                f"{told}: parameters are rounded to the nearest, for all ranks have to find the "
-                f"same; right would be wire.gather: {nearest}, of a plugin "
-                f"communication_dtype={packed | {kind: nearest}}"
+            exact = packed[kind].replace(":stochastic", "")
+            why = (
+                "parameters are rounded to the nearest, for all ranks have to find the same; "
+                f"right would be wire.gather: {exact}, of a plugin "
+                f"communication_dtype={packed | {kind: exact}}"
             )
+            yield _clash(plan, name, why=why)
     if plan.wire.error_feedback and "reduce" not in packed:
-        yield (
-            f"{plan.told('wire.reduce')} and {plan.told('wire.error_feedback')}: gradients lose "
-            "nothing that could be fed back; right would be error_feedback: false"
-        )
+        why = "gradients lose nothing that could be fed back; right would be error_feedback: false"
+        yield _clash(plan, "wire.reduce", "wire.error_feedback", why=why)
     if plan.wire.error_feedback and plan.limited:
-        yield (
-            f"{plan.told('zero.tiers.limit')} and {plan.told('wire.error_feedback')}: what is fed "
-            "back takes as much memory as all gradients; right would be error_feedback: false"
+        why = (
+            "what is fed back takes as much memory as all gradients; right would be "
+            "error_feedback: false"
         )
+        yield _clash(plan, "zero.tiers.limit", "wire.error_feedback", why=why)
 
 
 def _step_in_backward(plan: Plan) -> Iterator[str]:
     if plan.zero is None or not (plan.zero.step_in_backward or plan.zero.steps_in_backward):
         return
-    within = "" if plan.zero.tiers is None else "tiers."
-    told = plan.told(f"zero.{within}step_in_backward")
+    plain, limited = "zero.step_in_backward", "zero.tiers.step_in_backward"
     if not plan.zero.steps_in_backward:
-        told = plan.told("zero.step_in_backward")
-        yield (
-            f"{told} and {plan.told('zero.tiers.step_in_backward')}: with tiers the second counts; "
-            "say it there alone"
-        )
+        yield _clash(plan, plain, limited, why="with tiers the second counts; say it there alone")
     for name in MODEL_AXES:
         if name in plan.mesh.axes:
-            yield (
-                f"{plan.told(f'mesh.axes.{name}')} and {told}: whole models can be stepped during "
-                f"backward, and a cut model not yet; leave the axis {name} out, or say false"
+            why = (
+                "whole models can be stepped during backward, and a cut model not yet; leave the "
+                f"axis {name} out, or say false"
             )
+            yield _clash(plan, f"mesh.axes.{name}", limited if plan.limited else plain, why=why)
 
 
 def _fp8(plan: Plan) -> Iterator[str]:
-    fp8 = plan.precision.fp8
+    fp8, scaling = plan.precision.fp8, "precision.fp8.scaling"
     if fp8 is None:
         return
-    scaling = plan.told("precision.fp8.scaling")
     if fp8.scaling == "delayed" and plan.mesh.size > 1:
-        yield (
-            f"{_product(plan, 'mesh.axes')} and {scaling}: each rank would have a history of its "
-            "own; take tensorwise or rowwise"
-        )
+        why = "each rank would have a history of its own; take tensorwise or rowwise"
+        yield _clash(plan, "mesh.axes", scaling, why=why)
     if plan.sequence.mode in SHARED_BY_TENSOR:
-        yield (
-            f"{plan.told('sequence.mode')} and {scaling}: FP8 layers take whole sequences on "
-            "tensor ranks; take mode: null, or one of " + ", ".join(SHARED_BY_SEQUENCE)
+        why = (
+            "FP8 layers take whole sequences on tensor ranks; take mode: null, or one of "
+            + ", ".join(SHARED_BY_SEQUENCE)
         )
-
-
-def _shares(plan: Plan, tiers: Tiers) -> Iterator[str]:
-    for name in ("shard_param", "offload_optim", "offload_param"):
-        share = f"zero.tiers.{name}"
-        if tiers.policy == "auto" and getattr(tiers, name) != 1:
-            yield (
-                f"{plan.told('zero.tiers.policy')} and {plan.told(share)}: auto finds the shares "
-                f"itself; take policy: static, or {name}: 1.0"
-            )
-    if tiers.shard_param != 1:
-        yield (
-            f"{plan.told('zero.stage')} and {plan.told('zero.tiers.shard_param')}: stage 3 shards "
-            "all parameters; right would be shard_param: 1.0"
-        )
-
-
-def _product(plan: Plan, name: str) -> str:
-    sizes = plan.mesh.axes if name == "mesh.axes" else plan.mesh.torus
-    line = plan.lines.get(name)
-    shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    return f"{name}: {shown}" + (f" (line {line})" if line else "")
-
-
-def _section(plan: Plan, name: str) -> str:
-    line = plan.lines.get(name)
-    given = "given" if getattr(plan, name) is not None else "null"
-    return f"{name}: {given}" + (f" (line {line})" if line else "")
+        yield _clash(plan, "sequence.mode", scaling, why=why)

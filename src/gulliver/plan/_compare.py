@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured."""
+"""Predicted and measured costs of a run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ TOLERATED = 0.15
 
 
 @dataclass(frozen=True)
-class Row:
-    """One kind of cost.
+class ComparisonRow:
+    """One kind of cost."""
 
-    Attributes:
-        kind: name of the value in the plan.
-        unit: ``s``, ``bytes`` that are held, or ``sent bytes``.
-        predicted: value in the plan.
-        measured: value of the run.
-        source: what the prediction stands on, and how that is measured; empty where nothing is.
-    """
-
+    # Name of the value in the plan.
     kind: str
+    # ``s``, ``bytes`` that are held, or ``sent bytes``.
     unit: str
+    # Value in the plan.
     predicted: float
+    # Value of the run.
     measured: float
+    # What the prediction is based on, and how to measure that; may be empty.
     source: str = ""
 
     @property
@@ -33,22 +30,18 @@ class Row:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the plan says something of it; what is of a step needs a sample."""
+        """Whether the plan predicts it; costs of a step need a sample."""
         return self.unit == "bytes" or self.predicted > 0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted and measured costs of a run, by kind.
+    """Predicted and measured costs of a run, by kind."""
 
-    Attributes:
-        rows: seconds first, of the step and of its phases, then bytes that this rank sends in a
-            step, then those that it holds.
-    """
+    # Seconds of the step and its phases, then bytes sent by this rank in a step, then bytes held.
+    rows: tuple[ComparisonRow, ...]
 
-    rows: tuple[Row, ...]
-
-    def __getitem__(self, kind: str) -> Row:
+    def __getitem__(self, kind: str) -> ComparisonRow:
         found = {row.kind: row for row in self.rows}
         if kind not in found:
             raise KeyError(f"{kind!r} was not measured: {', '.join(found)} were")

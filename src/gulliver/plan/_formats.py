@@ -16,17 +16,15 @@ def choice(
     most: float | None = None,
     size: bool = False,
 ) -> Any:
-    """A field with the values that it may have, or the least and most of them.
-
-    With `size` it counts bytes, and a file may say ``6GiB``.
-    """
+    """A field with the allowed values, or their range."""
+    # With `size` the field counts bytes, and a file may say ``6GiB``.
     limits = {"known": known, "least": least, "most": most, "size": size}
     return field(default=default, metadata=limits)
 
 
 @dataclass(frozen=True)
 class Fp8Plan:
-    """Linear layers whose products are of FP8 numbers.
+    """Linear layers that compute in FP8.
 
     Attributes:
         scaling: scales: one for each tensor, for each row, or for each tensor from earlier steps.

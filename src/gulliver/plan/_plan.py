@@ -1,16 +1,15 @@
-"""The plan: all there is to say about how a model runs, as values that can be read and edited.
+"""The plan: everything that decides how a model runs, as values that can be read and edited.
+
+For example:
 
     plan = Plan.load("plan.yaml")          # checked, with the line of every value
     booster = Booster(plan=plan)           # runs it
-
-The values themselves stand in `_tree.py`, how a file is read in `_reading.py`, which of them
-contradict each other in `_checks.py`. Reading goes through PyYAML.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +28,7 @@ from gulliver.plan._tree import (
     Precision,
     SequenceLayout,
     TensorLayout,
+    Tiers,
     Wire,
     Work,
     ZeroPlan,
@@ -96,8 +96,18 @@ class Plan:
 
     @property
     def limited(self) -> bool:
-        """Whether memory has a limit, which what does not fit must leave."""
-        return self.zero is not None and self.zero.tiers is not None
+        """Whether there is a memory limit."""
+        return self.tiers is not None
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Memory tiers under a limit; None without one."""
+        return None if self.zero is None else self.zero.tiers
+
+    def with_zero(self, **changes: Any) -> Self:
+        """The plan with changed fields in its section `zero`."""
+        assert self.zero is not None, "the plan shards by ZeRO"
+        return replace(self, zero=replace(self.zero, **changes))
 
     @property
     def chunks(self) -> tuple[ChunkPlan, ...]:
@@ -106,26 +116,29 @@ class Plan:
 
     @property
     def memory(self) -> MemoryPlan:
-        """Bytes that the fullest rank holds, as predicted."""
+        """Predicted bytes of the fullest rank."""
         return self.predicted.bytes
 
     @property
     def mixed_precision(self) -> str:
-        """Number formats, in a word or two."""
+        """Short description of the number formats."""
         if self.precision.parameters != "none":
             return f"{self.precision.parameters} with float32 copies"
         return self.precision.autocast
 
-    def told(self, name: str) -> str:
-        """A value by its name, with its line where it was read from a file: for messages."""
+    def describe_field(self, name: str) -> str:
+        """Name, value and, if it was read from a file, line of a field, for messages."""
         value: Any = self
         for part in name.split("."):
             value = value.get(part, 1) if isinstance(value, dict) else getattr(value, part)
-        place = f" (line {self.lines[name]})" if name in self.lines else ""
-        return f"{name}: {written(value)}{place}"
+        return f"{name}: {written(value)}{self.line_text(name)}"
+
+    def line_text(self, name: str) -> str:
+        """The line of a field in the file, as ``" (line 7)"``; empty without one."""
+        return f" (line {self.lines[name]})" if name in self.lines else ""
 
     def to_values(self) -> dict[str, Any]:
-        """Plain dicts and lists, as they stand in a file."""
+        """The plan as plain dicts and lists."""
         values = asdict(self)
         del values[LINES]
         return values
@@ -135,7 +148,7 @@ class Plan:
         return to_yaml(self.to_values())
 
     def save(self, path: Path | str) -> None:
-        """Writes the plan as YAML, whole or not at all; its last line says that it is whole."""
+        """Writes the plan as YAML, atomically; the last line marks the file as complete."""
         write_text(Path(path), f"{self.to_yaml()}{END}: true\n")
 
     @classmethod
@@ -150,7 +163,7 @@ class Plan:
 
     @classmethod
     def from_yaml(cls, text: str, where: str = "the plan") -> Self:
-        """Reads the text of a plan; `where` it is from stands in errors."""
+        """Parses the text of a plan; errors name `where` it is from."""
         return cls._of_text(text, where, whole=False)
 
     @classmethod
@@ -159,7 +172,7 @@ class Plan:
         if isinstance(values, dict):
             if "version" not in values:
                 raise GulliverError(f"{where} has no version: begin it with version: {VERSION}")
-            # Cut between two sections it is YAML still, and would run on defaults.
+            # A file cut between two sections is still valid YAML, and would run with defaults.
             if values.pop(END, not whole) is not True:
                 raise GulliverError(
                     f"{where} does not end with {END}: true: it was cut, save the plan again; "
@@ -245,8 +258,8 @@ class Plan:
         return lines
 
     def _tiers_lines(self) -> list[str]:
-        tiers, moved = self.zero and self.zero.tiers, self.predicted.moved
-        if not tiers or moved is None:
+        tiers, moved = self.tiers, self.predicted.moved
+        if tiers is None or moved is None:
             return []
         behind = f"in {tiers.disk}" if tiers.disk is not None else "in the host's memory"
         behind = f"in the host's memory and {behind}" if tiers.host and tiers.disk else behind
@@ -289,7 +302,7 @@ class Plan:
 
 
 def written(value: Any) -> str:
-    """A value as messages show it, much as it stands in a file."""
+    """A value as it is written in a file, for messages."""
     return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
 
 

@@ -1,4 +1,4 @@
-"""Predictions of a plan: bytes, seconds and what is sent; all of it results, computed anew."""
+"""Predicted bytes, seconds and traffic of a plan; recomputed whenever a plan is applied."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a rank holds at the peak; of the fullest rank where ranks differ.
+    """Peak bytes of a rank, by kind; of the fullest rank where ranks differ."""
 
-    Attributes:
-        parameters: size of the parameters, of those gathered at once where they are sharded.
-        gradients: size of gradients, shards and those under way.
-        optimizer_state: size of the optimizer's state, float32 copies included.
-        activations: size of what forward keeps for backward; 0 where it was not measured.
-    """
-
+    # Size of the parameters; with stage 3, shards and gathered chunks.
     parameters: int = 0
+    # Size of gradients: shards, and buffers in flight.
     gradients: int = 0
+    # Size of the optimizer's state, float32 copies included.
     optimizer_state: int = 0
+    # Size of what forward keeps for backward; 0 where it was not measured.
     activations: int = 0
 
     @property
@@ -61,55 +58,49 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What lies behind the first memory, and moves in a step; a result.
+class TierTraffic:
+    """State that lies in slower tiers, and the traffic of a step between tiers; a result."""
 
-    Attributes:
-        minimum: least limit that would do.
-        needed: bytes of state that are in use at once.
-        decides: chunk that needs that much.
-        stays: bytes of state that never leave the first memory.
-        leaves: bytes of state that lie behind it, at least at times.
-        read: bytes that a step reads from there.
-        written: bytes that a step writes there.
-        on_disk: bytes of state that lie on a disk behind host memory, at least at times.
-        disk_read: bytes that a step reads from that disk.
-        disk_written: bytes that it writes there.
-        bottleneck: what the step waits for.
-        price: what more memory would save.
-    """
-
+    # Least limit that suffices.
     minimum: int = 0
+    # Bytes of state that are in use at once.
     needed: int = 0
+    # The chunk that decides that.
     decides: str = ""
+    # Bytes of state that always stay on the device.
     stays: MemoryPlan = field(default_factory=MemoryPlan)
+    # Bytes of state that are offloaded at least at times.
     leaves: MemoryPlan = field(default_factory=MemoryPlan)
+    # Bytes that a step reads from slower tiers.
     read: int = 0
+    # Bytes that a step writes to slower tiers.
     written: int = 0
+    # Bytes of state that are on a disk behind host memory at least at times.
     on_disk: MemoryPlan = field(default_factory=MemoryPlan)
+    # Bytes that a step reads from that disk.
     disk_read: int = 0
+    # Bytes that a step writes to that disk.
     disk_written: int = 0
+    # What the step waits for.
     bottleneck: str = ""
+    # Seconds that more memory would save.
     price: str = ""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a step should take and hold; a result.
+    """Predicted costs of a step; a result."""
 
-    Attributes:
-        cluster: name of the machines that seconds are of.
-        seconds: seconds of a step, by kind.
-        sent: bytes that the first rank sends in a step; without a sample those that do not depend
-            on the batch.
-        bytes: bytes of the fullest rank, by kind.
-        moved: bytes between memories; None where all lies in one.
-        fullest: number of that rank; the first of several that hold as much.
-    """
-
+    # Name of the machines that seconds are of.
     cluster: str = ""
+    # Seconds of a step, by kind.
     seconds: Seconds = field(default_factory=Seconds)
+    # Bytes sent by the first rank in a step; without a sample, those that do not depend on the
+    # batch.
     sent: int = 0
+    # Bytes of the fullest rank, by kind.
     bytes: MemoryPlan = field(default_factory=MemoryPlan)
-    moved: Moved | None = None
+    # Traffic between tiers; None without a limit.
+    moved: TierTraffic | None = None
+    # The fullest rank; the first of equals.
     fullest: int = 0

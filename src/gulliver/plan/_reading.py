@@ -1,7 +1,6 @@
-"""Reads a plan's YAML into its dataclasses, and remembers on which line each value stands.
+"""Reads a plan's YAML into dataclasses and keeps the line of each value.
 
-Every value is checked against its annotation, and against the `known` values and the `least` that
-its field allows. An error names the place as a person would write it, and the line.
+Every value is checked against its annotation and the range or choices of its field.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
-    """Values of a YAML text, and the line of each by its name.
-
-    Raises:
-        GulliverError: the text is no YAML, or gives a value twice.
-    """
+    """Values of a YAML text, and the line of each by its name."""
     import yaml
 
     try:
@@ -69,7 +64,7 @@ def _marks(node: Any, name: str) -> Iterator[tuple[str, int]]:
     if node.id == "mapping":
         for key, value in node.value:
             inner = join(name, str(key.value))
-            # A block begins on the line of its key.
+            # A nested mapping begins on the line of its key.
             yield inner, key.start_mark.line + 1
             yield from (mark for mark in _marks(value, inner) if mark[0] != inner)
     elif node.id == "sequence":
@@ -78,29 +73,20 @@ def _marks(node: Any, name: str) -> Iterator[tuple[str, int]]:
 
 
 def join(name: str, key: str) -> str:
-    """Name of an entry of what has a name: ``mesh.axes.tensor``, ``modules['layers.0.mlp']``."""
+    """Qualified name of an entry: ``mesh.axes.tensor``, ``modules['layers.0.mlp']``."""
     if not key.isidentifier():
         return f"{name}[{key!r}]"
     return f"{name}.{key}" if name else key
 
 
 class Reader:
-    """Builds dataclasses from plain values.
-
-    Args:
-        where: beginning of every message.
-        lines: line of each value by its name.
-    """
+    """Builds dataclasses from plain values."""
 
     def __init__(self, where: str, lines: dict[str, int]) -> None:
         self.where, self.lines = where, lines
 
     def read(self, kind: Any, values: Any, name: str = "") -> Any:
-        """A dataclass of some kind from its entries.
-
-        Raises:
-            GulliverError: an entry is unknown, missing, or no value of its kind.
-        """
+        """Builds a dataclass from a mapping."""
         if not isinstance(values, dict):
             self._refuse(name, values, f"it must have the entries {', '.join(_fields(kind))}")
         known, hints = _fields(kind), typing.get_type_hints(kind)

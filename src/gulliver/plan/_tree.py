@@ -1,8 +1,8 @@
-"""The values of a plan: frozen dataclasses, one for each idea, all of them written to YAML.
+"""The sections of a plan: frozen dataclasses, all written to YAML.
 
-Choices and results stand side by side. A choice is what a person may edit, and takes effect; a
-result (`MemoryPlan`, `Seconds`, `Model`, the bytes of a chunk, shares, reasons) follows from the
-choices, and is computed anew when a plan is applied.
+Choices and results are side by side. A choice may be edited and takes effect. A result
+(`MemoryPlan`, `Seconds`, `Model`, bytes of chunks, shares, reasons) follows from the choices and is
+computed again when a plan is applied.
 """
 
 from __future__ import annotations
@@ -23,19 +23,15 @@ SHARED_BY_SEQUENCE = ("all_to_all", "ring_attn")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks as a grid.
+    """The ranks as a grid."""
 
-    Attributes:
-        device: kind of device, ``cpu`` or ``cuda``.
-        axes: number of ranks along each axis, of `AXES`, outer to inner.
-        torus: number of ranks along each axis that collectives go along step by step, slowest
-            links first; empty sends straight from rank to rank.
-        rank_order: ranks as they fill the torus, the innermost axis first; empty for 0, 1, 2 ...
-    """
-
+    # Kind of device, ``cpu`` or ``cuda``.
     device: str = "cpu"
+    # Number of ranks along each axis, of `AXES`, outer to inner.
     axes: dict[str, int] = field(default_factory=lambda: {"data": 1}, metadata={"least": 1})
+    # Axes of a torus for collectives, slowest links first; empty for direct collectives.
     torus: dict[str, int] = field(default_factory=dict, metadata={"least": 1})
+    # Ranks as they fill the torus, the innermost axis first; empty for 0, 1, 2 ...
     rank_order: tuple[int, ...] = field(default=(), metadata={"least": 0})
 
     @property
@@ -50,12 +46,12 @@ class Mesh:
 
     @property
     def names_model(self) -> bool:
-        """Whether the mesh has axes that one model is spread over, be it of one rank."""
+        """Whether the mesh names axes that shard one model, even with size 1."""
         return any(name in self.axes for name in MODEL_AXES)
 
     @property
     def cuts_model(self) -> bool:
-        """Whether one model is spread over several ranks."""
+        """Whether one model is sharded over several ranks."""
         return any(self.of(name) > 1 for name in MODEL_AXES)
 
     def of(self, name: str) -> int:
@@ -65,100 +61,86 @@ class Mesh:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """A chunk of ZeRO: tensors that are gathered and reduced together.
+    """A chunk of ZeRO: tensors that are gathered and reduced together."""
 
-    Attributes:
-        tensors: names of its parameters, in order.
-        bytes: size with padding.
-        padding_bytes: size of the padding.
-        dtype: dtype of the parameters.
-        tier: memory that it lives in.
-    """
-
+    # Names of its parameters, in order.
     tensors: tuple[str, ...]
+    # Size with padding.
     bytes: int
+    # Size of the padding.
     padding_bytes: int
+    # Dtype of the parameters.
     dtype: str
-    tier: str = choice("device", "device")
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """Memories that the model's state lies in, where one of them is too small for it.
+    """Memory tiers of the model's state, where device memory is too small for it."""
 
-    Attributes:
-        limit: bytes of the memory where compute happens, for all that is counted: parameters,
-            gradients, optimizer state, their buffers, and activations.
-        host: bytes of page-locked host memory behind it; 0 for none.
-        disk: folder on the disk behind it, or behind the host's memory; None for none.
-        disk_bytes: bytes that may lie on the disk.
-        policy: ``auto`` keeps what costs least to keep, ``static`` keeps the shares that are said.
-        shard_param: share of the parameters that is sharded over the ranks.
-        offload_optim: share of the optimizer's state that may leave the first memory.
-        offload_param: share of the parameters that may leave it.
-        ahead: bytes that are read ahead of use at most; 0 for as many as fit.
-        step_in_backward: whether a chunk is stepped as soon as its gradient is complete.
-        activations: what forward keeps for backward: ``keep`` it, ``recompute`` blocks,
-            ``offload`` all of it to what lies behind, ``auto`` to have it chosen by block;
-            ``mixed``: blocks are named by `recompute` and `offloaded`, others keep theirs.
-        offloaded: paths of the blocks whose activations leave.
-        keep_freed: whether freed memory may stay with the process where steps hardly wait.
-    """
-
+    # Bytes of device memory for parameters, gradients, optimizer state, their buffers, and
+    # activations.
     limit: int = choice(MISSING, least=1, size=True)
+    # Bytes of page-locked host memory behind it; 0 for none.
     host: int = choice(0, least=0, size=True)
+    # Folder on a disk, the slowest tier; None for none.
     disk: str | None = None
+    # Bytes that may be used on the disk.
     disk_bytes: int = choice(0, least=0, size=True)
+    # ``auto`` chooses what stays on the device, ``static`` keeps the given shares.
     policy: str = choice("auto", "auto", "static")
-    shard_param: float = choice(1.0, least=0, most=1)
+    # Share of the optimizer's state that may be offloaded.
     offload_optim: float = choice(1.0, least=0, most=1)
+    # Share of the parameters that may be offloaded.
     offload_param: float = choice(1.0, least=0, most=1)
+    # Most bytes to prefetch; 0 for as many as fit.
     ahead: int = choice(0, least=0, size=True)
+    # Whether a chunk is stepped as soon as its gradient is complete.
     step_in_backward: bool = False
+    # Activations: ``keep`` all, ``recompute`` blocks, ``offload`` all, ``auto`` to choose by block;
+    # ``mixed``: `recompute` and `offloaded` name blocks, others keep theirs.
     activations: str = choice("keep", "keep", "recompute", "offload", "mixed", "auto")
+    # Paths of the blocks whose activations are offloaded.
     offloaded: tuple[str, ...] = ()
+    # Whether the process may keep freed memory if steps hardly wait.
     keep_freed: bool = True
 
     @property
     def takes_activations(self) -> bool:
-        """Whether activations leave, of all modules or of some blocks."""
+        """Whether activations of some or all blocks are offloaded."""
         return self.activations == "offload" or bool(self.offloaded)
 
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """ZeRO over the data and sequence axes.
+    """ZeRO over the data and sequence axes."""
 
-    Attributes:
-        stage: what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
-        chunk_bytes: size of a chunk; a larger tensor gets a chunk of its own.
-        tuning: ``auto`` tunes the size in the first steps, ``again`` although an earlier job did.
-        gather_ahead: number of chunks that stage 3 gathers ahead of the one in use.
-        overlap: whether collectives travel while the ranks compute.
-        broadcast_buffers: whether all ranks take rank 0's buffers at every step.
-        assume_elementwise: whether an optimizer that is not known may be sharded.
-        assume_per_parameter: whether it may be sharded by whole parameters.
-        step_in_backward: whether a chunk is stepped as soon as its gradient is complete; with
-            `tiers` their own value counts.
-        report: folder that tuning writes ``chunks.json`` and a picture to.
-        unequal: whether ranks run unequal work inside of a step, in which nothing is sent.
-        tiers: memories that the state lies in; None keeps all of it on the device.
-        chunks: chunks of the first rank, in the order of use. The order of their tensors is a
-            choice; where one ends follows from `chunk_bytes`.
-    """
-
+    # What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
     stage: int = choice(1, 0, 1, 2, 3)
+    # Size of a chunk; a larger tensor gets a chunk of its own.
     chunk_bytes: int = choice(4 * 2**20, least=1)
+    # ``auto`` tunes the size in the first steps, ``again`` although an earlier job did.
     tuning: str = choice("off", "off", "auto", "again")
+    # Number of chunks that stage 3 gathers ahead of the one in use.
     gather_ahead: int = choice(2, least=0)
+    # Whether collectives overlap with compute.
     overlap: bool = True
+    # Whether all ranks take rank 0's buffers at every step.
     broadcast_buffers: bool = True
+    # Whether an unknown optimizer may be sharded by elements.
     assume_elementwise: bool = False
+    # Whether it may be sharded by whole parameters.
     assume_per_parameter: bool = False
+    # Whether a chunk is stepped as soon as its gradient is complete; with `tiers` their own value
+    # counts.
     step_in_backward: bool = False
+    # Folder that tuning writes ``chunks.json`` and a picture to.
     report: str | None = None
+    # Whether ranks run different work within a step, without communication until its end.
     unequal: bool = False
+    # Memory tiers of the state; None keeps all of it on the device.
     tiers: Tiers | None = None
+    # Chunks of the first rank, in the order of use. The order of tensors is a choice; where a chunk
+    # ends follows from `chunk_bytes`.
     chunks: tuple[ChunkPlan, ...] = ()
 
     @property
@@ -169,167 +151,140 @@ class ZeroPlan:
 
 @dataclass(frozen=True)
 class DDPPlan:
-    """torch's DistributedDataParallel over the data axis.
+    """torch's DistributedDataParallel over the data axis."""
 
-    Attributes:
-        find_unused_parameters: whether parameters may have no gradient in a backward.
-        bucket_mb: size of a gradient bucket in MiB.
-        static_graph: promise that the graph never changes.
-    """
-
+    # Whether parameters may have no gradient in a backward.
     find_unused_parameters: bool = False
+    # Size of a gradient bucket in MiB.
     bucket_mb: int = choice(25, least=1)
+    # Promise that the graph never changes.
     static_graph: bool = False
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How modules lie over the tensor axis.
+    """How modules are sharded over the tensor axis."""
 
-    Attributes:
-        rules: style of each module whose path ends in a pattern, before what is known of the model.
-        replicate_rest: whether modules that no rule knows stay whole, instead of being refused.
-        modules: style of each path with parameters.
-    """
-
+    # Style by path suffix; overrides what is known of the model.
     rules: dict[str, str] = field(default_factory=dict)
+    # Whether modules that no rule knows stay whole, instead of being refused.
     replicate_rest: bool = False
+    # Style of each path with parameters.
     modules: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class OperatorChoice:
-    """Layouts of an operator, and the fate of what it saves.
+    """Sharding of an operator, and whether its saved tensors are kept, recomputed or offloaded."""
 
-    Attributes:
-        operator: path in its block, and name of its first function; says which one is meant.
-        along: way in which it is shared along each axis of the mesh, such as ``columns``.
-        saved: fate of what it saves for backward.
-    """
-
+    # Path in its block and name of its first function, to identify it.
     operator: str
+    # Sharding along each axis of the mesh, such as ``columns``.
     along: dict[str, str]
+    # Whether saved tensors are kept, recomputed or offloaded.
     saved: str = choice("keep", "keep", "recompute", "offload")
 
 
 @dataclass(frozen=True)
 class OperatorBlock:
-    """Blocks whose operators run alike.
+    """Blocks whose operators run in the same way."""
 
-    Attributes:
-        blocks: names of the blocks.
-        operators: operators of a block, in the order of forward.
-    """
-
+    # Names of the blocks.
     blocks: tuple[str, ...]
+    # Operators of a block, in the order of forward.
     operators: tuple[OperatorChoice, ...]
 
 
 @dataclass(frozen=True)
 class OperatorPlan:
-    """Operators that all ranks of the mesh share, each in its own way.
+    """Operators that all ranks of the mesh share, each in its own way."""
 
-    Attributes:
-        batch: dtype and sizes of each argument of the model, of all ranks together.
-        budget: bytes of a rank that it was made for.
-        blocks: the operators of all blocks.
-        peak: most bytes of a rank, as predicted; a result.
-    """
-
+    # Dtype and sizes of each argument of the model, of all ranks together.
     batch: dict[str, str]
+    # Bytes of a rank that it was made for.
     budget: int = choice(0, least=0, size=True)
+    # The operators of all blocks.
     blocks: tuple[OperatorBlock, ...] = ()
+    # Most bytes of a rank, as predicted; a result.
     peak: int = 0
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How sequences lie over ranks.
+    """How sequences are sharded over ranks."""
 
-    Attributes:
-        mode: name of the way; None keeps sequences whole.
-        ulysses: number of ranks that exchange heads.
-        outer: number of inner rings on the outer ring.
-        inner: number of ranks of an inner ring.
-        layout: order of positions over the ranks.
-    """
-
+    # Sequence mode; None keeps sequences whole.
     mode: str | None = choice(None, None, *SHARED_BY_TENSOR, *SHARED_BY_SEQUENCE, "auto")
+    # Number of ranks that exchange heads.
     ulysses: int = choice(1, least=1)
+    # Number of inner rings on the outer ring.
     outer: int = choice(1, least=1)
+    # Number of ranks of an inner ring.
     inner: int = choice(1, least=1)
+    # Order of positions over the ranks.
     layout: str = choice("contiguous", "contiguous", "zigzag")
 
     @property
     def degree(self) -> int:
-        """Number of ranks that share a sequence, beside those of the tensor axis."""
+        """Number of ranks that share a sequence, not counting those of the tensor axis."""
         return self.ulysses * self.outer * self.inner
 
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """How blocks are dealt to stages, and in which order micro-batches run.
+    """How blocks are divided into stages, and the order of micro-batches."""
 
-    Attributes:
-        schedule: name of the order of forwards and backwards.
-        micro_batches: number of parts of a batch; 0 for two to a stage.
-        chunks_per_rank: number of stages on each rank; 0 for what the schedule has.
-        cut: number of blocks of each stage, first to last; empty cuts by predicted cost.
-        shares: share of the work of each stage; a result.
-        blocks: path of the list of blocks; None where it is found.
-        everywhere: paths of modules that every stage keeps.
-        after: paths of modules that run after the blocks, though registered before.
-        extra: number of entries that a block returns after the hidden state; -1 finds it out.
-    """
-
+    # Name of the order of forwards and backwards.
     schedule: str = "1f1b"
+    # Number of micro-batches; 0 for two per stage.
     micro_batches: int = choice(0, least=0)
+    # Number of stages on each rank; 0 for the schedule's default.
     chunks_per_rank: int = choice(0, least=0)
+    # Number of blocks of each stage, first to last; empty cuts by predicted cost.
     cut: tuple[int, ...] = field(default=(), metadata={"least": 1})
+    # Share of the work of each stage; a result.
     shares: tuple[float, ...] = ()
+    # Path of the list of blocks; None where it is found.
     blocks: str | None = None
+    # Paths of modules that every stage keeps.
     everywhere: tuple[str, ...] = ()
+    # Paths of modules that run after the blocks, though registered before.
     after: tuple[str, ...] = ()
+    # Number of entries that a block returns after the hidden state; -1 detects it.
     extra: int | None = choice(-1, least=-1)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Number formats.
+    """Number formats."""
 
-    Attributes:
-        autocast: dtype of autocast, or none: parameters keep their own.
-        parameters: dtype that parameters are turned to, with float32 copies in the shards; or none.
-        kept: paths of modules that keep their own dtype.
-        fp8: linear layers that compute in FP8; None for none.
-    """
-
+    # Dtype of autocast, or none: parameters keep their own.
     autocast: str = choice("none", "none", "bf16")
+    # Dtype that parameters are converted to, with float32 copies in the shards; or none.
     parameters: str = choice("none", "none", "bf16", "fp16")
+    # Paths of modules that keep their own dtype.
     kept: tuple[str, ...] = ()
+    # Linear layers that compute in FP8; None for none.
     fp8: Fp8Plan | None = None
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Formats in which numbers travel between ranks; see `gulliver.precision.wire`.
+    """Wire formats of messages between ranks; see `gulliver.precision.wire`."""
 
-    Attributes:
-        gather: format of the parameters that ZeRO gathers, from stage 1 on.
-        reduce: format of gradients of the replicas.
-        tensor: format of activations and their gradients between tensor ranks.
-        sequence: format of what attention exchanges between ranks of a sequence.
-        pipeline: format of activations and their gradients between stages.
-        error_feedback: whether what packing loses of a gradient is added to the next one.
-        gate: whether gradients are compared with unpacked ones now and then.
-    """
-
+    # Format of the parameters that ZeRO gathers, from stage 1 on.
     gather: str = "identity"
+    # Format of gradients of the replicas.
     reduce: str = "identity"
+    # Format of activations and their gradients between tensor ranks.
     tensor: str = "identity"
+    # Format of what attention exchanges between ranks of a sequence.
     sequence: str = "identity"
+    # Format of activations and their gradients between stages.
     pipeline: str = "identity"
+    # Whether packing errors of a gradient are added to the next one.
     error_feedback: bool = False
+    # Whether gradients are compared with unpacked ones now and then.
     gate: bool = True
 
     @property
@@ -344,7 +299,7 @@ WIRE_KINDS = ("gather", "reduce", "tensor", "sequence", "pipeline")
 
 @dataclass(frozen=True)
 class Model:
-    """The model that a plan is of; a result.
+    """The model that the plan was made for; a result.
 
     Attributes:
         kind: class of the model.
@@ -361,84 +316,75 @@ class Model:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """What a block computes and keeps for one batch.
+    """Costs of a block for one batch."""
 
-    Attributes:
-        path: path of the block; empty for what is outside of all blocks.
-        forward_s: seconds of its forward.
-        saved: size of what its forward keeps for backward, its output aside.
-        output: size of its output.
-        working: bytes that a pass of it needs besides.
-        movable: size of what leaves where activations are off-loaded, its input included.
-        largest: size of the largest tensor of that.
-    """
-
+    # Path of the block; empty for what is outside of all blocks.
     path: str
+    # Seconds of its forward.
     forward_s: float = choice(0.0, least=0)
+    # Bytes that its forward saves for backward, without its output.
     saved: int = choice(0, least=0)
+    # Size of its output.
     output: int = choice(0, least=0)
+    # Working memory of a pass of it.
     working: int = choice(0, least=0)
+    # Bytes offloaded with `activations: offload`, its input included.
     movable: int = choice(0, least=0)
+    # Size of the largest tensor of that.
     largest: int = choice(0, least=0)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one model computes for one batch in one process, from which seconds are predicted.
+    """Costs of one batch in one process; predictions start from these."""
 
-    Attributes:
-        samples: number of samples of the batch; 0 where none was measured.
-        tokens: number of rows that the widest layers multiply.
-        forward_s: seconds of a forward.
-        backward_s: seconds of a backward.
-        update_s: seconds of the optimizer's step of all parameters.
-        hidden_bytes: size of what a block hands to the next.
-        activations: size of what forward keeps for backward.
-        peak: most bytes at once that are no state: activations, what operations need, the batch.
-        peak_recomputed: the same where backward computes blocks again; 0 where it cannot.
-        peak_offloaded: the same where activations are off-loaded, without those that came back.
-        peak_mixed: the same with blocks as the plan has chosen for each.
-        peak_rank: the same of the rank that needs most, blocks recomputed as the plan says, where
-            that was counted for its mesh; 0 takes shares of the others.
-        unfollowed: why the step could not be followed before it ran; empty where it could.
-        blocks: blocks in the order of forward, and last what is outside of them.
-        reduced_forward: sizes of outputs that tensor ranks add up in a forward.
-        reduced_backward: sizes of gradients of inputs that they add up in a backward.
-        reduced_again: sizes of those outputs that a recomputed block adds up again, of all blocks.
-        share_blocks: share of the forward's seconds that its blocks take; 0 where not measured.
-        share_cut: share of the forward's seconds in modules that tensor ranks divide.
-        backwards: number of backwards that the batch is cut into, one after the other.
-        launch_forward_s: seconds of each forward beside those of the batch, whatever its size and
-            however many ranks share it: operations are launched; likewise the next.
-        launch_backward_s: seconds of each backward beside those of the batch.
-        weights_s: seconds for reading all weights, below which no forward of a part comes.
-        attention_forward_s: seconds of the forward in attention itself, behind which the messages
-            of a ring hide; 0 where it is not known.
-        attention_backward_s: the same of the backward.
-    """
-
+    # Number of samples of the batch; 0 where none was measured.
     samples: int = choice(0, least=0)
+    # Number of rows that the widest layers multiply.
     tokens: int = choice(0, least=0)
+    # Seconds of a forward.
     forward_s: float = choice(0.0, least=0)
+    # Seconds of a backward.
     backward_s: float = choice(0.0, least=0)
+    # Seconds of the optimizer's step of all parameters.
     update_s: float = choice(0.0, least=0)
+    # Bytes of a hidden state between two blocks.
     hidden_bytes: int = choice(0, least=0)
+    # Bytes that forward saves for backward.
     activations: int = choice(0, least=0)
+    # Peak bytes that are not state: activations, working memory, the batch.
     peak: int = choice(0, least=0)
+    # The same with recomputed blocks; 0 if none can be recomputed.
     peak_recomputed: int = choice(0, least=0)
+    # The same with offloaded activations, without those that came back.
     peak_offloaded: int = choice(0, least=0)
+    # The same with the plan's choice for each block.
     peak_mixed: int = choice(0, least=0)
+    # The same for the fullest rank of this mesh and recomputation; 0 if not counted.
     peak_rank: int = choice(0, least=0)
+    # Why the step could not be followed with fake tensors; empty if it could.
     unfollowed: str = ""
+    # Blocks in the order of forward, and last what is outside of them.
     blocks: tuple[BlockWork, ...] = ()
+    # Sizes of outputs that tensor ranks add up in a forward.
     reduced_forward: tuple[int, ...] = ()
+    # Sizes of gradients of inputs that they add up in a backward.
     reduced_backward: tuple[int, ...] = ()
+    # Sizes of those outputs that a recomputed block adds up again, of all blocks.
     reduced_again: tuple[int, ...] = ()
+    # Share of the forward's seconds that its blocks take; 0 where not measured.
     share_blocks: float = choice(0.0, least=0)
+    # Share of the forward's seconds in modules that tensor ranks divide.
     share_cut: float = choice(0.0, least=0)
+    # Number of backwards that the batch is cut into, one after the other.
     backwards: int = choice(1, least=1)
+    # Seconds to launch the operations of a forward, for any batch size and number of ranks.
     launch_forward_s: float = choice(0.0, least=0)
+    # Seconds to launch the operations of a backward.
     launch_backward_s: float = choice(0.0, least=0)
+    # Seconds to read all weights, a lower bound of any forward.
     weights_s: float = choice(0.0, least=0)
+    # Seconds of attention in a forward, which hide a ring's messages; 0 if not known.
     attention_forward_s: float = choice(0.0, least=0)
+    # The same of the backward.
     attention_backward_s: float = choice(0.0, least=0)

@@ -6,10 +6,9 @@ of several things (`_balance.py`), where a block of memory goes (`_extents.py`),
 together into bins of one size (`_packing.py`), what a fast tier of memory keeps
 (`_replacement.py`; the plan for it: `_residency.py`), and one between two others (`_transit.py`),
 how long a step of ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.py`), how operators
-are sharded, recomputed and moved jointly (`_joint.py`, then `_joint_search.py`), how a chain is
-recomputed with checkpoints inside checkpoints (`_rematerialize.py`), which of several unequal
-devices takes which layers (`_devices.py`), which ranks share which samples in a step (`_steps.py`,
-over `_step_tables.py` and `_accumulation.py`; which samples make one:
+are sharded, recomputed and moved jointly (`_joint.py`, then `_joint_search.py`), which ranks share
+which samples in a step (`_steps.py`, over `_step_tables.py` and `_accumulation.py`; which samples
+make one:
 `_arrange.py`; what runs between two halves of one: `_halves.py`; micro-batches for ranks that are
 stages: `_step_stages.py`), which rows of a table a cache holds (`_row_replacement.py`, with
 `_row_index.py` and `_sketch.py`), how tables share ranks
@@ -41,10 +40,7 @@ from gulliver.solve._conversion import (
     moves_from,
 )
 from gulliver.solve._cycle import Cycle, Event
-from gulliver.solve._devices import place_layers
-from gulliver.solve._devices_bound import lower_bound
 from gulliver.solve._extents import PAGE, Extents, size_class
-from gulliver.solve._fleet import Fleet, Placement, makespan
 from gulliver.solve._fluid import fluid_bound, fluid_bound_by_lp
 from gulliver.solve._halves import halves
 from gulliver.solve._joint import (
@@ -58,18 +54,11 @@ from gulliver.solve._joint import (
     Strategy,
     joint_cost,
 )
-from gulliver.solve._joint_milp import MilpAnswer, joint_by_milp
 from gulliver.solve._joint_search import JointPlan, least_memory
 from gulliver.solve._joint_solve import solve_in_stages, solve_joint
 from gulliver.solve._miss_ratio import MissCurve, SharedCache, lru_misses, share_cache
 from gulliver.solve._moves import Action, Move, NoRoom
 from gulliver.solve._packing import Packing, pack
-from gulliver.solve._rematerialize import (
-    least_budget,
-    recomputed_seconds,
-    rematerialize,
-    schedule_peak,
-)
 from gulliver.solve._replacement import Policy, Replacement
 from gulliver.solve._residency import STATES, Gap, Residency, plan_residency
 from gulliver.solve._row_index import HashIndex, RowIndex, index_bytes, make_index
@@ -92,7 +81,6 @@ from gulliver.solve._schedule import (
 )
 from gulliver.solve._simulation import Moved, count_moves, replay, simulate
 from gulliver.solve._sketch import DecayedCounts
-from gulliver.solve._stages import Schedule, Stage, Step
 from gulliver.solve._step_stages import fill_stages
 from gulliver.solve._steps import BalancedStep, GroupWork, StepSolver, WorkPiece
 from gulliver.solve._table_placement import TableOption, TablesPlaced, place_tables
@@ -123,14 +111,12 @@ __all__ = [
     "EdgeSeconds",
     "Event",
     "Extents",
-    "Fleet",
     "Gap",
     "GroupWork",
     "HashIndex",
     "JointCost",
     "JointPlan",
     "MiddleReplacement",
-    "MilpAnswer",
     "MissCurve",
     "Move",
     "Moved",
@@ -140,7 +126,6 @@ __all__ = [
     "Packing",
     "PassCosts",
     "Pick",
-    "Placement",
     "Policy",
     "Prediction",
     "Replacement",
@@ -151,11 +136,8 @@ __all__ = [
     "RowPolicy",
     "RowReplacement",
     "RowRequest",
-    "Schedule",
     "Sharding",
     "SharedCache",
-    "Stage",
-    "Step",
     "StepArranger",
     "StepSolver",
     "StepTimes",
@@ -184,27 +166,19 @@ __all__ = [
     "geometric_sizes",
     "halves",
     "index_bytes",
-    "joint_by_milp",
     "joint_cost",
-    "least_budget",
     "least_memory",
     "least_room",
-    "lower_bound",
     "lru_misses",
     "make_index",
-    "makespan",
     "moves_from",
     "one_row_each",
     "pack",
     "partition_chain",
-    "place_layers",
     "place_tables",
     "plan_residency",
-    "recomputed_seconds",
     "relaxed_value",
-    "rematerialize",
     "replay",
-    "schedule_peak",
     "schedule_seconds",
     "share_cache",
     "simulate",

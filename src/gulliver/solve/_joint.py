@@ -1,33 +1,24 @@
-"""Seconds and memory of a network whose operators are sharded, recomputed or moved, all at once.
+"""Cost model of the joint search: shardings, recomputation and offload of operators.
 
 A network is a row of *blocks*, each a small graph of *operators* in the order of forward; the last
-operator of a block gives the block's output. Each operator takes one of its *strategies*, ways of
-sharding it with the seconds and bytes of a device, and one of three choices for what its forward
-saves: keep, recompute, offload. `joint_cost` says what such picks take; the search is in
-`_joint_search.py`.
+operator of a block gives the block's output. Each operator takes one of its *strategies*
+(shardings, with the seconds and bytes of a device), and one of three choices for its saved tensors:
+keep, recompute, offload.
 
 Seconds. Forward and backward of an operator are its compute, its communication, and the conversions
-of its inputs from the producers' layouts. What is recomputed repeats all of the forward, the
-communication and the conversions with it. What a block offloads is written while the next block is
-in forward, and read while the next block is in backward; the link is one server, and both passes of
-that block last as long as the longer of the two. What the last block offloads overlaps with
-nothing.
+of its inputs from the producers' layouts. Recomputation repeats the whole forward, communication
+and conversions included. What a block offloads is written during the forward of the next block, and
+read during the backward of the next block; the link is one server, and each of these passes takes
+the longer of the two times. What the last block offloads overlaps with nothing.
 
-Memory. State (parameters, gradients, optimizer state) is there all the time. Besides it the passes
+Memory. State (parameters, gradients, optimizer state) exists all the time. In addition the passes
 of operator t, forward and backward, need at once
 
     what operators below have left + run + saved_t + output_t + working_t
-    + what the block below has offloaded (on its way out, or back already)
+    + what the block below has offloaded (in flight, or already back)
 
-An operator leaves `output` whatever becomes of it, and `saved` if that is kept. What is offloaded
-stays while its own block runs.
-
-[Note: runs] What is recomputed comes back in runs, as with activation checkpointing: from the first
-recomputed operator on, a run goes on while one of its values is still to be used further up, by a
-backward or, where its output does not stay, by any operator. All of a run is computed again when
-the backward first needs any of it, and each value goes with the backward of its own operator. So
-operator t finds the bytes of the whole open run below it, and may need the transient bytes of any
-forward in it. Runs end where blocks end: a block's output is kept or moved.
+An operator always leaves `output`, and `saved` if that is kept. Offloaded tensors stay while their
+own block runs.
 """
 
 from __future__ import annotations
@@ -43,9 +34,15 @@ ENTRY = -1
 """Number of the input of a block: the output of the block before."""
 
 
+# [Note: runs] What is recomputed comes back in runs, as with activation checkpointing: from the
+# first recomputed operator on, a run goes on while one of its values is still to be used further
+# up, by a backward or, where its output does not stay, by any operator. All of a run is computed
+# again when the backward first needs any of it, and each value goes with the backward of its own
+# operator. So operator t finds the bytes of the whole open run below it, and may need the transient
+# bytes of any forward in it. Runs end where blocks end: a block's output is kept or moved.
 @dataclass(frozen=True)
 class Strategy:
-    """One way to shard an operator, as one device sees it.
+    """A sharding of an operator, with the costs of one device.
 
     Attributes:
         name: name to tell it by.
@@ -77,16 +74,13 @@ class Strategy:
 
 @dataclass(frozen=True)
 class EdgeSeconds:
-    """Costs of an input, by the strategies of its producer (rows) and its consumer (columns).
+    """Costs of an input, by the strategies of its producer (rows) and its consumer (columns)."""
 
-    Attributes:
-        forward_s: seconds of its conversion, forward.
-        backward_s: seconds of the conversion of its gradient.
-        saved: bytes of the converted copy, which the consumer saves; None: nothing.
-    """
-
+    # Seconds of its conversion, forward.
     forward_s: tuple[tuple[float, ...], ...]
+    # Seconds of the conversion of its gradient.
     backward_s: tuple[tuple[float, ...], ...]
+    # Bytes of the converted copy, which the consumer saves; None: nothing.
     saved: tuple[tuple[int, ...], ...] | None = None
 
 
@@ -119,7 +113,7 @@ class Block:
     operators: tuple[Operator, ...]
 
     def used_until(self, number: int, strategy: int) -> int:
-        """Number of the last operator that needs what one saves; the count where a block later."""
+        """Number of the last operator that needs what one saves; the count for later blocks."""
         operator = self.operators[number]
         last = max(number, operator.last_use or 0)
         if operator.strategies[strategy].output:
@@ -131,19 +125,16 @@ class Block:
 
 @dataclass(frozen=True)
 class OffloadLink:
-    """Link to the slower tier.
+    """Link to the slower tier."""
 
-    Attributes:
-        write_s: seconds per byte that is written.
-        read_s: seconds per byte that is read.
-    """
-
+    # Seconds per byte that is written.
     write_s: float = 0.0
+    # Seconds per byte that is read.
     read_s: float = 0.0
 
 
 class Pick(NamedTuple):
-    """The strategy of an operator, by its number, and what becomes of what it saves."""
+    """The strategy of an operator, and whether its saved tensors are kept, recomputed or moved."""
 
     strategy: int
     choice: Choice
@@ -151,22 +142,19 @@ class Pick(NamedTuple):
 
 @dataclass(frozen=True)
 class JointCost:
-    """What picks take.
+    """Costs of picks."""
 
-    Attributes:
-        seconds: seconds of forward and backward.
-        peak: most bytes at once.
-        at: block and operator whose passes need them.
-        state: bytes of state among them.
-        below: bytes that operators below have left, among them.
-        serial_s: seconds if nothing that is moved overlapped with anything.
-    """
-
+    # Seconds of forward and backward.
     seconds: float
+    # Most bytes at once.
     peak: int
+    # Block and operator whose passes need them.
     at: tuple[int, int]
+    # Bytes of state among them.
     state: int
+    # Bytes that operators below have left, among them.
     below: int
+    # Seconds without any overlap of transfers.
     serial_s: float
 
 
@@ -179,16 +167,7 @@ class _Pass(NamedTuple):
 def joint_cost(
     blocks: Sequence[Block], picks: Sequence[Sequence[Pick]], link: OffloadLink | None = None
 ) -> JointCost:
-    """Walks through a network with given picks.
-
-    Args:
-        blocks: blocks in the order of forward.
-        picks: picks of each block's operators.
-        link: link to the slower tier; None: nothing is offloaded.
-
-    Raises:
-        GulliverError: a block's output is recomputed, or something offloaded without a link.
-    """
+    """Walks through a network with given picks."""
     needs, given = list[tuple[int, int, tuple[int, int]]](), link
     link = link or OffloadLink()
     below = state = moved = waiting = 0
@@ -210,7 +189,7 @@ def joint_cost(
 
 
 class _Walk:
-    """One block with given picks: what it takes and leaves."""
+    """Costs of one block with given picks."""
 
     def __init__(self, block: Block, picks: Sequence[Pick], entry: int | None, below: int) -> None:
         self.forward = self.backward = 0.0

@@ -1,15 +1,15 @@
-"""What can be made of one block: its undominated plans, by dynamic programming over operators.
+"""Undominated plans of one block, by dynamic programming over operators.
 
-States hold the picks so far. What follows depends on the strategies of operators that are still to
-be read (the frontier), on where the open run ends, and on these measures, of which less is better:
+States are partial picks. What follows depends on the strategies of operators that are still to be
+read (the frontier), on the end of the open run, and on these measures, where less is better:
 seconds, state, state and the peak, state and what is left, what is moved, the bytes and the largest
-forward of the open run. A state is dropped if another of the same frontier and run is at least as
-good in all of them; that is exact. With more than `most` states of a frontier, or too many in all
-to compare, it is not: those stay that are best at one of several prices of memory below one of
-several peaks (`_pareto.py`), and `Plans.exact` says so.
+forward of the open run. A state is dropped if another one with the same frontier and run is at
+least as good in all of them; that is exact. With more than `most` states of a frontier, or too many
+in all to compare, states stay that are best at one of several prices of memory below one of several
+peaks, and `Plans.exact` is False.
 
-O(operators x frontiers x most x picks), with as many frontiers as combinations of strategies that
-are open at once: the width of the block's graph is what makes it dear, not its length.
+O(operators x frontiers x most x picks), with as many frontiers as combinations of open strategies:
+the width of the block's graph is expensive, not its length.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ PRICES = np.array(
 """Prices of memory: multiples of the one that is about right, and the peak's share of them."""
 
 
-class Sizes(NamedTuple):
-    """What states are priced by: seconds, and bytes at the peak, that stay, that are moved."""
+class StateSizes(NamedTuple):
+    """What states are priced by: seconds, peak bytes, resident bytes, moved bytes."""
 
     seconds: Floats
     peak: Floats
@@ -53,28 +53,21 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What a search may choose.
+    """What a search may choose."""
 
-    Attributes:
-        allowed: choices for what is saved.
-        most: number of states that are kept of one frontier.
-        timed: whether seconds matter; without, memory alone is looked at.
-        price: seconds that a byte is worth, about.
-        moved_s: seconds that moving a byte takes, about, in what overlapping leaves of it.
-    """
-
+    # Choices for what is saved.
     allowed: tuple[Choice, ...]
+    # Number of states that are kept of one frontier.
     most: int
+    # Whether seconds matter; without, memory alone is looked at.
     timed: bool = True
+    # Seconds that a byte is worth, about.
     price: float = 0.0
+    # About the exposed seconds of moving a byte.
     moved_s: float = 0.0
 
     def measures(self, values: Floats) -> Floats:
-        """What states are compared by.
-
-        Args:
-            values: columns of the states, as named at the top of this module.
-        """
+        """What states are compared by."""
         columns = [
             values[:, STATE],
             values[:, STATE] + values[:, PEAK],
@@ -84,7 +77,7 @@ class Rules:
         if moves:
             columns.append(values[:, MOVED])
         if self.timed and moves:
-            # The link hides behind forward and backward apart.
+            # Transfers overlap with forward and backward separately.
             columns += [rounded(values[:, FORWARD]), rounded(values[:, BACKWARD])]
         elif self.timed:
             columns.append(rounded(values[:, FORWARD] + values[:, BACKWARD]))
@@ -92,14 +85,8 @@ class Rules:
             columns += [values[:, RUN], values[:, REPLAYED]]
         return np.stack(columns, axis=1)
 
-    def best(self, kinds: Ints, measures: Floats, sizes: Sizes) -> tuple[Ints, bool]:
-        """Numbers of the states to go on with, and whether that is exact.
-
-        Args:
-            kinds: kind of each state; those of different kinds are not compared.
-            measures: what they are compared by [states, measures], of which less is better.
-            sizes: what they are priced by.
-        """
+    def best(self, kinds: Ints, measures: Floats, sizes: StateSizes) -> tuple[Ints, bool]:
+        """Indices of the states to keep, and whether nothing better was dropped."""
         if self.timed and len(kinds) > COMPARED * self.most:
             some = self._boxed(kinds, sizes)
             return some, len(some) == len(kinds)
@@ -107,12 +94,12 @@ class Rules:
         for group in groups_of(kinds):
             some = group[undominated(measures[group])]
             if len(some) > self.most:
-                one = Sizes(*(column[some] for column in sizes))
+                one = StateSizes(*(column[some] for column in sizes))
                 some, exact = some[self._boxed(np.zeros(len(some), np.int64), one)], False
             kept.append(some)
         return np.concatenate(kept), exact
 
-    def _boxed(self, kinds: Ints, sizes: Sizes) -> Ints:
+    def _boxed(self, kinds: Ints, sizes: StateSizes) -> Ints:
         count = min(len(PRICES), max(2, int(1.5 * math.sqrt(self.most))))
         price, share = (PRICES[:count, n, None] for n in (0, 1))
         bytes_ = (1 - share) * sizes.held + share * sizes.peak
@@ -123,23 +110,20 @@ class Rules:
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans of a block, by the strategy of what comes before it and of its last operator.
+    """Plans of a block, by the strategies of its input and its last operator."""
 
-    Attributes:
-        values: columns `FORWARD` to `PEAK` of each plan.
-        strategies: strategy of the entry and of each operator [plans, 1 + operators].
-        choices: choice of each operator, by its number in `CHOICES` [plans, operators].
-        exact: whether no undominated plan is missing.
-    """
-
+    # Columns `FORWARD` to `PEAK` of each plan.
     values: Floats
+    # Strategy of the entry and of each operator [plans, 1 + operators].
     strategies: Bytes
+    # Choice of each operator, by its number in `CHOICES` [plans, operators].
     choices: Bytes
+    # Whether no undominated plan is missing.
     exact: bool
 
     @property
     def entry(self) -> Bytes:
-        """Strategy of what comes before, of each plan."""
+        """Strategy of the input, of each plan."""
         return self.strategies[:, 0]
 
     @property
@@ -160,15 +144,7 @@ def block_plans(
     guide: Guide | None = None,
     known: float = math.inf,
 ) -> Plans:
-    """Finds the undominated plans of a block.
-
-    Args:
-        block: block.
-        entries: number of strategies of the operator before it; 0: nothing comes before.
-        rules: what may be chosen.
-        guide: tells the least priced seconds of the whole network with given picks in this block.
-        known: seconds of picks that are known; what cannot be below them is dropped.
-    """
+    """Finds the undominated plans of a block."""
     starts = max(1, entries)
     values = np.zeros((starts, 8))
     until = np.full(starts, -1)
@@ -198,13 +174,13 @@ def block_plans(
     return Plans(values[:, :RUN], strategies, choices, exact)
 
 
-def _sizes(values: Floats) -> Sizes:
-    """What states of a block are priced by; what is open counts as if more were to come."""
+def _sizes(values: Floats) -> StateSizes:
+    """Sizes of a block's states; open runs count as if they continued."""
     state, under = values[:, STATE], values[:, LEFT] + values[:, MOVED]
     ahead = under + values[:, RUN] + values[:, REPLAYED]
     seconds = values[:, FORWARD] + values[:, BACKWARD]
     peak = state + np.maximum(values[:, PEAK], ahead)
-    return Sizes(seconds, peak, state + values[:, LEFT], values[:, MOVED])
+    return StateSizes(seconds, peak, state + values[:, LEFT], values[:, MOVED])
 
 
 def _guided(values: Floats) -> GuidedStates:
@@ -242,7 +218,7 @@ def _placed(
     choices: Bytes,
     entries: int,
 ) -> tuple[Floats, Ints, Bytes, Bytes]:
-    """All states after one more operator with a given pick."""
+    """States after one more operator with a given pick."""
     (place, choice), operator = pick, block.operators[number]
     taken = operator.strategies[place]
     forward, backward, saved = _passes(operator, taken, place, strategies, entries)

@@ -1,18 +1,18 @@
-"""Seconds that no picks can be below, and the price of memory: Lagrangian relaxation.
+"""Lower bound of the seconds and price of memory, by Lagrangian relaxation.
 
-Of all that has to fit, the moments of one block are kept: the passes of each of its operators, at
-which state, what is left below and the operator's own bytes have to be within the budget. Bytes
-then have a price, `price` seconds each, shared by the moments, and what is over the budget is paid
-for instead of forbidden:
+Of all memory constraints only the moments of one block are kept: the passes of each of its
+operators, at which state, what is left below and the operator's own bytes must be within the
+budget. Bytes get a price, `price` seconds each, shared by the moments, and exceeding the budget is
+paid for instead of forbidden:
 
     bound(prices) = min over picks of (seconds + sum of price_t x bytes at t) - price x budget
 
-That is a shortest path through the operators, so it is exact and quick, and all prices give a
-bound. States are the strategies that are still to be read and, in the block whose moments count,
-the end of the open run: with it the bytes of a run are known as it grows. The best price is what a
-byte more would save, about. Source: Everett 1963, "Generalized Lagrange multiplier method".
+That is a shortest path through the operators, so it is exact and fast, and any prices give a bound.
+States are the strategies that are still to be read and, in the block whose moments count, the end
+of the open run. The best price is about what one more byte would save. Source: Everett 1963,
+"Generalized Lagrange multiplier method".
 
-The longer of two times is at least any mean of both: `hidden` is the share of the link in it.
+The longer of two times is at least any weighted mean of both: `hidden` is the link's weight.
 """
 
 from __future__ import annotations
@@ -41,32 +41,22 @@ NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound and where it comes from.
+    """A lower bound and where it comes from."""
 
-    Attributes:
-        seconds: seconds that no picks can be below.
-        price: seconds that a byte more would save, about.
-        hidden: share of the link in the longer of compute and moves.
-        rest: least priced seconds from each block on, by the strategy of what comes before it.
-        moments: parts of the price, by the operator of the block whose passes count.
-    """
-
+    # Seconds that no picks can be below.
     seconds: float
+    # Seconds that a byte more would save, about.
     price: float
+    # Share of the link in the longer of compute and moves.
     hidden: float
+    # Least priced seconds from each block on, by the strategy of what comes before it.
     rest: tuple[Floats, ...]
+    # Parts of the price, by the operator of the block whose passes count.
     moments: tuple[float, ...]
 
 
 class Relaxation:
-    """Bounds of one network.
-
-    Args:
-        blocks: blocks in the order of forward.
-        budget: bytes of a device.
-        link: link to the slower tier; None: nothing is offloaded.
-        allowed: choices for what is saved.
-    """
+    """Bounds of one network."""
 
     def __init__(
         self,
@@ -81,18 +71,14 @@ class Relaxation:
         self._known_for: tuple[float, float] | None = None
 
     def bound(self, at: int | None = None) -> Bound:
-        """The best bound for the moments of a block.
-
-        Args:
-            at: number of the block; None: the last one.
-        """
+        """The best bound for the moments of a block."""
         at = len(self.blocks) - 1 if at is None else at
         shares = (0.0, 0.5, 1.0) if "offload" in self.choices else (0.0,)
         found = [self._best(at, hidden) for hidden in shares]
         return max(found, key=lambda bound: bound.seconds)
 
     def _best(self, at: int, hidden: float) -> Bound:
-        """Looks for the price first, for the moments' shares of it, and for the price again."""
+        """Optimizes the price, the moments' shares, and the price again."""
         shares = np.zeros(len(self.blocks[at].operators))
         shares[-1] = 1.0
         top = self._best_price(partial(self._priced, at, hidden, shares))
@@ -107,7 +93,7 @@ class Relaxation:
     def _best_shares(
         self, top: Bound, priced: Callable[[Floats, float], Bound], shares: Floats
     ) -> tuple[Bound, Floats]:
-        """Moves shares of the price to the moments that gain by it, in smaller and smaller steps.
+        """Moves shares of the price to the moments that gain, with a shrinking step.
 
         Args:
             top: the best bound with the given shares.
@@ -131,7 +117,7 @@ class Relaxation:
         return top, best
 
     def _best_price(self, priced: Callable[[float], Bound]) -> Bound:
-        """Looks for the price with the highest bound; it rises up to there and falls beyond."""
+        """Golden-section search for the price with the highest bound."""
         free = priced(0.0)
         high = free.seconds / self.budget if self.budget and free.seconds else 1.0
         best = top = max((free, priced(high)), key=lambda b: b.seconds)
@@ -165,7 +151,7 @@ class Relaxation:
         return Bound(seconds, price, hidden, tuple(reversed(rest)), moments)
 
     def _matrix(self, cost: _Cost, entries: int) -> Floats:
-        """Priced seconds of a block, made once for as long as the price stays."""
+        """Priced seconds of a block, cached per price."""
         key = (id(cost.block), entries, cost.last, cost.later, cost.moments)
         if (cost.price, cost.hidden) != self._known_for:
             self._known, self._known_for = {}, (cost.price, cost.hidden)
@@ -185,11 +171,7 @@ class Relaxation:
         return _Cost(block, here, later, last, hidden, price, self.link, self.choices)
 
     def guides(self, bound: Bound) -> dict[tuple[Block, int, bool], Guide]:
-        """Least priced seconds of the whole network, by block, with any beginning of it.
-
-        Args:
-            bound: bound for the last moment.
-        """
+        """Guides of all blocks: least priced seconds of the network given a prefix of the block."""
         at = len(self.blocks) - 1
         around: dict[tuple[Block, int, bool], tuple[_Cost, Floats]] = {}
         known: dict[tuple[Block, int, bool], Floats] = {}
@@ -209,13 +191,7 @@ class Relaxation:
 
 
 class Guide:
-    """Least priced seconds of all picks that begin with given ones, for each kind of block.
-
-    Args:
-        cost: priced seconds of the block.
-        outside: those of all other blocks, by the strategy of the entry and of the last operator.
-        entries: number of strategies of the entry.
-    """
+    """Least priced seconds of all picks that begin with given ones, for each kind of block."""
 
     def __init__(self, cost: _Cost, outside: Floats, entries: int) -> None:
         self._cost = cost
@@ -237,18 +213,11 @@ class Guide:
         self._tables = tables[::-1]
 
     def seconds(self, number: int, states: GuidedStates, strategies: NDArray[np.int16]) -> Floats:
-        """Least priced seconds of states after an operator.
-
-        [Note: a peak for each moment] Of the last block all moments have a price. Those that are
-        behind may each be as high as the peak so far, which has to be within the budget just as
-        they have: so it stands for all of them. Those ahead hold what is left by now, and the next
-        one an open run.
-
-        Args:
-            number: number of the operator.
-            states: what the states took so far.
-            strategies: strategies of the entry and of each operator so far.
-        """
+        """Least priced seconds of states after an operator."""
+        # [Note: a peak for each moment] Of the last block all moments have a price. Those that are
+        # behind may each be as high as the peak so far, which has to be within the budget just as
+        # they have: so it stands for all of them. Those ahead hold what is left by now, and the
+        # next one an open run.
         ahead = self._tables[number][tuple(strategies[:, 1 + a] for a in self._after[number])]
         cost = self._cost
         link = cost.link or OffloadLink()
@@ -263,7 +232,7 @@ class Guide:
 
 
 class GuidedStates(NamedTuple):
-    """Figures of states that a guide asks for: seconds and bytes, one of each a state."""
+    """Columns of states that a guide reads."""
 
     passes: Floats
     state: Floats
@@ -275,26 +244,22 @@ class GuidedStates(NamedTuple):
 
 @dataclass(frozen=True)
 class _Cost:
-    """Priced seconds of a block.
-
-    Attributes:
-        block: block.
-        moments: price of a byte in the passes of each operator.
-        later: price of a byte in all passes of later blocks.
-        last: whether it is the last of all.
-        hidden: share of the link in the longer of compute and moves.
-        price: price of a byte of state.
-        link: link to the slower tier.
-        choices: choices for what is saved.
-    """
+    """Priced seconds of a block."""
 
     block: Block
+    # Price of a byte in the passes of each operator.
     moments: tuple[float, ...]
+    # Price of a byte in all passes of later blocks.
     later: float
+    # Whether it is the last of all.
     last: bool
+    # Share of the link in the longer of compute and moves.
     hidden: float
+    # Price of a byte of state.
     price: float
+    # Link to the slower tier.
     link: OffloadLink | None
+    # Choices for what is saved.
     choices: Sequence[Choice]
 
     def matrix(self, entries: int) -> Floats:
@@ -322,7 +287,7 @@ class _Cost:
         return tables[0]
 
     def frontier(self, number: int, axes: Sequence[int]) -> list[int]:
-        """Operators up to one that later ones read, and the entry and the last one in any case."""
+        """Operators that later ones read, and always the entry and the last one."""
         operators = self.block.operators
         ahead = {s for o in operators[number + 1 :] for s in o.inputs}
         end = {len(operators) - 1} if number == len(operators) - 1 else set[int]()
@@ -364,14 +329,7 @@ class _Cost:
         return self._with_runs(number, stays, seconds + shown * forward, saved)
 
     def _with_runs(self, number: int, stays: Floats, again: Floats, saved: Floats) -> _Parts:
-        """Adds what becomes of it in a run, by the end of that.
-
-        Args:
-            number: number of the operator.
-            stays: priced seconds if what is saved is kept or moved.
-            again: priced seconds if it is recomputed, what is saved aside.
-            saved: bytes that are saved.
-        """
+        """Adds the costs of recomputation, by the end of the run."""
         operator, count = self.block.operators[number], len(self.block.operators)
         if "recompute" not in self.choices or not operator.recomputable:
             return _Parts(stays, stays, [])
@@ -386,14 +344,11 @@ class _Cost:
 
 
 class _Parts(NamedTuple):
-    """Priced seconds of an operator, by the strategies of its inputs and its own.
+    """Priced seconds of an operator, by the strategies of its inputs and its own."""
 
-    Attributes:
-        stays: seconds if what it saves is kept or moved.
-        least: least seconds of all choices, in a run that is as short as it can be.
-        again: seconds if it is recomputed, by the end of the run, from its own number on.
-    """
-
+    # Seconds if what it saves is kept or moved.
     stays: Floats
+    # Least seconds of all choices, in a run that is as short as it can be.
     least: Floats
+    # Seconds if it is recomputed, by the end of the run, from its own number on.
     again: list[Floats]

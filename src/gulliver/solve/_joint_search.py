@@ -1,18 +1,16 @@
-"""Picks a sharding for every operator and what becomes of what it saves, jointly, with least time.
+"""Joint search for shardings, recomputation and offload with the least time.
 
-`solve_joint` knows the picks' seconds and bytes as `joint_cost` does (`_joint.py`; read that
-first). First it makes the undominated plans of each different block once (`_joint_block.py`);
-then it goes through the chain of blocks, and its states are, by the last operator's strategy:
+The undominated plans of each different block are made once. Then the search goes through the chain
+of blocks; its states are, by the last operator's strategy:
 
     seconds so far; state and what is left; state and the peak so far; bytes that are moving
 
-A state that another one beats in all of them is dropped, which is exact; so are those that end
-beyond the budget, and those that a lower bound (`_joint_bound.py`) shows to end above picks that
-are known already. Where more than `states` of a strategy are left it is exact no more; the bound
-says how far off the answer can be.
+Dropped are states that another one beats in all of these, that end beyond the budget, or that a
+lower bound shows to end above known picks; all of that is exact. Where more than `states` of a
+strategy are left the search is not exact; the bound says how far off the answer can be.
 
-Complexity: O(blocks x strategies x states x plans of a block), after one
-`block_plans` for each different block.
+Complexity: O(blocks x strategies x states x plans of a block), after one `block_plans` for each
+different block.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from gulliver.solve._joint_block import (
     Bytes,
     Plans,
     Rules,
-    Sizes,
+    StateSizes,
     block_plans,
 )
 from gulliver.solve._joint_bound import Bound, Guide, Relaxation
@@ -55,25 +53,22 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class JointPlan:
-    """The picks that were found.
+    """The picks that were found."""
 
-    Attributes:
-        picks: picks of each block's operators.
-        cost: seconds and bytes that they take.
-        lower: seconds that no picks can be below.
-        exact: whether no picks take less.
-        price: seconds that a byte more would save, about.
-    """
-
+    # Picks of each block's operators.
     picks: tuple[tuple[Pick, ...], ...]
+    # Seconds and bytes that they take.
     cost: JointCost
+    # Seconds that no picks can be below.
     lower: float
+    # Whether no picks take less.
     exact: bool
+    # Seconds that a byte more would save, about.
     price: float
 
     @property
     def gap(self) -> float:
-        """Share by which better picks could at most be below these."""
+        """Largest relative improvement that better picks could bring."""
         return 0.0 if self.exact else max(0.0, 1 - self.lower / self.cost.seconds)
 
 
@@ -85,20 +80,10 @@ def searched(
     states: int,
     tolerance: float,
 ) -> JointPlan:
-    """Finds picks that keep within a budget, in rounds that look at more and more.
-
-    Args:
-        blocks: blocks in the order of forward.
-        budget: bytes of a device.
-        link: link to the slower tier.
-        allowed: choices for what is saved.
-        states: number of states that are kept of one kind in the last round.
-        tolerance: gap that is good enough.
-
-    Raises:
-        GulliverError: the budget is below what any picks need.
-    """
-    lean, _ = _Chain(blocks, Rules(allowed, max(states, STATES), timed=False), link).best(math.inf)
+    """Finds picks within a budget, in rounds with growing beam width."""
+    lean, _ = _BlockChain(blocks, Rules(allowed, max(states, STATES), timed=False), link).best(
+        math.inf
+    )
     least = joint_cost(blocks, lean, link)
     if least.peak > budget:
         raise GulliverError(_too_little(blocks, budget, least))
@@ -107,17 +92,17 @@ def searched(
     guides, lower = relaxation.guides(bound), bound.seconds
     picks, cost = lean, least
     exact, moves = False, link or OffloadLink()
-    # Where nothing is scarce bytes have a price, too: of two equal states the smaller one stays.
+    # Bytes have a price even if memory is ample: of two equal states the smaller one stays.
     price = bound.price or SCARCE * bound.seconds / max(1, budget)
     moved_s = bound.hidden * (moves.write_s + moves.read_s)
     for most in (*(level for level in LEVELS if level < states), states):
-        # What is far above the bound is not looked at while nothing better is known.
+        # States far above the bound are not explored while a better answer is likely.
         for above in HOPES:
             if exact or cost.seconds <= lower * (1 + max(SAME, tolerance)):
                 break
             hope = min(cost.seconds, bound.seconds * (1 + above))
             rules = Rules(allowed, most, price=price, moved_s=moved_s)
-            found, whole = _Chain(blocks, rules, link, guides, hope).best(budget, bound, hope)
+            found, whole = _BlockChain(blocks, rules, link, guides, hope).best(budget, bound, hope)
             if whole and not found:
                 lower = max(lower, hope)
             last = bool(found) or hope == cost.seconds
@@ -138,7 +123,7 @@ def least_memory(
     link: OffloadLink | None = None,
     allowed: Sequence[Choice] = CHOICES,
 ) -> JointCost:
-    """Finds the least budget with which some picks work, and the operator that needs it.
+    """Finds the least feasible budget, and the operator that needs it.
 
     Args:
         blocks: blocks in the order of forward.
@@ -147,22 +132,18 @@ def least_memory(
     """
     chosen = possible(allowed, link)
     check(blocks, chosen)
-    picks, _ = _Chain(blocks, Rules(chosen, STATES, timed=False), link).best(math.inf)
+    picks, _ = _BlockChain(blocks, Rules(chosen, STATES, timed=False), link).best(math.inf)
     return joint_cost(blocks, picks, link)
 
 
 def possible(allowed: Sequence[Choice], link: OffloadLink | None) -> tuple[Choice, ...]:
-    """Choices that are allowed, and can be made with the link."""
+    """Allowed choices that are possible with the link."""
     some: list[Choice] = [c for c in CHOICES if c in allowed]
     return tuple(some) if link is not None else tuple(c for c in some if c != "offload")
 
 
 def check(blocks: Sequence[Block], chosen: Sequence[Choice]) -> None:
-    """Refuses what contradicts itself.
-
-    Raises:
-        GulliverError: what is wrong, and where.
-    """
+    """Refuses inconsistent networks."""
     if "keep" not in chosen:
         raise GulliverError("what is saved can always be kept: allow 'keep'")
     if not blocks or not all(block.operators for block in blocks):
@@ -196,7 +177,7 @@ def _too_little(blocks: Sequence[Block], budget: int, least: JointCost) -> str:
 
 @dataclass(frozen=True)
 class _States:
-    """States after a block: columns, and what they come from."""
+    """States after a block, as columns."""
 
     seconds: Floats
     held: Floats
@@ -211,20 +192,12 @@ class _States:
     plan: Ints
 
     def at(self, rows: Ints) -> _States:
-        """Some of them."""
+        """A subset of the states."""
         return _States(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
-class _Chain:
-    """The search through the blocks.
-
-    Args:
-        blocks: blocks in the order of forward.
-        rules: what may be chosen.
-        link: link to the slower tier.
-        guides: tells what cannot become better, by kind of block.
-        known: seconds of picks that are known already.
-    """
+class _BlockChain:
+    """The search through the blocks."""
 
     def __init__(
         self,
@@ -257,13 +230,7 @@ class _Chain:
     def best(
         self, budget: float, bound: Bound | None = None, known: float = math.inf
     ) -> tuple[tuple[tuple[Pick, ...], ...], bool]:
-        """The best picks within a budget, none if none are better, and whether that is exact.
-
-        Args:
-            budget: bytes of a device.
-            bound: lower bound, whose parts show what cannot become better.
-            known: seconds of picks that are known already.
-        """
+        """The best picks within a budget, empty if none improve, and whether that is exact."""
         zeros = np.zeros(1)
         start, none = np.zeros(1, np.int16), np.zeros(1, np.intp)
         state = _States(zeros, zeros, zeros, zeros, zeros, start, none, none)
@@ -287,7 +254,7 @@ class _Chain:
     def _grown(
         self, number: int, state: _States, budget: float, bound: Bound | None, known: float
     ) -> _States:
-        """All states after one more block that may still end well."""
+        """States after one more block that may still improve the best."""
         plans, parts = self._plans[number], list[_States]()
         slack = 1.0 if number == len(self._plans) - 1 else 1 + SAME
         for entry in np.unique(plans.entry):
@@ -331,18 +298,16 @@ class _Chain:
         )
 
     def _raise_peaks(self, number: int, part: _States, budget: float) -> None:
-        """Makes peaks equal that make no difference, so that more states are dominated.
-
-        Later blocks need at least so much above what is held, which hides any lower peak; and what
-        is within the budget with the most state that they can add is never too much.
-        """
+        """Raises peaks that make no difference, so that more states are dominated."""
+        # Later blocks need at least this much above what is held, which hides any lower peak; and a
+        # peak that fits with the most state they can add never matters.
         hidden = part.held + self._least_need[number]
         if self._rules.timed:
             hidden = np.maximum(hidden, budget - self._most_state[number])
         np.maximum(part.peak, hidden, out=part.peak)
 
     def _hopes(self, number: int, part: _States, budget: float, bound: Bound) -> Floats:
-        """Least seconds with which states may end."""
+        """Lower bounds of the final seconds of states."""
         if number == len(self._plans) - 1:
             return part.seconds
         rest = bound.rest[number + 1]
@@ -356,6 +321,6 @@ class _Chain:
             measures.append(state.moving)
         if self._rules.timed:
             measures.append(rounded(state.seconds))
-        sizes = Sizes(state.seconds, state.peak, state.held, state.moving)
+        sizes = StateSizes(state.seconds, state.peak, state.held, state.moving)
         kinds = state.strategy.astype(np.int64)
         return self._rules.best(kinds, np.stack(measures, axis=1), sizes)

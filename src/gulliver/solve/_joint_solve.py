@@ -1,11 +1,9 @@
-"""The joint search and the search in two stages, which it is never worse than.
+"""`solve_joint`, and the two-stage search that it is never worse than.
 
-Two stages are what planners do: shardings first, with all that is saved kept, then what becomes
-of what is saved, for these shardings. How much memory the first stage may take for that is not
-known, so that several rooms are tried (`ROOMS`), and the best answer counts. `solve_joint` asks
-the search over both at once (`_joint_search.py`), and where that does not end exactly also the
-stages, as far as they may be below its answer: shardings whose seconds with everything kept are
-not below cannot.
+Two stages are what most planners do: shardings first, with everything kept, then recomputation for
+these shardings. The memory that the first stage may use is not known, so several amounts are tried
+(`ROOMS`). Where the joint search does not end exactly, `solve_joint` asks the two stages as well,
+for shardings whose seconds with everything kept are below its answer.
 """
 
 from __future__ import annotations
@@ -18,15 +16,12 @@ from gulliver.errors import GulliverError
 from gulliver.solve._activations import Choice
 from gulliver.solve._joint import Block, EdgeSeconds, OffloadLink, Operator, Pick, joint_cost
 from gulliver.solve._joint_block import CHOICES
-from gulliver.solve._joint_milp import joint_by_milp
 from gulliver.solve._joint_search import STATES, JointPlan, check, least_memory, possible, searched
 
 ROOMS = (1.0, 1.2, 1.5, 2.0, 3.0, math.inf)
 """Memory of the first stage, in budgets; the least that works is tried, too."""
 NEAR = 1e-3
 """Gap that is good enough in each stage."""
-CLOSED = 1e-6
-"""Relative gap that HiGHS leaves."""
 ENDLESS = 1 << 60
 """Bytes that are never too few."""
 
@@ -38,7 +33,6 @@ def solve_joint(
     allowed: Sequence[Choice] = CHOICES,
     states: int = STATES,
     tolerance: float = 1e-3,
-    milp_s: float = 0.0,
 ) -> JointPlan:
     """Finds the picks with the least seconds that keep within a budget.
 
@@ -51,8 +45,6 @@ def solve_joint(
         allowed: choices for what is saved.
         states: number of states that are kept of one kind; more is closer to exact, and slower.
         tolerance: gap that is good enough; with 0 all rounds are made.
-        milp_s: seconds that HiGHS may take to close a gap that is left (`_joint_milp.py`); for
-            some ten different operators in all. 0: it is not asked.
 
     Raises:
         GulliverError: the budget is below what any picks need; names the least that would do, and
@@ -64,9 +56,7 @@ def solve_joint(
     if not plan.exact:
         staged = _staged(blocks, budget, link, chosen, plan.cost.seconds)
         plan = plan if staged is None else replace(staged, lower=plan.lower, price=plan.price)
-    return (
-        _closed(plan, blocks, budget, link, chosen, milp_s) if milp_s and not plan.exact else plan
-    )
+    return plan
 
 
 def solve_in_stages(
@@ -75,7 +65,7 @@ def solve_in_stages(
     link: OffloadLink | None = None,
     allowed: Sequence[Choice] = CHOICES,
 ) -> JointPlan:
-    """Finds shardings first and what becomes of what is saved afterwards, to compare with.
+    """Finds shardings first and recomputation afterwards, for comparison.
 
     Args:
         blocks: blocks in the order of forward.
@@ -107,7 +97,7 @@ def _staged(
     chosen: tuple[Choice, ...],
     known: float = math.inf,
 ) -> JointPlan | None:
-    """The best answer of the stages; None if none is below what is known."""
+    """The best two-stage answer; None if none improves on `known`."""
     best, tried = None, set[tuple[int, ...]]()
     lean = least_memory(blocks, link, ("keep",)).peak
     rooms = (ENDLESS if math.isinf(room) else int(room * budget) for room in ROOMS)
@@ -133,7 +123,7 @@ def _second(
     link: OffloadLink | None,
     chosen: tuple[Choice, ...],
 ) -> tuple[tuple[Pick, ...], ...]:
-    """Picks with given shardings; none if those do not fit, whatever is recomputed."""
+    """Picks with given shardings; empty if they do not fit."""
     before = [None, *(row[-1].strategy for row in first)]
     alone = [fixed(*parts) for parts in zip(blocks, first, before, strict=False)]
     if least_memory(alone, link, chosen).peak > budget:
@@ -146,13 +136,7 @@ def _second(
 
 
 def fixed(block: Block, picks: Sequence[Pick], entry: int | None) -> Block:
-    """A block whose operators have one strategy each.
-
-    Args:
-        block: block.
-        picks: picks of its operators.
-        entry: strategy of what comes before; None: nothing does.
-    """
+    """A block whose operators have one strategy each."""
     operators = list[Operator]()
     for operator, pick in zip(block.operators, picks, strict=True):
         edges = list[EdgeSeconds | None]()
@@ -169,22 +153,3 @@ def fixed(block: Block, picks: Sequence[Pick], entry: int | None) -> Block:
         only = (operator.strategies[pick.strategy],)
         operators.append(replace(operator, strategies=only, conversions=tuple(edges)))
     return Block(tuple(operators))
-
-
-def _closed(
-    plan: JointPlan,
-    blocks: Sequence[Block],
-    budget: int,
-    link: OffloadLink | None,
-    chosen: tuple[Choice, ...],
-    seconds: float,
-) -> JointPlan:
-    """The plan with what HiGHS finds: better picks, a higher bound."""
-    answer = joint_by_milp(blocks, budget, link, chosen, seconds)
-    lower, picks, cost = max(plan.lower, answer.lower), plan.picks, plan.cost
-    if answer.picks is not None:
-        other = joint_cost(blocks, answer.picks, link)
-        if other.peak <= budget and other.seconds < cost.seconds:
-            picks, cost = answer.picks, other
-    exact = cost.seconds <= lower * (1 + CLOSED)
-    return JointPlan(picks, cost, min(lower, cost.seconds), exact, plan.price)

@@ -86,16 +86,16 @@ def check_cut(
         check_sequence(hugging_face_of(model))
 
 
-def check_recompute(plan: Plan, model: nn.Module) -> None:
+def check_recompute(plan: Plan, model: nn.Module, stages: Stages | None) -> None:
     """Refuses blocks that cannot be recomputed."""
-    known = recomputable(plan, model) if plan.recompute else ()
+    known = recomputable(plan, model, stages) if plan.recompute else ()
     if plan.recompute and not known:
         raise GulliverError(NO_BLOCKS)
     for number, path in enumerate(plan.recompute):
         if path not in known:
-            line = plan.lines.get(f"recompute[{number}]", plan.lines.get("recompute"))
+            line = plan.line_text(f"recompute[{number}]") or plan.line_text("recompute")
             raise GulliverError(
-                f"recompute names {path!r}{f' (line {line})' if line else ''}, which is no block "
+                f"recompute names {path!r}{line}, which is no block "
                 f"of the model: {nearest(path, known)}"
             )
     if plan.mesh.of("pipeline") == 1:

@@ -113,10 +113,16 @@ def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
 class WholeModel:
     """What a cut needs to know of the whole model."""
 
-    def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stages: Stages | None,
+    ) -> None:
         self.vocabulary = Vocabulary.of(model)
         # Paths of the blocks that backward can compute again.
-        self.recomputable = recomputable(plan, model)
+        self.recomputable = recomputable(plan, model, stages)
         # Whether its dropout is drawn by position.
         self.drops = drops_by_position(plan, model)
         # Names of its parameters in the order of use, where chunks are to lie so.

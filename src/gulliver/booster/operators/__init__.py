@@ -1,12 +1,9 @@
-"""Operators of a model shared over ranks one by one, kept, computed again or moved away.
+"""Plans that shard each operator of a model, and keep, recompute or offload what it saves.
+
+For example:
 
     plan = find_operators(model, batch, cluster, {"data": 2, "tensor": 2}, memory="8GiB")
     booster = Booster(plan=plan)
-
-Read `_layouts.py` (how a value lies), `_rules.py` (how a call may be shared), `_trace.py` (the
-calls of a forward), `_graph.py` (operators and blocks), `_costs.py` and `_problem.py` (what the
-joint search is told), `_plan.py` (plans of operators), then `_run.py`, `_again.py`, `_store.py` and
-`_apply.py` (how one runs).
 """
 
 from gulliver.booster.operators._apply import check_operators, share_operators

@@ -1,14 +1,9 @@
-"""Tensors that calls save for backward: kept, computed again, or moved away, call by call.
+"""Keeps, recomputes or offloads what each call saves for the backward.
 
-What autograd saves in a call is known by where it comes from: a tensor that the call took (from the
-call that gave it, or from a change of layout), or memory that the call made. If that is to be
-computed again, autograd gets a handle; the first handle that backward asks for lets all of its run
-be computed again, communication included, and each value goes when nobody asks for it any more.
-
-[Note: what a run is made of] The calls of operators that are computed again, from the first on for
-as long as one of their values is still to be used (`gulliver.solve._joint`). They are called again
-past the model's code: with the tensors that come from outside of the run, which are kept, and those
-that the run has made. No random numbers are drawn in them: such calls are refused.
+A tensor that autograd saves in a call is identified by its origin: an input of the call (from the
+call that produced it, or from a change of layout), or memory that the call allocated. If it is to
+be recomputed, autograd gets a handle. The first handle that backward unpacks recomputes its whole
+run, communication included; each value is freed after its last use.
 """
 
 from __future__ import annotations
@@ -27,22 +22,23 @@ from torch.distributed.tensor import DTensor
 from gulliver.errors import GulliverError
 
 
+# [Note: runs] A run consists of the calls of recomputed operators, from the first one on for as
+# long as one of their values is still needed. They are called again without the model's code, with
+# the inputs from outside of the run, which are kept, and with the values that the run has made.
+# Calls that draw random numbers are refused.
 class Origin(NamedTuple):
-    """Source of memory.
+    """Source of memory."""
 
-    Attributes:
-        call: number of the call.
-        kind: "given" by the call, "changed" from another layout for it, "inner" of it.
-        place: number among those.
-    """
-
+    # Number of the call.
     call: int
+    # "given" by the call, "changed" from another layout for it, "inner" of it.
     kind: str
+    # Number among those.
     place: int
 
 
-class Runner(Protocol):
-    """Function that runs a call again."""
+class CallRunner(Protocol):
+    """Recomputes a call."""
 
     def kept(self, tensor: Tensor) -> Tensor:
         """A tensor without its graph."""
@@ -53,29 +49,26 @@ class Runner(Protocol):
         ...
 
     def spread_given(self, planned: Any, out: Any) -> list[DTensor]:
-        """Results of the call, as DTensors."""
+        """Outputs of the call, as DTensors."""
         ...
 
 
 @dataclass
-class _Run:
-    """A run of calls in one forward.
+class _RecomputedRun:
+    """Consecutive calls of a forward that are recomputed together."""
 
-    Attributes:
-        tape: calls with what they take: a tensor from outside, or the origin in the run.
-        wanted: number of handles of each origin.
-        found: memories that were computed again, by origin.
-        done: whether it was computed again.
-    """
-
+    # Calls with what they take: a tensor from outside, or the origin in the run.
     tape: list[tuple[Any, list[Tensor | Origin]]] = field(default_factory=list)
+    # Number of handles of each origin.
     wanted: Counter[Origin] = field(default_factory=Counter)
+    # Memories that were computed again, by origin.
     found: dict[Origin, Tensor] = field(default_factory=dict)
+    # Whether it was computed again.
     done: bool = False
 
 
 class _Handle(NamedTuple):
-    run: _Run
+    run: _RecomputedRun
     origin: Origin
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -90,14 +83,7 @@ class _Away(NamedTuple):
 
 
 class Again:
-    """Keeps what the calls of one forward save.
-
-    Args:
-        runs: number of the run of each call that is computed again.
-        stays: values that are kept although the call that gave them is computed again.
-        away: calls whose memories are moved away.
-        store: takes a memory, and returns a function that brings it back.
-    """
+    """Holds what the calls of one forward save."""
 
     def __init__(
         self,
@@ -107,9 +93,9 @@ class Again:
         store: Callable[[Tensor], Callable[[], Tensor]],
     ) -> None:
         self._numbers, self._stays, self._away = runs, stays, away
-        self._store, self._runs = store, dict[int, _Run]()
+        self._store, self._runs = store, dict[int, _RecomputedRun]()
         self._moved: dict[Origin, Callable[[], Tensor]] = {}
-        self.runner: Runner | None = None
+        self.runner: CallRunner | None = None
 
     def begin(self, planned: Any, taken: Sequence[Tensor], parts: Sequence[Tensor]) -> Made:
         """Begins a call; see `Made`."""
@@ -123,12 +109,12 @@ class Again:
             run.tape.append((planned, sources))
         return Made(self, planned, parts, origins)
 
-    def run_of(self, call: int) -> _Run:
+    def run_of(self, call: int) -> _RecomputedRun:
         """The run of a call."""
-        return self._runs.setdefault(self._numbers[call], _Run())
+        return self._runs.setdefault(self._numbers[call], _RecomputedRun())
 
     def packed(self, origin: Origin | None, tensor: Tensor) -> Any:
-        """Object that autograd keeps in the place of a tensor."""
+        """What autograd keeps in place of a tensor."""
         tensor = tensor.detach()
         form = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         if origin is None:
@@ -163,14 +149,14 @@ class Again:
         return tensor.as_strided(saved.size, saved.stride, saved.offset)
 
     def _origin(self, call: int, number: int, taken: Tensor, part: Tensor) -> Origin | None:
-        """Source of a part; None for what is there anyway."""
+        """Origin of a part; None for tensors that are kept anyway."""
         source = vars(taken).get("_gulliver_origin")
         same = isinstance(taken, DTensor) and _storage(_own(taken)) == _storage(part)
         if same or taken is part:
             return source
         return Origin(call, "changed", number)
 
-    def _source(self, run: _Run, number: int, tensor: Tensor) -> Tensor | Origin:
+    def _source(self, run: _RecomputedRun, number: int, tensor: Tensor) -> Tensor | Origin:
         given = vars(tensor).get("_gulliver_given")
         if given is not None and self._numbers.get(given.call) == self._numbers[number]:
             return given
@@ -180,14 +166,14 @@ class Again:
     def name(
         self, planned: Any, given: Sequence[DTensor], aliases: Mapping[int, Origin | None]
     ) -> None:
-        """Notes where what a call gives comes from."""
+        """Records the origins of a call's outputs."""
         for index, (tensor, value) in enumerate(zip(given, planned.call.gives, strict=True)):
             own = Origin(planned.number, "given", index)
             vars(tensor)["_gulliver_given"] = own
             origin = aliases.get(_storage(_own(tensor)), own)
             vars(tensor)["_gulliver_origin"] = None if value in self._stays else origin
 
-    def _replay(self, run: _Run) -> None:
+    def _replay(self, run: _RecomputedRun) -> None:
         assert self.runner is not None, "a forward has run"
         run.done = True
         env: dict[Origin, DTensor] = {}
@@ -217,14 +203,7 @@ class Again:
 
 
 class Made:
-    """A call that runs.
-
-    Args:
-        again: what keeps what it saves.
-        planned: call.
-        parts: parts of what it takes.
-        origins: where they come from.
-    """
+    """A running call."""
 
     def __init__(
         self,
@@ -239,7 +218,7 @@ class Made:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Takes what is saved inside."""
+        """Context that takes what autograd saves."""
         with saved_tensors_hooks(self._pack, self._again.unpacked):
             yield
 

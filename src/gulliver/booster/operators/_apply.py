@@ -1,4 +1,4 @@
-"""Runs a plan of operators: parameters become DTensors, and calls of the model go as planned."""
+"""Runs a plan of operators: parameters become DTensors, calls run as planned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gulliver.booster.operators._again import Again
 from gulliver.booster.operators._layouts import placements
 from gulliver.booster.operators._plan import Program, axes_of, form_of, program_of
 from gulliver.booster.operators._run import OperatorMode, changed, local_of, spread, whole_of
-from gulliver.booster.operators._store import HostStore
+from gulliver.booster.operators._store import SavedTensorStore
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster
@@ -34,11 +34,7 @@ from gulliver.plan import Plan
 def check_operators(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Program:
-    """Refuses what cannot be run so, with nothing done; returns what would run.
-
-    Raises:
-        GulliverError: the model, its optimizer or the plan does not allow it.
-    """
+    """Refuses what cannot run, with nothing changed; returns the program."""
     if optimizer is not None:
         check_optimizer(optimizer, 1)
         named_trainables(model, optimizer)
@@ -59,7 +55,7 @@ def share_operators(
     optimizer: torch.optim.Optimizer | None,
     world: World,
 ) -> tuple[nn.Module, OperatorOptimizer]:
-    """Turns a model and its optimizer into the planned run, which `check_operators` gave."""
+    """Applies the program of `check_operators` to a model and its optimizer."""
     if world.size > 1:
         broadcast_all([*model.parameters(), *model.buffers()])
     axes = axes_of(plan.mesh)
@@ -100,14 +96,7 @@ def _distribute(
 
 
 class _Engine:
-    """Runner of the calls of a model.
-
-    Args:
-        plan: plan.
-        program: calls.
-        mesh: ranks.
-        device: device of this rank.
-    """
+    """Runner of the calls of a model."""
 
     cluster: Cluster | None = None
 
@@ -116,7 +105,7 @@ class _Engine:
     ) -> None:
         assert plan.operators is not None, "the plan is of operators"
         self.program, self.mesh = program, mesh
-        self.store = HostStore(device) if program.away else None
+        self.store = SavedTensorStore(device) if program.away else None
         self._form = plan.operators.batch
 
     def call(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,8 +113,8 @@ class _Engine:
         form = form_of((args, kwargs))
         if form != self._form:
             raise GulliverError(
-                f"the plan is for the batch {_told(self._form)}, and this one is {_told(form)}: "
-                "plan anew for it, or pad it"
+                f"the plan is for the batch {_described(self._form)}, and this one is "
+                f"{_described(form)}: plan again for it, or pad it"
             )
         program = self.program
         again = None
@@ -153,18 +142,12 @@ def _nowhere(_: Tensor) -> Any:
     raise AssertionError("nothing is moved without a store")
 
 
-def _told(form: dict[str, str]) -> str:
+def _described(form: dict[str, str]) -> str:
     return ", ".join(f"{name} {text}" for name, text in form.items())
 
 
 class OperatorOptimizer(BoostedOptimizer):
-    """The user's optimizer on parameters that are DTensors.
-
-    Args:
-        inner: the user's optimizer.
-        names: name of every parameter that it trains.
-        engine: what runs the model.
-    """
+    """The user's optimizer on parameters that are DTensors."""
 
     spreads_state = True
 
@@ -174,7 +157,7 @@ class OperatorOptimizer(BoostedOptimizer):
 
     @property
     def has_whole_model(self) -> bool:
-        """No: parameters are DTensors, which files of a model do not take."""
+        """False: parameters are DTensors, which model files cannot hold."""
         return False
 
     def gradient_bytes(self) -> int:
@@ -225,7 +208,7 @@ class OperatorOptimizer(BoostedOptimizer):
         raise _unsaved()
 
     def release(self, model: nn.Module) -> None:
-        """Gives the model whole parameters and its plain call again."""
+        """Restores whole parameters and the model's own forward."""
         known: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
             for key, parameter in module._parameters.items():

@@ -1,7 +1,7 @@
-"""Costs of an operator on one device: its calls are followed with the shapes that a rank has.
+"""Costs of an operator on one device, from its calls with a rank's shapes.
 
-Forward and backward run with fake tensors; every operation below autograd is charged by its FLOPs
-and bytes (`gulliver.hardware`), every memory counts as long as somebody refers to it.
+Forward and backward run with fake tensors. Every operation below autograd is charged by its FLOPs
+and bytes; memory counts for as long as something refers to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from gulliver._compat import fake_mode
 from gulliver.booster.operators._layouts import Layout, local_shape
 from gulliver.booster.operators._rules import run_local
-from gulliver.booster.operators._trace import Call, Value
+from gulliver.booster.operators._trace import OperatorCall, Value
 from gulliver.hardware import (
     Device,
     operator_bytes,
@@ -30,23 +30,20 @@ from gulliver.memory import StorageCounter
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Costs of the calls of an operator on a device.
+class OperatorCosts:
+    """Costs of the calls of an operator on a device."""
 
-    Attributes:
-        forward_s: seconds of the forward.
-        backward_s: seconds of the backward.
-        inner: bytes that it saves besides what it takes and gives.
-        forward_peak: most bytes of the forward, what it gives included.
-        backward_peak: most bytes of the backward above those that were saved, gradients included.
-        takes_saved: those of what it takes that backward reads.
-    """
-
+    # Seconds of the forward.
     forward_s: float
+    # Seconds of the backward.
     backward_s: float
+    # Bytes that it saves, without its inputs and outputs.
     inner: int
+    # Most bytes of the forward, what it gives included.
     forward_peak: int
+    # Most bytes of the backward above those that were saved, gradients included.
     backward_peak: int
+    # Those of what it takes that backward reads.
     takes_saved: frozenset[int]
 
 
@@ -77,32 +74,20 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Costs:
-    """Costs of operators on a device; those of equal calls with equal parts are found once.
-
-    Args:
-        device: device of a rank.
-        sizes: sizes of the axes of the mesh.
-    """
+    """Costs of operators on a device, cached by calls and shapes."""
 
     def __init__(self, device: Device, sizes: tuple[int, ...]) -> None:
         self.device, self.sizes = device, sizes
-        self._known: dict[Any, tuple[Measured, tuple[int, ...]]] = {}
+        self._known: dict[Any, tuple[OperatorCosts, tuple[int, ...]]] = {}
 
     def of(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[OperatorCall],
         values: Sequence[Value],
         layouts: Mapping[int, Layout],
         gives: Sequence[int],
-    ) -> Measured:
-        """Costs of some calls.
-
-        Args:
-            calls: calls in their order.
-            values: all values of the trace.
-            layouts: layout of each value that they take or give.
-            gives: values that others use.
-        """
+    ) -> OperatorCosts:
+        """Costs of some calls."""
         order = list(dict.fromkeys(v for c in calls for v in (*c.takes, *c.gives)))
         short = {v: n for n, v in enumerate(order)}
         key = (
@@ -119,11 +104,11 @@ class Costs:
 
     def _follow(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[OperatorCall],
         values: Sequence[Value],
         layouts: Mapping[int, Layout],
         gives: Sequence[int],
-    ) -> Measured:
+    ) -> OperatorCosts:
         with fake_mode(), torch.enable_grad():
             there = dict[int, Tensor]()
             for value in dict.fromkeys(v for call in calls for v in call.takes):
@@ -158,7 +143,7 @@ class Costs:
                 if outs:
                     torch.autograd.backward(outs, grads)
             del sources
-            return Measured(
+            return OperatorCosts(
                 *(forward_s, meter.seconds, inner, forward_peak), meter.recent - start, saved
             )
 
@@ -167,19 +152,19 @@ class Costs:
         return torch.empty(shape, dtype=value.dtype, requires_grad=value.trains)
 
 
-def _form(call: Call, short: Mapping[int, int]) -> Any:
+def _form(call: OperatorCall, short: Mapping[int, int]) -> Any:
     numbers = tuple(short[v] for v in call.takes), tuple(short[v] for v in call.gives)
     return call.name, repr((call.args, dict(call.kwargs))), numbers
 
 
 def _run(
-    call: Call,
+    call: OperatorCall,
     there: dict[int, Tensor],
     values: Sequence[Value],
     layouts: Mapping[int, Layout],
     sizes: tuple[int, ...],
 ) -> None:
-    """Runs a call with the parts of a rank, and puts what it gives to the others."""
+    """Runs a call on a rank's parts and stores its outputs."""
     shapes = [local_shape(values[v].shape, layouts[v], sizes) for v in call.gives]
     takes = [there[v] for v in call.takes]
     out = run_local(call, takes, [layouts[v] for v in call.takes], shapes)

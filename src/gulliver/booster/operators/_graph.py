@@ -1,13 +1,8 @@
-"""The operators of a forward: calls that are shared, kept and recomputed as one.
+"""The operators of a forward: calls that are sharded, kept and recomputed together.
 
-An operator is a product of matrices, an attention, or a few calls that move bytes only, with the
-views of what they give. Products that read the same are one operator, too: the *fork* before them
-does nothing but change the layout, so that the change is made, and paid, once.
-
-[Note: what joins] A call joins the operator before it if both are in one module without products,
-such as a norm; or if all that it reads has been given by one operator, and its backward reads none
-of that: such as a rotation of queries. What that operator gave is then not there in backward, and
-without it the call could not run again alone.
+An operator is a matrix product, an attention, or a few memory-bound calls, with the views of its
+outputs. Products that read the same value share a *fork* in front of them, an operator that only
+changes the layout, so that the change is made, and paid for, once.
 """
 
 from __future__ import annotations
@@ -20,52 +15,47 @@ from math import prod
 
 from gulliver.booster.operators._layouts import SUMMED, Layout, divides
 from gulliver.booster.operators._rules import FORK, HARD, Way, ways
-from gulliver.booster.operators._trace import Call, Ref, Trace
+from gulliver.booster.operators._trace import OperatorCall, Ref, Trace
 from gulliver.errors import GulliverError
 
 PRODUCTS = HARD - {FORK, "embedding", "cross_entropy"}
 
 
+# [Note: what joins] A call joins the operator before it if both are in one module without products,
+# such as a norm; or if all its inputs come from one operator and its backward reads none of them,
+# such as a rotation of queries. Those inputs do not exist in backward, so the call could not be
+# recomputed alone.
 @dataclass
 class Node:
-    """An operator.
+    """An operator."""
 
-    Attributes:
-        calls: numbers of its calls.
-        name: path and name of its first call.
-        block: path of the block that it is in.
-    """
-
+    # Numbers of its calls.
     calls: list[int]
+    # Path and name of its first call.
     name: str
+    # Path of the block that it is in.
     block: str = ""
 
 
 @dataclass(frozen=True)
-class Shared:
-    """A way to share an operator over all axes.
+class OperatorSharding:
+    """A sharding of an operator over all axes."""
 
-    Attributes:
-        words: word of each axis.
-        layouts: layout of each value that it takes or gives.
-    """
-
+    # Word of each axis.
     words: tuple[str, ...]
+    # Layout of each value that it takes or gives.
     layouts: dict[int, Layout] = field(hash=False)
 
 
 @dataclass
 class Graph:
-    """Operators of a forward, and how values go between them.
+    """Operators of a forward and the values between them."""
 
-    Attributes:
-        trace: the calls, forks among them.
-        nodes: operators in their order.
-        sizes: sizes of the axes of the mesh.
-    """
-
+    # The calls, forks among them.
     trace: Trace
+    # Operators in their order.
     nodes: list[Node]
+    # Sizes of the axes of the mesh.
     sizes: tuple[int, ...]
 
     @cached_property
@@ -84,7 +74,7 @@ class Graph:
 
     @cached_property
     def saved(self) -> frozenset[int]:
-        """Values that some backward reads, those that share memory with one included."""
+        """Values that some backward reads, including views of them."""
         found = {v for call in self.trace.calls for v in call.saves}
         for call in reversed(self.trace.calls):
             if call.view and found.intersection(call.gives):
@@ -95,18 +85,18 @@ class Graph:
         return frozenset(found)
 
     def maker(self, value: int) -> int:
-        """Number of the operator that gives a value; -1 for what was there."""
+        """Number of the operator that makes a value; -1 for inputs and parameters."""
         made = self.trace.values[value].maker
         return self.node_of[made] if made >= 0 else -1
 
     def takes(self, node: int) -> list[int]:
-        """Values that an operator takes of others, in their order; parameters too."""
+        """Inputs of an operator in order, parameters included."""
         calls = (self.trace.calls[n] for n in self.nodes[node].calls)
         found = dict.fromkeys(v for call in calls for v in call.takes)
         return [v for v in found if self.maker(v) != node]
 
     def gives(self, node: int) -> list[int]:
-        """Values that an operator gives to others."""
+        """Outputs of an operator that others read."""
         calls = (self.trace.calls[n] for n in self.nodes[node].calls)
         every = (v for call in calls for v in call.gives)
         return [v for v in every if self.users.get(v) or v in self.trace.outputs]
@@ -126,7 +116,7 @@ class Graph:
         return [range(a, b) for a, b in zip(starts, [*starts[1:], len(self.nodes)], strict=True)]
 
     def _crosses(self, number: int) -> bool:
-        """Whether what goes past a place is what the operator before it gives, and that alone."""
+        """Whether the only value alive at a place is the output of the operator before it."""
         past = [
             value
             for value, nodes in self.users.items()
@@ -135,13 +125,13 @@ class Graph:
         ]
         return len(past) == 1 and self.maker(past[0]) == number - 1
 
-    def ways(self, node: int) -> list[Shared]:
-        """The ways to share an operator over all axes."""
+    def ways(self, node: int) -> list[OperatorSharding]:
+        """The shardings of an operator over all axes."""
         if not self.trains(node):
             along = [self._along(node)[:1] for _ in self.sizes]
         else:
             along = [self._along(node)] * len(self.sizes)
-        found = list[tuple[int, Shared]]()
+        found = list[tuple[int, OperatorSharding]]()
         several = sum(size > 1 for size in self.sizes)
         for chosen in product(*along):
             words = tuple(word for word, _ in chosen)
@@ -150,8 +140,8 @@ class Graph:
             layouts = {v: tuple(one[v] for _, one in chosen) for v in values}
             shapes = self.trace.values
             if all(divides(shapes[v].shape, layout, self.sizes) for v, layout in layouts.items()):
-                found.append((idle, Shared(words, layouts)))
-        # What one axis does not share, all ranks of it do again: only where there is no better way.
+                found.append((idle, OperatorSharding(words, layouts)))
+        # Replicating over some axes only repeats work; take that only if nothing else is possible.
         full = [way for idle, way in found if idle in (0, several)]
         full = full if len(full) > 1 else [way for _, way in found]
         multiplies = any(self.trace.calls[n].name in PRODUCTS for n in self.nodes[node].calls)
@@ -159,12 +149,12 @@ class Graph:
         return shared if multiplies and shared else full
 
     def _along(self, node: int) -> list[tuple[str, dict[int, str]]]:
-        """Ways along one axis: a word, and the layout of each value."""
+        """Shardings along one axis: a word, and the layout of each value."""
         calls = [self.trace.calls[n] for n in self.nodes[node].calls]
         first = next((c for c in calls if not c.view), calls[0])
         found: dict[str, dict[int, str]] = {}
 
-        def grown(rest: Sequence[Call], known: dict[int, str], word: str) -> None:
+        def grown(rest: Sequence[OperatorCall], known: dict[int, str], word: str) -> None:
             if not rest:
                 found.setdefault(word, known)
                 return
@@ -178,9 +168,9 @@ class Graph:
         return list(found.items())
 
     def _fitting(
-        self, call: Call, way: Way, known: dict[int, str], node: int
+        self, call: OperatorCall, way: Way, known: dict[int, str], node: int
     ) -> dict[int, str] | None:
-        """Layouts with those of one more call; None where they contradict each other."""
+        """Layouts extended by one more call; None if they contradict each other."""
         more = dict(known)
         for value, layout in zip(call.takes, way.takes, strict=True):
             if not self.trace.values[value].trains and layout == SUMMED:
@@ -195,16 +185,7 @@ class Graph:
 
 
 def graph_of(trace: Trace, sizes: tuple[int, ...], blocks: Sequence[str]) -> Graph:
-    """The operators of a forward.
-
-    Args:
-        trace: calls.
-        sizes: sizes of the axes of the mesh.
-        blocks: paths of the blocks of the model.
-
-    Raises:
-        GulliverError: nothing is computed that has a gradient.
-    """
+    """The operators of a forward."""
     trace = with_forks(trace)
     nodes = list(_nodes(trace, blocks))
     if not any(v.flows for v in trace.values):
@@ -213,7 +194,7 @@ def graph_of(trace: Trace, sizes: tuple[int, ...], blocks: Sequence[str]) -> Gra
 
 
 def with_forks(trace: Trace) -> Trace:
-    """A trace in which what several products take passes a fork."""
+    """A trace with a fork in front of products that read the same value."""
     wanted = dict[int, list[int]]()
     for number, value in enumerate(trace.values):
         users = [n for n in trace.users(number) if trace.calls[n].name in PRODUCTS]
@@ -233,7 +214,7 @@ def with_forks(trace: Trace) -> Trace:
             made.values.append(replace(own, maker=len(made.calls)))
             shapes = (own.shape,)
             made.calls.append(
-                Call(
+                OperatorCall(
                     FORK,
                     call.path,
                     _same,
@@ -259,7 +240,7 @@ def _same(tensor: object) -> object:
 
 
 def _nodes(trace: Trace, blocks: Sequence[str]) -> Iterator[Node]:
-    """Puts calls together to operators."""
+    """Groups calls into operators."""
     found, node_of = list[Node](), dict[int, int]()
     leaves = _leaves(trace)
     for number, call in enumerate(trace.calls):
@@ -275,14 +256,18 @@ def _nodes(trace: Trace, blocks: Sequence[str]) -> Iterator[Node]:
 
 
 def _leaves(trace: Trace) -> frozenset[str]:
-    """Paths of modules that make no products."""
+    """Paths of modules without products."""
     hard = {c.path for c in trace.calls if c.name in HARD - {FORK}}
     every = {c.path for c in trace.calls} - hard
     return frozenset(p for p in every if p and not any(h.startswith(f"{p}.") for h in hard))
 
 
 def _joined_to(
-    trace: Trace, call: Call, found: list[Node], node_of: dict[int, int], leaves: frozenset[str]
+    trace: Trace,
+    call: OperatorCall,
+    found: list[Node],
+    node_of: dict[int, int],
+    leaves: frozenset[str],
 ) -> int | None:
     """Number of the operator that a call may join; None for a new one."""
     values = [trace.values[v] for v in call.takes]

@@ -1,18 +1,17 @@
-"""Layouts of a value along one axis of a mesh, and what follows of them for all axes.
+"""Layouts of values along the axes of a mesh.
 
-A layout says how the value lies and how its gradient does, in two letters:
+A layout describes a value and its gradient:
 
-    R   whole, and so is its gradient
-    T   whole; its gradient is in terms that add up
-    P   in terms that add up; its gradient is whole
-    Sd  cut along dim d, and so is its gradient
+    R   replicated, and so is its gradient
+    T   replicated; its gradient is partial (a sum over ranks)
+    P   partial; its gradient is replicated
+    Sd  sharded along dim d, and so is its gradient
 
-`T` is what a product of matrices reads whose output is cut: each rank has a term of the gradient.
+`T` is the input of a matrix product with a sharded output: each rank has one term of its gradient.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -50,7 +49,7 @@ def _placement(layout: str, terms: str) -> Placement:
 
 
 def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Shape of what a rank has of a value."""
+    """Local shape of a value."""
     found = list(shape)
     for one, size in zip(layout, sizes, strict=True):
         dim = cut_dim(one)
@@ -72,23 +71,10 @@ def divides(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
 def first_index(
     dim: int, length: int, layout: Layout, sizes: Sequence[int], here: Sequence[int]
 ) -> int:
-    """Index of the first element along a dim that a rank has.
-
-    Args:
-        dim: dim.
-        length: size of the whole dim.
-        layout: layout along each axis.
-        sizes: sizes of the axes.
-        here: coordinate of the rank.
-    """
+    """Index of the first element along a dim that a rank has."""
     first = 0
     for one, size, at in zip(layout, sizes, here, strict=True):
         if cut_dim(one) == dim:
             length //= size
             first += at * length
     return first
-
-
-def elements(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> int:
-    """Elements that a rank has of a value."""
-    return math.prod(local_shape(shape, layout, sizes))

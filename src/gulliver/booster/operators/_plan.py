@@ -1,4 +1,4 @@
-"""A forward is made a plan of its operators, and such a plan calls that run."""
+"""Makes plans of a forward's operators, and programs of such plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gulliver.booster._blocks import blocks_of
 from gulliver.booster.operators._graph import Graph, Node, graph_of
 from gulliver.booster.operators._layouts import Layout, gradient_placements, placements
 from gulliver.booster.operators._problem import Problem, stored_layout
-from gulliver.booster.operators._run import Planned
+from gulliver.booster.operators._run import PlannedCall
 from gulliver.booster.operators._trace import trace_calls
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster
@@ -48,7 +48,7 @@ class Program:
     """
 
     graph: Graph
-    calls: tuple[Planned, ...]
+    calls: tuple[PlannedCall, ...]
     parameters: Mapping[str, Layout]
     runs: Mapping[int, int]
     stays: frozenset[int]
@@ -63,11 +63,7 @@ def batch_of(given: Any) -> Batch:
 
 
 def form_of(batch: Batch) -> dict[str, str]:
-    """A batch as it stands in a plan: dtype and shape of each argument.
-
-    Raises:
-        GulliverError: an argument is no tensor.
-    """
+    """Dtype and shape of each argument of a batch, as written in a plan."""
     found = dict[str, str]()
     for name, value in [*((str(n), v) for n, v in enumerate(batch[0])), *batch[1].items()]:
         if not isinstance(value, Tensor):
@@ -81,11 +77,7 @@ def form_of(batch: Batch) -> dict[str, str]:
 
 
 def batch_from(plan: Plan) -> Batch:
-    """A batch on meta of the form that a plan was made for.
-
-    Raises:
-        GulliverError: a form that is none.
-    """
+    """A batch on meta with the dtypes and shapes of a plan."""
     assert plan.operators is not None, "the plan is of operators"
     args, kwargs = list[Any](), dict[str, Any]()
     for name, form in plan.operators.batch.items():
@@ -94,7 +86,7 @@ def batch_from(plan: Plan) -> Batch:
             shape = [int(size) for size in sizes.split(" x ")] if sizes else []
             made = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         except (ValueError, AttributeError, TypeError) as error:
-            told = plan.told(join("operators.batch", name))
+            told = plan.describe_field(join("operators.batch", name))
             raise GulliverError(f"{told}: write dtype and sizes, such as int64 8 x 128") from error
         if name.isdigit():
             args.append(made)
@@ -154,13 +146,13 @@ def find_operators(
 def problem_of(
     model: nn.Module, batch: Batch, sizes: tuple[int, ...], cluster: Cluster, moments: int = 2
 ) -> Problem:
-    """The joint search's problem of a model."""
+    """The joint search problem of a model."""
     graph = graph_of(trace_calls(model, batch), sizes, blocks_of(model))
     return Problem(graph, cluster, moments)
 
 
 def link_of(cluster: Cluster) -> OffloadLink | None:
-    """The link to the host's memory; None where a device computes there."""
+    """The link to the host's memory; None on CPUs."""
     device = cluster.device
     if device.to_host_rate is None or device.to_device_rate is None:
         return None
@@ -180,7 +172,7 @@ def moments_of(optimizer: torch.optim.Optimizer | None) -> int:
 def plan_from(
     problem: Problem, found: JointPlan, mesh: Mesh, form: dict[str, str], budget: int
 ) -> Plan:
-    """The plan of picks that a search has found."""
+    """The plan of the picks of a search."""
     graph, names = problem.graph, tuple(axes_of(mesh))
     blocks: dict[str, tuple[tuple[OperatorChoice, ...], list[str]]] = {}
     for label, numbers, picks in zip(labels(graph), graph.blocks, found.picks, strict=True):
@@ -229,11 +221,7 @@ def _relative(node: Node) -> str:
 
 
 def program_of(plan: Plan, model: nn.Module) -> Program:
-    """The forward of a model as a plan runs it.
-
-    Raises:
-        GulliverError: the plan does not fit the model, or contradicts itself.
-    """
+    """The program of a plan for a model."""
     assert plan.operators is not None, "the plan is of operators"
     names = tuple(axes_of(plan.mesh))
     sizes = tuple(axes_of(plan.mesh).values())
@@ -242,12 +230,12 @@ def program_of(plan: Plan, model: nn.Module) -> Program:
 
 
 class _Compiler:
-    """Makes a program of a plan, and refuses what is not possible."""
+    """Compiles a plan into a program; refuses contradictions."""
 
     def __init__(self, plan: Plan, graph: Graph, names: tuple[str, ...]) -> None:
         self.plan, self.graph, self.names = plan, graph, names
         assert plan.operators is not None
-        self.told: dict[int, str] = {}
+        self.places: dict[int, str] = {}
         self.chosen: dict[int, OperatorChoice] = {}
         self._place()
 
@@ -274,7 +262,7 @@ class _Compiler:
                 self._place_block(f"{where}.operators", row, known[label])
         missing = [label for label in known if label not in seen]
         if missing:
-            raise GulliverError(f"operators.blocks does not name {missing[0]!r}: plan anew")
+            raise GulliverError(f"operators.blocks does not name {missing[0]!r}: plan again")
 
     def _place_block(self, where: str, row: OperatorBlock, numbers: range) -> None:
         wanted = [_relative(self.graph.nodes[n]) for n in numbers]
@@ -291,24 +279,20 @@ class _Compiler:
             here = given[index] if index < len(given) else "the end"
             there = wanted[index] if index < len(wanted) else "the end"
             raise GulliverError(
-                f"{where}[{index}]: {here!r}{self._at(f'{where}[{index}].operator')} is not what "
-                f"the model computes there, {there!r}: the plan is of another model, or batch"
+                f"{self._line(f'{where}[{index}].operator', repr(here))} is not what the model "
+                f"computes there, {there!r}: the plan is of another model, or batch"
             )
         for index, (node, choice) in enumerate(zip(numbers, row.operators, strict=True)):
-            self.chosen[node], self.told[node] = choice, f"{where}[{index}]"
+            self.chosen[node], self.places[node] = choice, f"{where}[{index}]"
 
     def _line(self, place: str, value: str) -> str:
-        return f"{place}: {value}{self._at(place)}"
-
-    def _at(self, place: str) -> str:
-        line = self.plan.lines.get(place)
-        return f" (line {line})" if line else ""
+        return f"{place}: {value}{self.plan.line_text(place)}"
 
     def program(self) -> Program:
         """The program."""
         layouts = [self._layouts(node) for node in range(len(self.graph.nodes))]
         runs, stays, away = self._fates()
-        calls, parameters = list[Planned](), dict[str, Layout]()
+        calls, parameters = list[PlannedCall](), dict[str, Layout]()
         values = self.graph.trace.values
         home: dict[int, Layout] = {}
         for node, known in enumerate(layouts):
@@ -329,19 +313,20 @@ class _Compiler:
                 for v in call.takes
             )
             choice = self.chosen[node].saved
-            calls.append(Planned(call, number, takes, gives, tuple(homes), choice))
+            calls.append(PlannedCall(call, number, takes, gives, tuple(homes), choice))
         parameters = {
             values[v].parameter: layout for v, layout in home.items() if values[v].parameter
         }
         return Program(self.graph, tuple(calls), parameters, runs, stays, away)
 
     def _layouts(self, node: int) -> Mapping[int, Layout]:
-        choice, where = self.chosen[node], self.told[node]
+        choice, where = self.chosen[node], self.places[node]
         if tuple(choice.along) != self.names:
             place = f"{where}.along"
             raise GulliverError(
-                f"{place}: {', '.join(choice.along)}{self._at(place)} and "
-                f"{self.plan.told('mesh.axes')}: an operator lies along {', '.join(self.names)}"
+                f"{place}: {', '.join(choice.along)}{self.plan.line_text(place)} and "
+                f"{self.plan.describe_field('mesh.axes')}: an operator lies along "
+                f"{', '.join(self.names)}"
             )
         words = tuple(choice.along.values())
         ways = {way.words: way.layouts for way in self.graph.ways(node)}
@@ -352,8 +337,9 @@ class _Compiler:
             if words[number] not in possible:
                 told = self._line(f"{where}.along.{name}", words[number])
                 raise GulliverError(
-                    f"{told} and {self.plan.told(f'mesh.axes.{name}')}: {choice.operator} cannot "
-                    f"lie so over that many ranks: {nearest(words[number], possible)}"
+                    f"{told} and {self.plan.describe_field(f'mesh.axes.{name}')}: "
+                    f"{choice.operator} cannot lie so over that many ranks: "
+                    f"{nearest(words[number], possible)}"
                 )
         lines = " and ".join(
             self._line(f"{where}.along.{name}", word)
@@ -363,7 +349,7 @@ class _Compiler:
         raise GulliverError(f"{lines} contradict each other: together go {some}")
 
     def _fates(self) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
-        """Runs of calls that are computed again, values that stay, calls that are moved."""
+        """Recomputed runs of calls, kept values, and offloaded calls."""
         runs, stays, away, number = dict[int, int](), set[int](), set[int](), 0
         for block in self.graph.blocks:
             stays |= set(self.graph.gives(block[-1]))
@@ -389,7 +375,7 @@ class _Compiler:
         values = self.graph.trace.values
         if not self.graph.trains(node):
             raise GulliverError(
-                f"{self._line(f'{self.told[node]}.saved', 'recompute')}: "
+                f"{self._line(f'{self.places[node]}.saved', 'recompute')}: "
                 f"{self.chosen[node].operator} has no gradient, and saves nothing: keep it"
             )
         for value in self.graph.takes(node):
@@ -398,8 +384,8 @@ class _Compiler:
             maker = self.graph.maker(value)
             if self.chosen[maker].saved != "recompute":
                 raise GulliverError(
-                    f"{self._line(f'{self.told[node]}.saved', 'recompute')} and "
-                    f"{self._line(f'{self.told[maker]}.saved', self.chosen[maker].saved)}: what "
+                    f"{self._line(f'{self.places[node]}.saved', 'recompute')} and "
+                    f"{self._line(f'{self.places[maker]}.saved', self.chosen[maker].saved)}: what "
                     f"{self.chosen[maker].operator} gives is in no backward, and not there to "
                     f"compute {self.chosen[node].operator} again: recompute both, or keep this one"
                 )

@@ -1,12 +1,4 @@
-"""The joint search's problem for a forward: strategies, conversions and bytes of every operator.
-
-[Note: bytes on the safe side] The search must not promise what the run does not keep. What is there
-for a while although no backward reads it (outputs on their way to the next operator, variables of a
-module that still runs, gradients that wait for an operator further down, the copies of a change
-of layout) is charged to every operator that runs meanwhile, each in the largest layout that it may
-have. So a run stays below what is said of it, by a few such tensors. The optimizer's step, which
-goes parameter by parameter, is charged to the operator that reads the parameter.
-"""
+"""The joint search problem of a forward: strategies, conversions and bytes of every operator."""
 
 from __future__ import annotations
 
@@ -14,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gulliver.booster.operators._costs import Costs, Measured, nbytes
-from gulliver.booster.operators._graph import Graph, Shared
+from gulliver.booster.operators._costs import Costs, OperatorCosts, nbytes
+from gulliver.booster.operators._graph import Graph, OperatorSharding
 from gulliver.booster.operators._layouts import (
     Layout,
     gradient_placements,
@@ -40,46 +32,43 @@ STEP_COPIES = 2
 """Most copies of a parameter that a step makes for a while: Adam's root, and what divides."""
 
 
+# [Note: bytes on the safe side] A run must not exceed the predicted bytes. Temporaries that no
+# backward reads (outputs until the next operator, local variables of a running module, gradients
+# waiting for an earlier operator, copies for a change of layout) are charged to every operator that
+# runs meanwhile, each in its largest possible layout. So a run stays below the prediction by a few
+# such tensors. The optimizer's step, one parameter at a time, is charged to the operator that reads
+# the parameter.
 @dataclass
 class Problem:
-    """The network of the joint search for a forward.
-
-    Attributes:
-        graph: operators.
-        cluster: machines.
-        moments: number of tensors of optimizer state for each parameter.
-    """
+    """The joint search problem of a forward."""
 
     graph: Graph
     cluster: Cluster
+    # Number of tensors of optimizer state for each parameter.
     moments: int = 2
     _converted: dict[object, tuple[float, int]] = field(default_factory=dict)
 
     @cached_property
-    def ways(self) -> list[list[Shared]]:
+    def ways(self) -> list[list[OperatorSharding]]:
         """Ways of each operator."""
         return [self.graph.ways(n) for n in range(len(self.graph.nodes))]
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Blocks of the search.
-
-        Raises:
-            GulliverError: a value with a gradient goes past a block.
-        """
+        """Blocks of the search."""
         self._check()
         costs = Costs(self.cluster.device, self.graph.sizes)
         return [self._block(costs, numbers) for numbers in self.graph.blocks]
 
     def held(self, strategies: Sequence[int], activations: int) -> MemoryPlan:
-        """Bytes of a rank if each operator, in the order of the graph, runs in one of its ways."""
+        """Bytes of a rank for one strategy per operator, in graph order."""
         nodes = [node for numbers in self.graph.blocks for node in numbers]
         whole = trained = 0
         for node, number in zip(nodes, strategies, strict=True):
             way = self.ways[node][number]
             for value in self.graph.takes(node):
                 one = self.graph.trace.values[value]
-                # As in `_strategy`: its first reader says how a parameter is stored.
+                # As in `_strategy`: the first reader decides how a parameter is stored.
                 if one.parameter and self.graph.users[value][0] == node:
                     count = self._bytes(value, stored_layout(way.layouts[value]))
                     whole += count
@@ -131,16 +120,18 @@ class Problem:
         )
 
     def _is_recomputable(self, node: int) -> bool:
-        """Whether all that an operator reads is there in backward; see [Note: what joins]."""
+        """Whether everything an operator reads exists in backward; see [Note: what joins]."""
         values = self.graph.trace.values
         reads = (v for v in self.graph.takes(node) if values[v].flows)
         return self.graph.trains(node) and all(v in self.graph.saved for v in reads)
 
-    def _measured(self, costs: Costs, node: int, way: Shared) -> Measured:
+    def _measured(self, costs: Costs, node: int, way: OperatorSharding) -> OperatorCosts:
         calls = [self.graph.trace.calls[n] for n in self.graph.nodes[node].calls]
         return costs.of(calls, self.graph.trace.values, way.layouts, self.graph.gives(node))
 
-    def _strategy(self, node: int, way: Shared, found: Measured, last: bool) -> Strategy:
+    def _strategy(
+        self, node: int, way: OperatorSharding, found: OperatorCosts, last: bool
+    ) -> Strategy:
         values, saved = self.graph.trace.values, self.graph.saved
         forward_s = backward_s = 0.0
         state = inner = room = back_room = step = 0
@@ -160,7 +151,8 @@ class Problem:
                 back_room += peak
                 step = max(step, STEP_COPIES * self._bytes(value, stored))
             if one.parameter and self.graph.users[value][0] != node:
-                # Another operator says how it is kept: it may have to be gathered for this one.
+                # Another operator decides how it is stored: it may have to be gathered for this
+                # one.
                 inner += self._bytes(value, layout)
                 room += 2 * self._bytes(value, ("R",) * len(layout))
             if one.parameter and self.graph.users[value][0] == node:
@@ -200,7 +192,7 @@ class Problem:
         )
 
     def _own(self, node: int) -> list[int]:
-        """Values that an operator gives, one for each memory of its own."""
+        """Outputs of an operator, one for each memory that it allocates."""
         calls, found = self.graph.trace.calls, dict[int, int]()
         for value in self.graph.gives(node):
             root = value
@@ -212,8 +204,10 @@ class Problem:
                 found.setdefault(root, value)
         return list(found.values())
 
-    def _edge(self, value: int, maker: int, node: int, measured: Sequence[Measured]) -> EdgeSeconds:
-        """Costs of a value's change of layout, by the ways of who gives and who takes it."""
+    def _edge(
+        self, value: int, maker: int, node: int, measured: Sequence[OperatorCosts]
+    ) -> EdgeSeconds:
+        """Costs of changing a value's layout, by the shardings of producer and consumer."""
         one = self.graph.trace.values[value]
         rows: list[list[tuple[float, float, int]]] = []
         for before in self.ways[maker]:
@@ -232,8 +226,8 @@ class Problem:
     def _is_fork(self, node: int) -> bool:
         return self.graph.trace.calls[self.graph.nodes[node].calls[0]].name == FORK
 
-    def _rooms(self, node: int, way: Shared, backward: bool) -> list[int]:
-        """Most bytes of the changes of layout of what is taken, one after the other."""
+    def _rooms(self, node: int, way: OperatorSharding, backward: bool) -> list[int]:
+        """Peak bytes of changing the layouts of the inputs, one after the other."""
         found = [0]
         for value in self.graph.takes(node):
             one = self.graph.trace.values[value]
@@ -257,7 +251,7 @@ class Problem:
             plan = plan_conversion(
                 value.shape, value.dtype.itemsize, self.graph.sizes, *ends, self.cluster
             )
-            # Messages are padded, or put together, beside what is read and written.
+            # Messages need buffers in addition to what is read and written.
             self._converted[key] = plan.total, 2 * plan.peak_bytes
         return *self._converted[key], True
 
@@ -272,7 +266,7 @@ class Problem:
 
     @cached_property
     def _lives(self) -> list[tuple[int, int, int, int, bool, bool]]:
-        """Maker, last taker, last to refer to it, most bytes, saved, trained: of each value."""
+        """Maker, last reader, last referrer, largest bytes, saved, trained: of each value."""
         found = []
         trace = self.graph.trace
         for number, value in enumerate(trace.values):
@@ -290,7 +284,7 @@ class Problem:
         return found
 
     def _around(self, node: int) -> tuple[int, int]:
-        """Bytes that are there besides while an operator runs, forward and backward."""
+        """Bytes of other live values while an operator runs, forward and backward."""
         block = next(b for b in self.graph.blocks if node in b)
         passing = pending = 0
         for maker, last, frame, most, saved, trained in self._lives:
@@ -304,5 +298,5 @@ class Problem:
 
 
 def stored_layout(layout: Layout) -> Layout:
-    """Placements in which a parameter is kept that an operator reads in a layout."""
+    """Layout in which a parameter is stored, given the one in which an operator reads it."""
     return tuple(one if one[0] == "S" else "R" for one in layout)

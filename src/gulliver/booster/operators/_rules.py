@@ -1,9 +1,8 @@
-"""Rules by which a call of a function of torch may be shared along one axis of a mesh.
+"""Sharding rules of torch functions along one axis of a mesh.
 
-`ways(call)` lists them: for each a word, the layout of every tensor that the call takes, and of
-every tensor that it gives. In each way every rank calls the same function with its part; what each
-gives is its part of the whole result, or its term. A function without a rule has one way: whole on
-every rank, which is right for any that draws no random numbers.
+`ways(call)` lists them: for each a word, and the layouts of inputs and outputs. In each of them
+every rank calls the same function with its parts, and gets its part, or its term, of the outputs. A
+function without a rule is replicated, which is right for any that draws no random numbers.
 """
 
 from __future__ import annotations
@@ -12,32 +11,29 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gulliver.booster.operators._layouts import SUMMED, TERMS, WHOLE, cut, cut_dim
-from gulliver.booster.operators._trace import Call, Ref
+from gulliver.booster.operators._trace import OperatorCall, Ref
 
 
 class Way(NamedTuple):
-    """A way to share a call along one axis.
+    """A sharding of a call along one axis."""
 
-    Attributes:
-        word: name of the way, as it stands in a plan.
-        takes: layout of each tensor that the call takes.
-        gives: layout of each tensor that it gives.
-    """
-
+    # Name of the way, as it stands in a plan.
     word: str
+    # Layout of each tensor that the call takes.
     takes: tuple[str, ...]
+    # Layout of each tensor that it gives.
     gives: tuple[str, ...]
 
 
-def ways(call: Call) -> Iterator[Way]:
-    """Yields the ways to share a call, that of all ranks doing the same first."""
+def ways(call: OperatorCall) -> Iterator[Way]:
+    """Yields the shardings of a call; replicated execution comes first."""
     yield Way("whole", (WHOLE,) * len(call.takes), (WHOLE,) * len(call.gives))
     rule = _RULES.get(call.name)
     if rule is not None:
         yield from rule(call)
 
 
-def _element_wise(call: Call) -> Iterator[Way]:
+def _element_wise(call: OperatorCall) -> Iterator[Way]:
     (shape,) = call.shapes_given
     for dim, size in enumerate(shape):
         if size > 1:
@@ -46,15 +42,15 @@ def _element_wise(call: Call) -> Iterator[Way]:
 
 
 def _along(shape: Sequence[int], output: Sequence[int], dim: int) -> str:
-    """Layout of what is broadcast to an output that is cut along a dim."""
+    """Layout of an input that is broadcast to an output sharded along a dim."""
     own = dim - len(output) + len(shape)
     return cut(own) if own >= 0 and shape[own] == output[dim] else SUMMED
 
 
-def _leading(count: Callable[[Call], int]) -> Callable[[Call], Iterator[Way]]:
-    """A rule: dims of the first tensor are cut but for so many last ones; others are whole."""
+def _leading(count: Callable[[OperatorCall], int]) -> Callable[[OperatorCall], Iterator[Way]]:
+    """A rule: the first tensor is sharded along any but the last `count` dims, others are whole."""
 
-    def rule(call: Call) -> Iterator[Way]:
+    def rule(call: OperatorCall) -> Iterator[Way]:
         shape = call.shapes_taken[0]
         for dim in range(len(shape) - count(call)):
             rest = (SUMMED,) * (len(call.takes) - 1)
@@ -63,7 +59,7 @@ def _leading(count: Callable[[Call], int]) -> Callable[[Call], Iterator[Way]]:
     return rule
 
 
-def _softmax(call: Call) -> Iterator[Way]:
+def _softmax(call: OperatorCall) -> Iterator[Way]:
     (shape,) = call.shapes_given
     own = call.argument(1, "dim", None)
     if isinstance(own, int):
@@ -72,7 +68,7 @@ def _softmax(call: Call) -> Iterator[Way]:
                 yield Way(f"dim {dim}", (cut(dim),), (cut(dim),))
 
 
-def _reduced(call: Call) -> Iterator[Way]:
+def _reduced(call: OperatorCall) -> Iterator[Way]:
     shape, dims = call.shapes_taken[0], call.argument(1, "dim", None)
     if dims is None or len(call.gives) != 1:
         return
@@ -84,7 +80,7 @@ def _reduced(call: Call) -> Iterator[Way]:
             yield Way(f"dim {dim}", (cut(dim),), (cut(given),))
 
 
-def _linear(call: Call) -> Iterator[Way]:
+def _linear(call: OperatorCall) -> Iterator[Way]:
     last = len(call.shapes_taken[0]) - 1
     bias = len(call.takes) > 2
     rest = (SUMMED,) * (2 if bias else 1)
@@ -94,7 +90,7 @@ def _linear(call: Call) -> Iterator[Way]:
     yield Way("rows", (cut(last), cut(1), *([TERMS] if bias else [])), (TERMS,))
 
 
-def _addmm(call: Call) -> Iterator[Way]:
+def _addmm(call: OperatorCall) -> Iterator[Way]:
     if call.constants_besides():
         return
     bias = len(call.shapes_taken[0])
@@ -103,7 +99,7 @@ def _addmm(call: Call) -> Iterator[Way]:
     yield Way("rows", (TERMS, cut(1), cut(0)), (TERMS,))
 
 
-def _matmul(call: Call) -> Iterator[Way]:
+def _matmul(call: OperatorCall) -> Iterator[Way]:
     one, other = call.shapes_taken
     if len(one) < 2 or len(other) < 2:
         return
@@ -117,7 +113,7 @@ def _matmul(call: Call) -> Iterator[Way]:
     yield Way("rows", (cut(inner), cut(len(other) - 2)), (TERMS,))
 
 
-def _attention(call: Call) -> Iterator[Way]:
+def _attention(call: OperatorCall) -> Iterator[Way]:
     query, key, value = (call.argument(n, k, None) for n, k in enumerate(("query", "key", "value")))
     mask = call.argument(3, "attn_mask", None)
     shape = call.shapes_taken[query.index]
@@ -132,14 +128,14 @@ def _attention(call: Call) -> Iterator[Way]:
         )
 
 
-def _embedding(call: Call) -> Iterator[Way]:
+def _embedding(call: OperatorCall) -> Iterator[Way]:
     shape = call.shapes_taken[0]
     for dim in range(len(shape)):
         yield Way(f"dim {dim}", (cut(dim), SUMMED), (cut(dim),))
     yield Way("columns", (WHOLE, cut(1)), (cut(len(shape)),))
 
 
-def _cross_entropy(call: Call) -> Iterator[Way]:
+def _cross_entropy(call: OperatorCall) -> Iterator[Way]:
     logits, target = call.shapes_taken[:2]
     plain = len(call.takes) == 2 and len(logits) == 2 and len(target) == 1
     mean = call.argument(6, "reduction", "mean") == "mean"
@@ -147,8 +143,8 @@ def _cross_entropy(call: Call) -> Iterator[Way]:
         yield Way("dim 0", (cut(0), WHOLE), (TERMS,))
 
 
-def _viewed(call: Call) -> Iterator[Way]:
-    """A view in which whole dims, or the outermost of several, stay together."""
+def _viewed(call: OperatorCall) -> Iterator[Way]:
+    """Rule of views that keep dims, or the outermost of merged ones, together."""
     given, found = call.shapes_taken[0], call.shapes_given[0]
     for dim, other in _kept_dims(given, found):
         yield Way(f"dim {dim}", (cut(dim),), (cut(other),))
@@ -156,7 +152,7 @@ def _viewed(call: Call) -> Iterator[Way]:
 
 
 def _kept_dims(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Dims whose outermost cut is a cut of a dim of the other shape."""
+    """Dims whose sharding corresponds to a dim of the other shape."""
     a = b = 0
     while a < len(one) and b < len(other):
         first, second, sizes = a, b, [one[a], other[b]]
@@ -168,7 +164,7 @@ def _kept_dims(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, 
             else:
                 sizes[1] *= other[b]
                 b += 1
-        # What has one element is no part of a cut.
+        # Dims of size 1 cannot be sharded.
         while first < a - 1 and one[first] == 1:
             first += 1
         while second < b - 1 and other[second] == 1:
@@ -177,8 +173,10 @@ def _kept_dims(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, 
             yield first, second
 
 
-def _permuted(order: Callable[[Call], Sequence[int]]) -> Callable[[Call], Iterator[Way]]:
-    def rule(call: Call) -> Iterator[Way]:
+def _permuted(
+    order: Callable[[OperatorCall], Sequence[int]],
+) -> Callable[[OperatorCall], Iterator[Way]]:
+    def rule(call: OperatorCall) -> Iterator[Way]:
         for given, dim in enumerate(order(call)):
             yield Way(f"dim {dim}", (cut(dim),), (cut(given),))
         yield Way("terms", (TERMS,), (TERMS,))
@@ -186,7 +184,7 @@ def _permuted(order: Callable[[Call], Sequence[int]]) -> Callable[[Call], Iterat
     return rule
 
 
-def _transposed(call: Call) -> list[int]:
+def _transposed(call: OperatorCall) -> list[int]:
     count = len(call.shapes_taken[0])
     order = list(range(count))
     one, other = (
@@ -197,14 +195,14 @@ def _transposed(call: Call) -> list[int]:
     return order
 
 
-def _order(call: Call) -> list[int]:
+def _order(call: OperatorCall) -> list[int]:
     dims = call.argument(1, "dims", ())
     given = [dims, *call.args[2:]] if isinstance(dims, int) else list(dims)
     return [d % len(given) for d in given]
 
 
-def _apart(call: Call) -> Iterator[Way]:
-    """Several tensors along a dim, which is not cut itself."""
+def _apart(call: OperatorCall) -> Iterator[Way]:
+    """Rule of concatenation: the dim itself is not sharded."""
     shape = call.shapes_taken[0]
     own = call.argument(2, "dim", 0) % len(shape)
     many = len(call.gives)
@@ -214,7 +212,7 @@ def _apart(call: Call) -> Iterator[Way]:
     yield Way("terms", (TERMS,), (TERMS,) * many)
 
 
-def _unbound(call: Call) -> Iterator[Way]:
+def _unbound(call: OperatorCall) -> Iterator[Way]:
     shape, many = call.shapes_taken[0], len(call.gives)
     own = call.argument(1, "dim", 0) % len(shape)
     for dim in range(len(shape)):
@@ -223,7 +221,7 @@ def _unbound(call: Call) -> Iterator[Way]:
     yield Way("terms", (TERMS,), (TERMS,) * many)
 
 
-def _joined(call: Call) -> Iterator[Way]:
+def _joined(call: OperatorCall) -> Iterator[Way]:
     shape = call.shapes_taken[0]
     own = call.argument(1, "dim", 0) % len(shape)
     for dim in range(len(shape)):
@@ -231,7 +229,7 @@ def _joined(call: Call) -> Iterator[Way]:
             yield Way(f"dim {dim}", (cut(dim),) * len(call.takes), (cut(dim),))
 
 
-def _indexed(call: Call) -> Iterator[Way]:
+def _indexed(call: OperatorCall) -> Iterator[Way]:
     index = call.args[1]
     parts = list(index) if isinstance(index, tuple) else [index]
     count = len(call.shapes_taken[0])
@@ -251,7 +249,7 @@ def _indexed(call: Call) -> Iterator[Way]:
     yield Way("terms", (TERMS,), (TERMS,))
 
 
-def _expanded(call: Call) -> Iterator[Way]:
+def _expanded(call: OperatorCall) -> Iterator[Way]:
     given, found = call.shapes_taken[0], call.shapes_given[0]
     more = len(found) - len(given)
     for dim, size in enumerate(given):
@@ -259,8 +257,8 @@ def _expanded(call: Call) -> Iterator[Way]:
             yield Way(f"dim {dim}", (cut(dim),), (cut(dim + more),))
 
 
-def _passed(call: Call) -> Iterator[Way]:
-    """A change of layout that a plan has put in: see `with_forks`."""
+def _passed(call: OperatorCall) -> Iterator[Way]:
+    """Rule of a fork, see `with_forks`."""
     for dim in range(len(call.shapes_taken[0])):
         yield Way(f"dim {dim}", (cut(dim),), (cut(dim),))
     yield Way("summed", (SUMMED,), (SUMMED,))
@@ -287,7 +285,7 @@ HARD = frozenset(
     )
 )
 """Functions that are an operator of their own."""
-_RULES: dict[str, Callable[[Call], Iterator[Way]]] = {
+_RULES: dict[str, Callable[[OperatorCall], Iterator[Way]]] = {
     **dict.fromkeys(ELEMENT_WISE, _element_wise),
     **dict.fromkeys(SHAPED, _viewed),
     **dict.fromkeys(STRETCHED, _expanded),
@@ -312,21 +310,13 @@ _RULES: dict[str, Callable[[Call], Iterator[Way]]] = {
 
 
 def run_local(
-    call: Call,
+    call: OperatorCall,
     tensors: Sequence[Any],
     layouts: Sequence[tuple[str, ...]],
     shapes: Sequence[Sequence[int]],
     first: int = 0,
 ) -> Any:
-    """Computes a rank's share of a call.
-
-    Args:
-        call: the call.
-        tensors: parts of the tensors that the call takes.
-        layouts: layouts of those.
-        shapes: shapes of its parts of what the call gives.
-        first: index of its first row of the first tensor.
-    """
+    """Computes a rank's share of a call."""
     if call.name in SHAPED:
         return tensors[0].reshape(shapes[0])
     if call.name in STRETCHED:

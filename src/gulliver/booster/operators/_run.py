@@ -1,13 +1,9 @@
-"""Runs the calls of a forward as they were planned, on DTensors.
+"""Runs the calls of a forward as planned, on DTensors.
 
-A mode sees every call of a function of torch that the model makes, in its order. Each is one that
-was planned (else it is refused). What it takes is brought into the layout that its function wants,
-on the least-cost way. Every rank calls the function with its part, and it gives a DTensor again.
-So the model is as it was written, and sees shapes of whole tensors.
-
-[Note: two graphs in one] Between calls autograd's graph goes through DTensors, inside of a call
-through the parts of this rank. `_Enter` and `_Leave` are the seams: there the layouts of gradients
-are known, and changed.
+A function mode sees every torch function that the model calls, in order, and refuses calls that
+were not planned. Inputs are converted to the layout of the call by the cheapest conversion, every
+rank calls the function with its parts, and outputs become DTensors again. So the model's code is
+unchanged and sees the shapes of whole tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from gulliver.booster.operators._layouts import (
     placements,
 )
 from gulliver.booster.operators._rules import FORK, run_local
-from gulliver.booster.operators._trace import Call, Ref, Trace, name_of
+from gulliver.booster.operators._trace import OperatorCall, Ref, Trace, name_of
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster
 from gulliver.layout import convert
@@ -44,41 +40,33 @@ FORKED = "_gulliver_fork"
 """Attribute of a DTensor: itself, behind a fork."""
 
 
+# [Note: two graphs in one] Between calls autograd's graph consists of DTensors, inside a call of
+# this rank's parts. `_Enter` and `_Leave` are the boundaries, where layouts of gradients are known
+# and converted.
 @dataclass(frozen=True)
-class Planned:
-    """A call as it is to run.
+class PlannedCall:
+    """A call with its layouts."""
 
-    Attributes:
-        call: call of the trace.
-        number: number of the call.
-        takes: layout of each tensor that it takes.
-        gives: layout of each tensor that it gives.
-        homes: placements of the gradients of what it takes, as who gave it wants them.
-        choice: fate of what it saves.
-    """
-
-    call: Call
+    # Call of the trace.
+    call: OperatorCall
+    # Number of the call.
     number: int
+    # Layout of each tensor that it takes.
     takes: tuple[Layout, ...]
+    # Layout of each tensor that it gives.
     gives: tuple[Layout, ...]
+    # Placements of the gradients of inputs, as their producers expect them.
     homes: tuple[Placements, ...]
+    # Fate of what it saves.
     choice: str = "keep"
 
 
 class OperatorMode(TorchFunctionMode):
-    """Runs the calls of one forward.
-
-    Args:
-        calls: calls in their order.
-        trace: trace that they are of.
-        mesh: ranks.
-        cluster: machines whose links decide on the ways between layouts; None for those here.
-        again: keeps what calls save; None keeps all of it as autograd does.
-    """
+    """Runs the calls of one forward."""
 
     def __init__(
         self,
-        calls: Sequence[Planned],
+        calls: Sequence[PlannedCall],
         trace: Trace,
         mesh: DeviceMesh,
         cluster: Cluster | None,
@@ -90,7 +78,7 @@ class OperatorMode(TorchFunctionMode):
         self._sizes, self._here = tuple(mesh.shape), tuple(mesh.get_coordinate() or ())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function as it was planned; what gives no tensors runs as it is."""
+        """Runs a function as planned; functions without tensor outputs run unchanged."""
         kwargs = kwargs or {}
         planned = self._calls[self._at] if self._at < len(self._calls) else None
         name = name_of(func)
@@ -112,41 +100,43 @@ class OperatorMode(TorchFunctionMode):
         return out
 
     def end(self) -> None:
-        """Refuses a forward that has made fewer calls than were planned."""
+        """Refuses a forward with fewer calls than planned."""
         if self._at < len(self._calls):
             raise self._other("the end", self._calls[self._at])
 
     def left(self, tensor: Tensor, number: int, layout: Layout) -> Tensor:
-        """Returns the model's output, whole on every rank, no DTensor any more."""
+        """The model's output as a plain tensor, whole on every rank."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole = (Replicate(),) * len(self._sizes)
         return self._entered(tensor, whole, whole, gradient_placements(layout))
 
-    def _other(self, name: str, planned: Planned | None) -> GulliverError:
-        wanted = "nothing more" if planned is None else _told(planned.call)
+    def _other(self, name: str, planned: PlannedCall | None) -> GulliverError:
+        wanted = "nothing more" if planned is None else _described(planned.call)
         return GulliverError(
             f"the forward differs from the one that was planned: {name} comes where {wanted} was "
-            f"(call {self._at}); plan anew with a batch of this form, or give the model what it "
+            f"(call {self._at}); plan again with a batch of this form, or give the model what it "
             "makes otherwise when it is traced (transformers: an attention_mask of four dims)"
         )
 
-    def _check(self, planned: Planned, name: str, leaves: list[Any], taken: list[Tensor]) -> None:
+    def _check(
+        self, planned: PlannedCall, name: str, leaves: list[Any], taken: list[Tensor]
+    ) -> None:
         call = planned.call
         wanted, _ = pytree.tree_flatten((call.args, dict(call.kwargs)))
         plain = [x for x in leaves if not isinstance(x, Tensor)]
         shapes = tuple(tuple(t.shape) for t in taken)
         if shapes != call.shapes_taken:
             raise GulliverError(
-                f"{_told(call)} was planned for {_shapes(call.shapes_taken)} and takes "
-                f"{_shapes(shapes)}: plan anew with a batch of this form"
+                f"{_described(call)} was planned for {_shapes(call.shapes_taken)} and takes "
+                f"{_shapes(shapes)}: plan again with a batch of this form"
             )
         same = len(leaves) == len(wanted) and plain == [x for x in wanted if not isinstance(x, Ref)]
         pairs = zip(taken, call.takes, strict=True)
         if not same or any(getattr(t, VALUE, number) != number for t, number in pairs):
             raise self._other(f"{name} with other arguments", planned)
 
-    def _ran(self, planned: Planned, taken: list[Tensor]) -> Any:
+    def _ran(self, planned: PlannedCall, taken: list[Tensor]) -> Any:
         call, values = planned.call, self._trace.values
         again = self._again if torch.is_grad_enabled() else None
         parts = [self._part(planned, n, t) for n, t in enumerate(taken)]
@@ -176,18 +166,18 @@ class OperatorMode(TorchFunctionMode):
         self._at += 1
         vars(source)[FORKED] = self._ran(planned, [source])
 
-    def _shapes(self, planned: Planned) -> list[tuple[int, ...]]:
+    def _shapes(self, planned: PlannedCall) -> list[tuple[int, ...]]:
         whole = (self._trace.values[v].shape for v in planned.call.gives)
         return [local_shape(s, g, self._sizes) for s, g in zip(whole, planned.gives, strict=True)]
 
-    def _first(self, planned: Planned) -> int:
+    def _first(self, planned: PlannedCall) -> int:
         shape = planned.call.shapes_taken[0]
         if not shape:
             return 0
         return first_index(0, shape[0], planned.takes[0], self._sizes, self._here)
 
-    def _part(self, planned: Planned, number: int, tensor: Tensor) -> Tensor:
-        """Returns this rank's part of a tensor, in the layout that the call wants."""
+    def _part(self, planned: PlannedCall, number: int, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor, in the layout of the call."""
         layout = planned.takes[number]
         whole = (Replicate(),) * len(self._sizes)
         if not isinstance(tensor, DTensor):
@@ -218,8 +208,8 @@ class OperatorMode(TorchFunctionMode):
         """A tensor without its graph."""
         return plain(tensor) if isinstance(tensor, DTensor) else tensor
 
-    def replayed(self, planned: Planned, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Parts of a call's tensors, changed again, and a function that runs it on them."""
+    def replayed(self, planned: PlannedCall, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """Parts of a call's inputs, converted again, and a function that runs the call on them."""
         with torch.no_grad():
             parts = [self._part(planned, n, t) for n, t in enumerate(sources)]
         trains = [self._trace.values[v].trains for v in planned.call.takes]
@@ -227,8 +217,8 @@ class OperatorMode(TorchFunctionMode):
         shapes, first = self._shapes(planned), self._first(planned)
         return parts, lambda: run_local(planned.call, parts, planned.takes, shapes, first)
 
-    def spread_given(self, planned: Planned, out: Any) -> list[DTensor]:
-        """Returns the results of a call that ran again, as DTensors."""
+    def spread_given(self, planned: PlannedCall, out: Any) -> list[DTensor]:
+        """Outputs of a recomputed call, as DTensors."""
         leaves = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         rows = zip(leaves, planned.call.gives, planned.gives, strict=True)
         values = self._trace.values
@@ -241,20 +231,20 @@ class OperatorMode(TorchFunctionMode):
 def spread(
     local: Tensor, mesh: DeviceMesh, wanted: Placements, shape: Sequence[int] | None = None
 ) -> DTensor:
-    """A DTensor of what this rank has."""
+    """A DTensor from this rank's part."""
     shape = torch.Size(local.shape if shape is None else shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, wanted, run_check=False, shape=shape, stride=stride)
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """Returns this rank's part of a DTensor, past autograd."""
+    """This rank's part of a DTensor, without autograd."""
     with torch.no_grad():
         return tensor.to_local()
 
 
 def changed(tensor: DTensor, wanted: Placements, cluster: Cluster | None) -> DTensor:
-    """A tensor in another layout, past autograd; itself where it lies so."""
+    """A tensor in another layout, without autograd."""
     if tuple(tensor.placements) == tuple(wanted):
         return tensor
     with torch.no_grad():
@@ -262,11 +252,9 @@ def changed(tensor: DTensor, wanted: Placements, cluster: Cluster | None) -> DTe
 
 
 def plain(tensor: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """The same part of the same tensor, past autograd.
-
-    A `detach` would come with the mesh of the first DTensor of that form in this process, which
-    torch remembers, and whose groups may be gone.
-    """
+    """The same DTensor without autograd."""
+    # `detach` would return the mesh of the first DTensor of that form in this process, which torch
+    # caches and whose process groups may be destroyed.
     mesh = mesh or tensor.device_mesh
     return spread(local_of(tensor), mesh, tuple(tensor.placements), tensor.shape)
 
@@ -279,7 +267,7 @@ def whole_of(tensor: Any, mesh: DeviceMesh) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """Turns a DTensor into the part of this rank in the layout that a call wants."""
+    """Converts a DTensor into this rank's part in the layout of a call."""
 
     @staticmethod
     def forward(
@@ -305,7 +293,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Turns the part of this rank into a DTensor."""
+    """Converts this rank's part into a DTensor."""
 
     @staticmethod
     def forward(
@@ -321,7 +309,7 @@ class _Leave(torch.autograd.Function):
 
 
 def _behind_fork(tensor: Tensor, number: int) -> Tensor:
-    """The tensor behind the fork that a value has passed, if it is asked for."""
+    """The output of a value's fork, if a call reads that."""
     if isinstance(tensor, DTensor) and getattr(tensor, VALUE, number) != number:
         return vars(tensor).get(FORKED, tensor)
     return tensor
@@ -331,7 +319,7 @@ def _has_tensor(out: Any) -> bool:
     return any(isinstance(t, Tensor) for t in pytree.tree_leaves(out))
 
 
-def _told(call: Call) -> str:
+def _described(call: OperatorCall) -> str:
     return f"{call.name} of {call.path or 'the model'}"
 
 

@@ -1,4 +1,4 @@
-"""Host memory for tensors that calls have saved and that are not needed before backward."""
+"""Host memory for offloaded tensors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 
-class HostStore:
-    """Copies memories to the host while the next calls run, and back when they are asked for.
+class SavedTensorStore:
+    """Copies tensors to the host asynchronously, and back on demand."""
 
-    On a GPU copies go through page-locked memory on a stream of their own. A rank that computes on
-    the host copies to memory of numpy's in a thread: what is counted there is what torch allocates.
-
-    Args:
-        device: device of the rank.
-    """
+    # On a GPU copies go through page-locked memory on their own stream. On a CPU a thread copies to
+    # numpy memory, since only torch's allocations count against the budget.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,7 +23,7 @@ class HostStore:
         self.moved = 0
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Takes the memory behind a tensor; returns what brings it back."""
+        """Offloads the memory of a tensor; returns a function that fetches it."""
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         flat.set_(tensor.untyped_storage())
         self.moved += flat.nbytes

@@ -1,8 +1,8 @@
-"""The calls of functions of torch that the forward of a model makes, followed with fake tensors.
+"""Traces the torch functions that a model's forward calls, with fake tensors.
 
-A `Call` is what a person wrote, such as ``F.linear(x, w)``, above autograd: that is what is shared
-and computed again. Values are numbered as they come; each call says which it takes and gives, which
-it saves for backward, and until which call somebody refers to them.
+An `OperatorCall` is a call as written, such as ``F.linear(x, w)``, above autograd: that is what is
+sharded and recomputed. Values are numbered in order; each call lists its inputs, outputs and saved
+values, and the trace says when each value dies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ALIASES = {"radd": "add", "rmul": "mul", "rtruediv": "rdiv", "iadd": "add_", "im
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for a tensor in the arguments of a call: the number of it among those taken."""
+    """Placeholder of a tensor in the arguments of a call: its number among the inputs."""
 
     index: int
 
@@ -72,38 +72,34 @@ class Value:
 
     @property
     def flows(self) -> bool:
-        """Whether it is computed, and has a gradient."""
+        """Whether the value is computed and has a gradient."""
         return self.trains and self.maker >= 0
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a function.
+class OperatorCall:
+    """A call of a function."""
 
-    Attributes:
-        name: name of the function.
-        path: path of the module that makes it.
-        func: function.
-        args: positional arguments, with a `Ref` for each tensor.
-        kwargs: keyword arguments, alike.
-        takes: numbers of the values that it takes.
-        gives: numbers of the values that it gives.
-        shapes_taken: shapes of the former.
-        shapes_given: shapes of the latter.
-        saves: those that it takes which its backward reads.
-        view: whether what it gives is memory that it was given.
-    """
-
+    # Name of the function.
     name: str
+    # Path of the module that makes it.
     path: str
     func: Callable[..., Any]
+    # Positional arguments, with a `Ref` for each tensor.
     args: tuple[Any, ...]
+    # Keyword arguments, alike.
     kwargs: Mapping[str, Any]
+    # Numbers of the values that it takes.
     takes: tuple[int, ...]
+    # Numbers of the values that it gives.
     gives: tuple[int, ...]
+    # Shapes of the former.
     shapes_taken: tuple[tuple[int, ...], ...]
+    # Shapes of the latter.
     shapes_given: tuple[tuple[int, ...], ...]
+    # Those that it takes which its backward reads.
     saves: frozenset[int] = frozenset()
+    # Whether what it gives is memory that it was given.
     view: bool = False
 
     def argument(self, position: int, name: str, default: Any) -> Any:
@@ -113,32 +109,29 @@ class Call:
         return self.kwargs.get(name, default)
 
     def constants_besides(self) -> bool:
-        """Whether there are arguments that are no tensors."""
+        """Whether there are arguments that are not tensors."""
         return bool(self.kwargs) or any(not isinstance(a, Ref) for a in self.args)
 
     def filled(self, tensors: Any) -> tuple[Any, Any]:
-        """The arguments with tensors."""
+        """The arguments with tensors filled in."""
         return pytree.tree_map_only(Ref, lambda r: tensors[r.index], (self.args, dict(self.kwargs)))
 
 
 @dataclass
 class Trace:
-    """The calls of a forward.
+    """The calls of a forward."""
 
-    Attributes:
-        calls: calls in their order.
-        values: values by their number.
-        outputs: numbers of the values that the model gives.
-        dies: number of the first call at which nobody refers to a value any more.
-    """
-
-    calls: list[Call] = field(default_factory=list)
+    # Calls in their order.
+    calls: list[OperatorCall] = field(default_factory=list)
+    # Values by their number.
     values: list[Value] = field(default_factory=list)
+    # Numbers of the values that the model gives.
     outputs: tuple[int, ...] = ()
+    # Number of the first call at which a value is no longer referenced.
     dies: dict[int, int] = field(default_factory=dict)
 
     def users(self, value: int) -> list[int]:
-        """Numbers of the calls that take a value."""
+        """Numbers of the calls that read a value."""
         return [n for n, call in enumerate(self.calls) if value in call.takes]
 
 
@@ -153,16 +146,7 @@ def name_of(func: Any) -> str:
 
 
 def trace_calls(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Trace:
-    """Follows the forward of a model.
-
-    Args:
-        model: whole model, perhaps on meta; it is as it was afterwards.
-        batch: positional and keyword arguments; tensors may be on meta.
-
-    Raises:
-        GulliverError: something that cannot be shared exactly is called, or the forward cannot be
-            followed without data.
-    """
+    """Follows the forward of a model."""
     with without_traces(model, hooks=False), fake_mode():
         fakes = FakeTensors("cpu")
         for module in model.modules():
@@ -186,15 +170,7 @@ def trace_calls(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]])
 
 
 class Tracer(TorchFunctionMode):
-    """Writes down the calls of functions.
-
-    Args:
-        model: model that runs, on fake tensors.
-
-    Attributes:
-        trace: what was written down.
-        path: path of the module that runs.
-    """
+    """Writes down the calls of functions."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -208,7 +184,7 @@ class Tracer(TorchFunctionMode):
             self.trace.values[number] = replace(self.trace.values[number], parameter=name)
 
     def following(self) -> Any:
-        """A context in which calls are written down."""
+        """Context that records calls."""
         return _Following(self)
 
     def number(self, tensor: Tensor, maker: int = -1) -> int:
@@ -227,7 +203,7 @@ class Tracer(TorchFunctionMode):
         return number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, and writes it down if it gives tensors."""
+        """Runs a function and records it if it returns tensors."""
         kwargs, name = kwargs or {}, name_of(func)
         self._saving = []
         out = func(*args, **kwargs)
@@ -273,7 +249,7 @@ class Tracer(TorchFunctionMode):
         saves = frozenset(storages[s] for s in map(_storage, self._saving) if s in storages)
         self._saving = []
         self.trace.calls.append(
-            Call(
+            OperatorCall(
                 *(name, self.path, func, tuple(args), kwargs, takes),
                 tuple(self.number(t, at) for t in given),
                 tuple(tuple(t.shape) for t in taken),
@@ -284,12 +260,13 @@ class Tracer(TorchFunctionMode):
         )
 
     def pack(self, tensor: Tensor) -> None:
-        """Notes what is saved, and keeps nothing of it: lifetimes are those of the program."""
+        """Records what is saved without keeping it, so lifetimes stay those of the program."""
         self._saving.append(tensor.detach())
 
     def enter(self, module: nn.Module, _: Any) -> None:
         """Begins the call of a module."""
         self._stack.append(self.path)
+        # Path of the module that runs.
         self.path = self._paths.get(module, self.path)
 
     def leave(self, module: nn.Module, _: Any, __: Any) -> None:

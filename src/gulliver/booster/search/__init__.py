@@ -1,12 +1,7 @@
-"""Every grid that a plugin can run on a cluster, priced and ranked for a model.
-
-Read `_grids.py` (what is searched), `_facts.py` and `_followed.py` (what a model is to the search),
-`_score.py` (what a grid takes), `_search.py` (how the best are found) and `_offload.py` (those
-whose state leaves).
-"""
+"""The search over parallel grids: every grid that a plugin can run, priced and ranked."""
 
 from gulliver.booster.search._answers import (
-    Enough,
+    MinimumResources,
     Price,
     enough,
     least_bytes,
@@ -14,12 +9,12 @@ from gulliver.booster.search._answers import (
     saved_by_a_gib,
     searched_again,
 )
-from gulliver.booster.search._auto import Engine, auto_engine, plan_of
-from gulliver.booster.search._behind import Behind
-from gulliver.booster.search._facts import Facts, Part, Shared
+from gulliver.booster.search._auto import AutoEngine, auto_engine, plan_of
+from gulliver.booster.search._facts import Facts, ModelPart, TensorShares
 from gulliver.booster.search._followed import facts_of
 from gulliver.booster.search._grids import CHUNKS_MB, Axes, Grid, axes_of, grids_of
 from gulliver.booster.search._offload import Least, Offloader, least_offloaded, offloaded_grids
+from gulliver.booster.search._offload_tiers import OffloadTiers
 from gulliver.booster.search._plugin import plugin_of
 from gulliver.booster.search._report import kinds_of_bytes, kinds_of_time, report
 from gulliver.booster.search._score import Scored, Scorer
@@ -27,20 +22,20 @@ from gulliver.booster.search._search import Found, modes_of, search_grids
 
 __all__ = [
     "CHUNKS_MB",
+    "AutoEngine",
     "Axes",
-    "Behind",
-    "Engine",
-    "Enough",
     "Facts",
     "Found",
     "Grid",
     "Least",
+    "MinimumResources",
+    "ModelPart",
+    "OffloadTiers",
     "Offloader",
-    "Part",
     "Price",
     "Scored",
     "Scorer",
-    "Shared",
+    "TensorShares",
     "auto_engine",
     "axes_of",
     "enough",

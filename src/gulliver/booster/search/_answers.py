@@ -1,8 +1,4 @@
-"""Answers besides the best grid: the price of memory, and what would be enough.
-
-[Note: few searches] A grid that is the fastest under a limit is the fastest under every limit
-between its own bytes and that one. So most limits need no search of their own.
-"""
+"""The price of memory, and the least memory and ranks that suffice."""
 
 from __future__ import annotations
 
@@ -29,50 +25,38 @@ COUNTS = 24
 """Numbers of ranks that are looked at one by one: each is a search of its own."""
 
 
+# [Note: few searches] The fastest grid under a limit is also the fastest under every limit between
+# its own bytes and that one, so most limits need no search.
 @dataclass(frozen=True)
 class Price:
-    """The fastest grid under a limit.
+    """The fastest grid under a limit."""
 
-    Attributes:
-        limit: bytes that a rank may hold.
-        scored: the grid; None where none fits.
-    """
-
+    # Bytes that a rank may hold.
     limit: int
+    # The grid; None where none fits.
     scored: Scored | None
 
 
 @dataclass(frozen=True)
-class Enough:
-    """Memory and ranks that would be enough.
+class MinimumResources:
+    """Least memory and fewest ranks that suffice."""
 
-    Attributes:
-        bytes: least bytes of a rank that a grid on this cluster holds.
-        grid: grid that holds so few.
-        ranks: fewest ranks that the model fits; 0 where none of those looked at do.
-        offloaded: least memory that would do if what does not fit left; None where none can, or
-            with no less.
-        unlooked: first and last number of ranks below `ranks` that were not looked at.
-    """
-
+    # Least bytes of a rank that a grid on this cluster holds.
     bytes: int
+    # Grid that holds so few.
     grid: Grid
+    # Fewest ranks that the model fits on; 0 if none of those tried.
     ranks: int
+    # Least memory that suffices with offloading; None if that is not less.
     offloaded: Least | None = None
+    # First and last number of ranks below `ranks` that were not tried.
     unlooked: tuple[int, int] | None = None
 
 
 def searched_again(
     found: Found, samples: int, cluster: Cluster | None = None, **others: int | None
 ) -> Found:
-    """Searches once more for what a search was of, for the fastest grid alone.
-
-    Args:
-        found: what was found.
-        samples: samples of a step.
-        cluster: other machines; None for the same.
-        others: other arguments of `search_grids`.
-    """
+    """Repeats a search with other machines or limits, for the fastest grid only."""
     machines = cluster or found.cluster
     facts = (
         found.facts if machines.device == found.facts.device else found.facts.on(machines.device)
@@ -82,7 +66,7 @@ def searched_again(
 
 
 def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
-    """Finds what a step takes under smaller and larger limits, and with one GiB more."""
+    """Step times under smaller and larger limits, and with one GiB more."""
     if not found.best:
         return ()
     limit, best = found.limit, found.best[0]
@@ -96,10 +80,8 @@ def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
 
 
 def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> tuple[Price, ...]:
-    """Prices of limits under which state leaves: what moves changes with every byte.
-
-    What runs under a limit runs under a larger one, where the size of chunks may be chosen worse.
-    """
+    """Prices of limits with offloading, where every byte changes what moves."""
+    # What runs under a limit also runs under a larger one, whose chunk size may be chosen worse.
     found, best = list[Price](), None
     for at in limits:
         now = _first(search(memory=at))
@@ -110,7 +92,7 @@ def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> t
 
 
 def _limits(limit: int) -> list[int]:
-    """Limits that memory is priced at, the one that was given among them."""
+    """Limits to price, including the given one."""
     return sorted({*(int(limit * share) for share in SHARES), limit + GIB})
 
 
@@ -121,7 +103,7 @@ def _first(found: Found) -> Scored | None:
 def _under(
     at: int, limit: int, best: Scored, free: Scored, search: Callable[..., Found]
 ) -> Scored | None:
-    """The fastest grid under a limit, searched for only where it cannot be one of those known."""
+    """The fastest grid under a limit; searches only if no known one applies."""
     if at >= free.bytes:
         return free
     if best.bytes <= at <= limit:
@@ -135,8 +117,8 @@ def saved_by_a_gib(prices: Sequence[Price], limit: int) -> float:
     return steps[limit] - steps[limit + GIB]
 
 
-def enough(found: Found, samples: int) -> Enough:
-    """The least memory that would do on this cluster, and the fewest ranks that would."""
+def enough(found: Found, samples: int) -> MinimumResources:
+    """The least memory on this cluster and the fewest ranks that suffice."""
     least, grid = least_bytes(found.facts, found.cluster, samples)
     offloaded = _offloaded(found, samples)
     if offloaded is not None and offloaded.bytes >= least:
@@ -145,7 +127,7 @@ def enough(found: Found, samples: int) -> Enough:
 
 
 def _offloaded(found: Found, samples: int) -> Least | None:
-    """The least memory that would do if what does not fit left."""
+    """The least memory that suffices with offloading."""
     if found.offloaded is not None or found.facts.optimizer is None:
         return found.offloaded
     scorer, meshes = _scorer(found.facts, found.cluster, samples)
@@ -153,7 +135,7 @@ def _offloaded(found: Found, samples: int) -> Least | None:
 
 
 def _scorer(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[Axes]]:
-    """Prices grids of a model on a cluster, and the meshes that it can be laid over."""
+    """A scorer for a model on a cluster, and the possible meshes."""
     on_cpu = cluster.device.to_device_rate is None
     scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", 0.0)
     blocks = len(facts.blocks) * facts.has_stack
@@ -161,7 +143,7 @@ def _scorer(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[
     return scorer, [axes for axes in meshes if not scorer.refuses(axes)]
 
 
-def _enough(found: Found, samples: int, least: int, grid: Grid) -> Enough:
+def _enough(found: Found, samples: int, least: int, grid: Grid) -> MinimumResources:
     ranks, most = found.cluster.size, found.cluster.size
     if least <= found.limit:
         while most % 2 == 0 and _fits(found, samples, most // 2):
@@ -171,20 +153,21 @@ def _enough(found: Found, samples: int, least: int, grid: Grid) -> Enough:
         first = max(ranks + 1, _fewest(found))
         doubles = [ranks << n for n in range(1, DOUBLINGS + 1)]
         most = next((n for n in doubles if n >= first and _fits(found, samples, n)), 0)
-    # Fewer may do where more do not: 5 ranks deal 5 samples, and 6 do not. So each is looked at.
+    # Fewer ranks may fit where more do not (5 samples divide over 5 ranks, not 6), so each is
+    # tried.
     last = min(most or ranks << DOUBLINGS, first + COUNTS)
     for number in range(first, last):
         if _fits(found, samples, number):
-            return Enough(least, grid, number)
-    return Enough(least, grid, most, unlooked=(last, most - 1) if last < most else None)
+            return MinimumResources(least, grid, number)
+    return MinimumResources(least, grid, most, unlooked=(last, most - 1) if last < most else None)
 
 
 def _fewest(found: Found) -> int:
-    """A number of ranks that no fewer than can hold the state, however it is shared."""
+    """A lower bound of the ranks that can hold the state."""
     facts = found.facts
-    home = WIDE if facts.copied else facts.item
+    master = WIDE if facts.copied else facts.item
     # What the optimizer works with: its numbers, what it steps, and the gradients of that.
-    learned = facts.trained * (WIDE * facts.states + 2 * home)
+    learned = facts.trained * (WIDE * facts.states + 2 * master)
     state = learned + facts.item * (facts.parameters - facts.trained)
     return max(1, -(-state // max(1, found.limit)))
 
@@ -198,17 +181,7 @@ def _fits(found: Found, samples: int, ranks: int) -> bool:
 
 
 def least_bytes(facts: Facts, cluster: Cluster, samples: int, limit: int = 0) -> tuple[int, Grid]:
-    """The grid that holds the least on its fullest rank, every block recomputed.
-
-    Args:
-        facts: model and batch in numbers.
-        cluster: machines.
-        samples: samples of a step.
-        limit: bytes that are little enough: the first such grid ends the search.
-
-    Raises:
-        GulliverError: no mesh of so many ranks can run the model.
-    """
+    """The grid with the smallest fullest rank, every block recomputed."""
     scorer, meshes = _scorer(facts, cluster, samples)
     again, trains = len(facts.recomputable), facts.optimizer is not None
     best: tuple[int, Grid] | None = None

@@ -1,9 +1,11 @@
-"""Plans of the grids that a search found, and the one call that searches, plans and boosts.
+"""`auto_engine`: searches, plans and boosts in one call.
 
-engine = auto_engine(model, optimizer, batch=example, samples=64)
-for inputs in loader:                    # of this rank: engine.samples of them
-loss = engine.model(**inputs).loss
-engine.booster.backward(loss, engine.optimizer)
+For example:
+
+    engine = auto_engine(model, optimizer, batch=example, samples=64)
+    for inputs in loader:                    # of this rank: engine.samples of them
+        loss = engine.model(**inputs).loss
+        engine.booster.backward(loss, engine.optimizer)
 """
 
 from __future__ import annotations
@@ -21,9 +23,8 @@ from gulliver.booster._measure import samples_of
 from gulliver.booster._pipelined import own_loss
 from gulliver.booster._predict import predict
 from gulliver.booster._resolve import resolve
-from gulliver.booster.operators import find_operators
-from gulliver.booster.search._behind import Behind
 from gulliver.booster.search._grids import Grid
+from gulliver.booster.search._offload_tiers import OffloadTiers
 from gulliver.booster.search._plugin import plugin_of
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.booster.search._search import Found, search_grids
@@ -36,27 +37,24 @@ T = TypeVar("T")
 
 
 @dataclass
-class Engine:
-    """A model that runs as a search has chosen.
+class AutoEngine:
+    """A boosted model that runs the plan a search has chosen."""
 
-    Attributes:
-        booster: booster that runs the plan: its `backward`, `compare` and checkpoints.
-        model: model to call in the loop.
-        optimizer: optimizer to step in the loop.
-        found: all that the search over grids found; None where operators were searched.
-        grid: the grid that runs; None of operators.
-        accumulate: number of backwards in a step; 1 where a pipeline cuts the batch.
-        samples: number of samples of a step that each replica reads, `Plugin.data_place` of them.
-        left_out: better grids that could not be run, and why.
-    """
-
+    # Booster that runs the plan: its `backward`, `compare` and checkpoints.
     booster: Booster
+    # Model to call in the loop.
     model: nn.Module
+    # Optimizer to step in the loop.
     optimizer: Any
+    # Result of the search over grids; None for plans of operators.
     found: Found | None
+    # The grid that runs; None of operators.
     grid: Grid | None
+    # Number of backwards in a step; 1 where a pipeline cuts the batch.
     accumulate: int
+    # Number of samples of a step that each replica reads, `Plugin.data_place` of them.
     samples: int
+    # Better grids that could not be run, and why.
     left_out: tuple[tuple[Grid, str], ...]
 
     @property
@@ -65,20 +63,7 @@ class Engine:
         return self.booster.plan
 
     def run(self, batch: Any, criterion: Callable[[Any, Any], Tensor] | None = None) -> float:
-        """Forward and backward of a step's samples of this replica; `optimizer.step` follows.
-
-        Args:
-            batch: `samples` of them: a dict of the model's keyword arguments, or a tuple.
-            criterion: loss of the outputs and the batch that made them, a mean over its samples;
-                None takes the outputs' own ``loss``, or an output of one number. Parts of a batch
-                weigh alike.
-
-        Returns:
-            The loss, the mean over the parts.
-
-        Raises:
-            GulliverError: the batch has another number of samples.
-        """
+        """Forward and backward of a step's samples of this replica; `optimizer.step` follows."""
         count = samples_of(batch)
         if count != self.samples:
             raise GulliverError(
@@ -115,7 +100,7 @@ def auto_engine(
     operators: bool = False,
     host: int | str | None = None,
     disk: str | None = None,
-) -> Engine:
+) -> AutoEngine:
     """Searches how a model lies best over the ranks, and boosts it so; every rank calls it.
 
     Args:
@@ -148,7 +133,7 @@ def auto_engine(
             )
         return _of_operators(model, optimizer, cluster, batch, samples, memory, precision, verbose)
     kind = precision or ("bf16" if world.device.type == "cuda" else "fp32")
-    behind = _on_all(lambda: Behind.of(host, disk))
+    behind = _on_all(lambda: OffloadTiers.of(host, disk))
 
     def search() -> Found:
         found = search_grids(model, optimizer, batch, cluster, samples, memory, kind, behind=behind)
@@ -156,23 +141,34 @@ def auto_engine(
             raise GulliverError(found.why_none())
         return found
 
-    found = _on_all(search)
+    return _of_grids(_on_all(search), model, optimizer, samples, kind, verbose)
+
+
+def _of_grids(
+    found: Found,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    samples: int,
+    precision: str,
+    verbose: bool,
+) -> AutoEngine:
+    """Boosts the model with the fastest grid that can be run."""
     left_out: list[tuple[Grid, str]] = []
-    # Ranks may have timed, or know, other links: the first one's order counts.
+    # Ranks may know different link rates: the order of rank 0 counts.
     for scored in broadcast_object(found.best):
         try:
-            plan = _on_all(partial(plan_of, scored, found, model, optimizer, kind))
+            plan = _on_all(partial(plan_of, scored, found, model, optimizer, precision))
         except GulliverError as error:
             left_out.append((scored.grid, str(error)))
             continue
-        if verbose and world.is_main:
+        if verbose and init_world().is_main:
             _tell(found, scored.grid, left_out)
         booster = Booster(plan=plan, verbose=verbose)
         boosted, stepper, *_ = booster.boost(model, optimizer)
         axes, micro = scored.grid.axes, scored.grid.micro_batches
         accumulate = 1 if axes.pipeline > 1 else micro
         each = samples // axes.data
-        return Engine(
+        return AutoEngine(
             booster, boosted, stepper, found, scored.grid, accumulate, each, tuple(left_out)
         )
     reasons = "; ".join(f"{grid}: {why}" for grid, why in left_out[:3])
@@ -189,7 +185,7 @@ def _of_size(cluster: Cluster, size: int) -> Cluster:
 
 
 def _on_all(make: Callable[[], T]) -> T:
-    """What each rank makes; where one cannot, all end with its error, and none waits for it."""
+    """Runs a function on every rank; if one fails, all raise its error."""
     made: T | None = None
     failure: Exception | None = None
     try:
@@ -214,8 +210,9 @@ def _of_operators(
     memory: int | str | None,
     precision: str | None,
     verbose: bool,
-) -> Engine:
+) -> AutoEngine:
     """The best plan of operators along one axis, or along two where the cluster has several."""
+    from gulliver.booster.operators import find_operators
 
     def search() -> Plan:
         if samples_of(batch) != samples or precision not in (None, "fp32"):
@@ -232,7 +229,7 @@ def _of_operators(
     plan = broadcast_object(_on_all(search))
     booster = Booster(plan=plan, verbose=verbose)
     boosted, stepper, *_ = booster.boost(model, optimizer)
-    return Engine(booster, boosted, stepper, None, None, 1, samples, ())
+    return AutoEngine(booster, boosted, stepper, None, None, 1, samples, ())
 
 
 def _parts(batch: Any, count: int) -> list[Any]:
@@ -262,29 +259,18 @@ def plan_of(
     optimizer: torch.optim.Optimizer | None,
     precision: str = "fp32",
 ) -> Plan:
-    """The plan that runs a grid, with what is predicted of it; nothing is changed.
-
-    Args:
-        scored: one of the grids that a search found.
-        found: the search.
-        model: whole model, perhaps on meta.
-        optimizer: optimizer of its parameters.
-        precision: ``fp32``, ``bf16`` or ``fp16``, as searched for.
-
-    Raises:
-        GulliverError: the model cannot be run so.
-    """
+    """The plan of a grid with its predictions; nothing is changed."""
     grid, facts = scored.grid, found.facts
     scorer = Scorer(facts, found.cluster, scored.samples, "cpu", 0.0)
     work = scorer.work(grid)
     plugin = plugin_of(grid, precision, found.limit, found.behind)
     plan = plugin.make_plan(model, optimizer, found.cluster, work=work)
     if 0 < grid.recomputed < len(plan.recompute):
-        # As many of each stage: every so many blocks one.
+        # Evenly spaced, so that each stage recomputes as many.
         count, every = grid.recomputed, len(plan.recompute)
         chosen = sorted({number * every // count for number in range(count)})
         paths = tuple(plan.recompute[number] for number in chosen)
-        plan = resolve(replace(plan, recompute=paths), model, optimizer)
-        plan = predict(plan, model, optimizer, found.cluster)
+        resolved = resolve(replace(plan, recompute=paths), model, optimizer)
+        plan = predict(resolved, found.cluster).plan
     told = f"the fastest of {found.looked:,} grids that fit: {grid}"
     return replace(plan, reasons={**plan.reasons, "grid": told})

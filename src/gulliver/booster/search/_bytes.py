@@ -1,23 +1,7 @@
-"""Bytes that a rank holds on a grid, at the moment of a step at which they are most.
+"""Closed form of the peak bytes of a rank on a grid.
 
-State is that of ZeRO (Rajbhandari et al. 2020) as our engine holds it, what is kept that of the
-micro-batches whose backward has not run. A plan that is made of a grid has its own bytes, chunk by
-chunk; these are for comparing thousands of grids.
-
-[Note: moments] Activations are most as a backward begins, gradients as it ends, and what the
-optimizer works with is there when neither grows. So a step is looked at where its bytes can be
-most: at the beginning of the backward of the head and of each block, at the end of the last
-backward, and in the update. Kinds of bytes are told as of the moment that is the largest.
-
-[Note: gradients] Stages 0 and 1 of ZeRO collect gradients in whole buffers, which stage 1 keeps
-from step to step. Stages 2 and 3 give a buffer back as soon as it is reduced. A pipeline collects
-those of all its micro-batches in whole buffers, whatever the stage: they are reduced once, when the
-schedule has ended.
-
-[Note: backward in two parts] What a micro-batch keeps goes when the gradients of its weights are
-computed, and until then there are the gradients that come into its weights besides. Under
-zero_bubble the i-th rank puts off i micro-batches so (Qi et al. 2024: as many are under way on
-each rank as on the first), under zbv none but the one in work.
+State as ZeRO holds it (Rajbhandari et al. 2020), activations of the micro-batches in flight. A plan
+predicts its bytes chunk by chunk; this form compares thousands of grids.
 """
 
 from __future__ import annotations
@@ -28,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from gulliver.booster.search._facts import Facts, Shared
+from gulliver.booster.search._facts import Facts, TensorShares
 from gulliver.booster.search._grids import CHUNKS_MB, Grid
 from gulliver.errors import GulliverError
 from gulliver.parallel.zero import IN_FLIGHT
@@ -48,20 +32,31 @@ WIDE = 4
 """Bytes of a float32."""
 
 
+# [Note: moments] Activations peak when a backward begins, gradients when it ends, and the
+# optimizer's working memory after both. So the peak is looked for at the beginning of the backward
+# of the head and of each block, at the end of the last backward, and in the update. Bytes by kind
+# are those of the fullest moment.
+#
+# [Note: gradients] Stages 0 and 1 of ZeRO collect gradients in whole buffers, which stage 1 keeps
+# from step to step. Stages 2 and 3 give a buffer back as soon as it is reduced. A pipeline collects
+# those of all its micro-batches in whole buffers, whatever the stage: they are reduced once, when
+# the schedule has ended.
+#
+# [Note: backward in two parts] Activations of a micro-batch are freed when the gradients of its
+# weights are computed; until then the output gradients of its layers are kept as well. Under
+# zero_bubble the i-th rank defers i micro-batches (Qi et al. 2024: as many are in flight on each
+# rank as on the first), under zbv only the current one.
 @dataclass(frozen=True)
-class Stage:
-    """The blocks of a rank.
+class RankBlocks:
+    """The blocks of a rank."""
 
-    Attributes:
-        blocks: numbers of the blocks in the order in which the rank runs them.
-        first: whether what runs before all blocks, such as embeddings, is there too.
-        last: whether head and loss are.
-        cuts: number of stages of the rank whose output goes to another one.
-    """
-
+    # Numbers of the blocks in the order in which the rank runs them.
     blocks: tuple[int, ...]
+    # Whether the rank has what runs before all blocks, such as embeddings.
     first: bool
+    # Whether the rank has head and loss.
     last: bool
+    # Number of stages of the rank whose output goes to another one.
     cuts: int = 0
 
     @property
@@ -72,16 +67,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes of one sample at a moment of the backward of one micro-batch.
+    """Bytes of one sample at a moment of the backward of one micro-batch."""
 
-    Attributes:
-        kept: bytes that are kept for what follows.
-        working: bytes that are worked with.
-        after: elements of the rank's parameters whose gradients are there.
-    """
-
+    # Bytes that are kept for what follows.
     kept: float
+    # Bytes of working memory.
     working: float
+    # Elements of the rank's parameters whose gradients are there.
     after: float
 
     @cached_property
@@ -92,30 +84,22 @@ class _Moment:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Bytes of gradients over the last backward of a step.
+    """Bytes of gradients over the last backward of a step."""
 
-    Attributes:
-        begin: bytes as it begins.
-        rate: bytes for each element that learns whose gradient has come.
-        window: bytes of whole buffers that come and go.
-        end: bytes when all have come.
-        step: bytes in the update.
-    """
-
+    # Bytes as it begins.
     begin: float
+    # Bytes per trained element whose gradient is complete.
     rate: float
+    # Bytes of temporary whole buffers.
     window: float
+    # Bytes when all gradients are complete.
     end: float
+    # Bytes in the update.
     step: float
 
 
 class RankBytes:
-    """Counts the bytes of ranks on grids of one model.
-
-    Args:
-        facts: model and batch in numbers.
-        batch: number of samples of a step.
-    """
+    """Bytes of ranks on grids of one model."""
 
     def __init__(self, facts: Facts, batch: int) -> None:
         self.facts, self.batch = facts, batch
@@ -127,16 +111,9 @@ class RankBytes:
         self._learns = facts.trained / max(1, facts.parameters)
 
     def held(
-        self, grid: Grid, stage: Stage, flying: float, waiting: int = 0
+        self, grid: Grid, stage: RankBlocks, flying: float, waiting: int = 0
     ) -> tuple[MemoryPlan, int]:
-        """Bytes of a rank by kind when they are most, and those that it works with besides.
-
-        Args:
-            grid: the grid.
-            stage: blocks of the rank.
-            flying: micro-batches whose backward has not run, in parts of the rank's blocks.
-            waiting: those of them of which gradients of weights alone are left.
-        """
+        """Peak bytes of a rank by kind, and its working memory."""
         parameters, window, state = self._state(grid, stage)
         inputs, found = self._inputs(grid, stage), []
         for gradients, others in self._backwards(grid, stage, flying):
@@ -148,16 +125,16 @@ class RankBytes:
         held, grads, kept, working = map(int, max(found, key=sum))
         return MemoryPlan(held, grads, int(state), kept), working
 
-    def _inputs(self, grid: Grid, stage: Stage) -> float:
-        """Bytes of a step's samples on a rank, and of what generating keeps of them."""
+    def _inputs(self, grid: Grid, stage: RankBlocks) -> float:
+        """Bytes of a step's samples on a rank, and of its key-value cache."""
         samples = self.batch // grid.axes.data
         inputs = samples * self.facts.analysis.inputs / self.facts.samples / grid.axes.sequence
         return inputs + samples * self._cached(grid, stage)
 
     def _fullest(
-        self, grid: Grid, stage: Stage, gradients: _Gradients, others: float, waiting: int
+        self, grid: Grid, stage: RankBlocks, gradients: _Gradients, others: float, waiting: int
     ) -> tuple[float, float, float]:
-        """Bytes of gradients, kept and worked with, at the fullest moment of a backward."""
+        """Bytes of gradients, activations and working memory at the peak of a backward."""
         axes, learns = grid.axes, self._learns
         micro = self.batch // axes.data // grid.micro_batches
         by_tensor = axes.mode in SHARED_BY_TENSOR
@@ -165,13 +142,13 @@ class RankBytes:
         moments, whole, noted = self._moments(
             stage, axes.tensor, axes.sequence, by_tensor, grid.recomputed, parts
         )
-        # Of head and loss one micro-batch is under way, but where all forwards come first, and
+        # Of head and loss one micro-batch is in flight, except where all forwards come first, and
         # those that are put off.
         heads = others if grid.schedule == "gpipe" else min(others, waiting)
         kept = others * whole + heads * stage.last * self._head(grid) + waiting * noted
         kept = micro * kept + self._inputs(grid, stage)
         most, grads, fullest = -1.0, 0.0, _Moment(0.0, 0.0, 0.0)
-        # Thousands of grids have dozens of moments each: this loop is what a search does most.
+        # Thousands of grids have dozens of moments each: this is the hot loop of a search.
         for moment in moments:
             come = learns * moment.after
             whole_buffers = self.facts.item * come
@@ -181,17 +158,15 @@ class RankBytes:
                 most, grads, fullest = held, now, moment
         return grads, kept + micro * fullest.kept, micro * fullest.working
 
-    def beside(self, grid: Grid, stage: Stage, flying: float, waiting: int = 0) -> int:
-        """Most bytes of a rank that are no state: inputs, what is kept, what is worked with."""
+    def other(self, grid: Grid, stage: RankBlocks, flying: float, waiting: int = 0) -> int:
+        """Peak bytes of a rank that are not state: inputs, activations, working memory."""
         none = _Gradients(0.0, 0.0, 0.0, 0.0, 0.0)
         held = sum(self._fullest(grid, stage, none, flying - 1, waiting))
         return int(max(held, self._inputs(grid, stage) + self._embedded(grid, stage)))
 
-    def moments(self, grid: Grid, stage: Stage) -> list[tuple[float, int]]:
-        """Bytes that are no state through a backward of a whole batch, and through the update.
-
-        Each with the elements whose gradients are there by then; in their order.
-        """
+    def moments(self, grid: Grid, stage: RankBlocks) -> list[tuple[float, int]]:
+        """Bytes that are not state, through a backward of a whole batch and the update."""
+        # Each with the elements whose gradients are there by then; in their order.
         axes, inputs = grid.axes, self._inputs(grid, stage)
         by_tensor = axes.mode in SHARED_BY_TENSOR
         found = self._moments(stage, axes.tensor, axes.sequence, by_tensor, grid.recomputed, 0)[0]
@@ -200,37 +175,37 @@ class RankBytes:
         held = [(moment.after, int(inputs + samples * moment.all)) for moment in found]
         return [*held, (own, int(inputs + self._updating(replace(grid, stage=3), stage)))]
 
-    def resting(self, grid: Grid, stage: Stage) -> tuple[int, int]:
-        """Bytes of a rank's state between two steps at stage 3, and of that which learns."""
+    def resting(self, grid: Grid, stage: RankBlocks) -> tuple[int, int]:
+        """Bytes of a rank's state between steps at stage 3: all of it, and what is trained."""
         own = self._sums(stage, grid.axes.tensor)[0]
         parts = grid.axes.data * grid.axes.sequence
         learned = own * self._learns
         copied = WIDE if self.facts.copied else self.facts.item
-        home = (WIDE * self.facts.states + copied) * learned
-        return int((home + self.facts.item * (own - learned)) / parts), int(home / parts)
+        master = (WIDE * self.facts.states + copied) * learned
+        return int((master + self.facts.item * (own - learned)) / parts), int(master / parts)
 
     def _backwards(
-        self, grid: Grid, stage: Stage, flying: float
+        self, grid: Grid, stage: RankBlocks, flying: float
     ) -> Iterator[tuple[_Gradients, float]]:
-        """Yields backwards of a step, and how many micro-batches are kept besides their own."""
+        """Yields backwards of a step, with the number of other micro-batches in flight."""
         several, ranks = grid.micro_batches > 1, grid.axes.pipeline
         if grid.schedule == "dualpipev" and stage.first and grid.micro_batches == 2 * ranks:
-            # The first rank has run all forwards of its first stage before it has a backward of
-            # it; gradients of its last stage, half of all, are there by then.
+            # The first rank runs all forwards of its first stage before its first backward of it;
+            # by then the gradients of its last stage, half of all, are complete.
             first = self._gradients(grid, stage, 1)
             come = first.rate * self._learns * self._sums(stage, grid.axes.tensor)[0] / 2
             yield replace(first, begin=first.begin + come, rate=first.rate / 2), flying - 1
             yield self._gradients(grid, stage), flying - 1.5
         elif ranks > 1 and several:
-            # With the first one gradients come; after it a forward follows, if there is one.
+            # The first backward allocates gradients; after it a forward follows, if there is one.
             yield self._gradients(grid, stage, 1), flying - 1
             runs_on = grid.schedule != "gpipe" and grid.micro_batches > flying
             yield self._gradients(grid, stage), flying - 1 if runs_on else max(0.0, flying - 2)
         else:
             yield self._gradients(grid, stage), flying - 1
 
-    def state(self, grid: Grid, stage: Stage) -> MemoryPlan:
-        """Bytes of parameters, gradients and optimizer state of a rank when they are most."""
+    def state(self, grid: Grid, stage: RankBlocks) -> MemoryPlan:
+        """Peak bytes of parameters, gradients and optimizer state of a rank."""
         parameters, window, state = self._state(grid, stage)
         gradients = self._gradients(grid, stage)
         own, _ = self._sums(stage, grid.axes.tensor)
@@ -243,8 +218,8 @@ class RankBytes:
     def _parts(self, grid: Grid) -> int:
         return grid.axes.data * grid.axes.sequence if grid.stage else 1
 
-    def _state(self, grid: Grid, stage: Stage) -> tuple[float, float, float]:
-        """Bytes of parameters that stay, that come and go, and of optimizer state."""
+    def _state(self, grid: Grid, stage: RankBlocks) -> tuple[float, float, float]:
+        """Bytes of resident parameters, of gathered ones, and of optimizer state."""
         facts, parts = self.facts, self._parts(grid)
         own = self._sums(stage, grid.axes.tensor)[0]
         learned = own * self._learns
@@ -252,17 +227,17 @@ class RankBytes:
         state = learned * (WIDE * facts.states + copies) / parts
         if grid.stage < 3:
             return facts.item * own, 0.0, state
-        # Of 16 bits that learn, the shards are the float32 copies.
+        # Trained 16-bit parameters have no shards besides their float32 copies.
         shards = own - learned if facts.copied else own
         window = self._windows(stage, grid.axes.tensor, _chunk_bytes(self.facts, grid))[0]
         return facts.item * shards / parts, window, state
 
-    def _gradients(self, grid: Grid, stage: Stage, backwards: int = 0) -> _Gradients:
-        """Bytes of gradients over the last of some backwards; see the note above."""
+    def _gradients(self, grid: Grid, stage: RankBlocks, backwards: int = 0) -> _Gradients:
+        """Bytes of gradients over the last of `backwards`."""
         facts, parts = self.facts, self._parts(grid)
         learned = self._learns * self._sums(stage, grid.axes.tensor)[0]
-        home = WIDE if facts.copied else facts.item
-        whole, shards = facts.item * learned, home * learned / parts
+        master = WIDE if facts.copied else facts.item
+        whole, shards = facts.item * learned, master * learned / parts
         several, line = (backwards or grid.micro_batches) > 1, grid.axes.pipeline > 1
         if parts == 1:
             copies = WIDE * learned if facts.copied else 0
@@ -271,26 +246,26 @@ class RankBytes:
             rate += WIDE if facts.copied and not line else 0.0
             return _Gradients(begin, rate, 0.0, whole + copies, copies or whole)
         if grid.stage == 1:
-            rate = 0.0 if line else home / parts
+            rate = 0.0 if line else master / parts
             return _Gradients(whole, rate, 0.0, whole + shards, whole + shards)
         together = self._windows(stage, grid.axes.tensor, _chunk_bytes(self.facts, grid))[1]
         window = min(together * self._learns, whole)
-        incoming = window * home / facts.item / parts
+        incoming = window * master / facts.item / parts
         if line:
             begin, rate = (whole, 0.0) if several else (0.0, float(facts.item))
             return _Gradients(begin, rate, 0.0, whole + incoming, shards)
-        begin, rate = (shards + incoming, 0.0) if several else (0.0, home / parts)
-        # Stage 3 holds most while there are chunks to gather ahead, which are not sent yet.
+        begin, rate = (shards + incoming, 0.0) if several else (0.0, master / parts)
+        # Stage 3 peaks while chunks are still prefetched, whose gradients are not reduced yet.
         ahead = min(1.0, AHEAD / COLLECTED * window / max(whole, 1)) if grid.stage == 3 else 0.0
         return _Gradients(begin, rate, window, shards * (1 - ahead) + window, shards)
 
-    def _embedded(self, grid: Grid, stage: Stage) -> float:
-        """Bytes of the gradient of what is embedded, as the backward makes it."""
+    def _embedded(self, grid: Grid, stage: RankBlocks) -> float:
+        """Bytes of the gradient of the embedding."""
         before, *_ = self._shared(grid.axes.tensor).ends
         return self.facts.item * max(before, default=0) * stage.first * self._learns
 
-    def _updating(self, grid: Grid, stage: Stage) -> float:
-        """Bytes that an update works with: one number for each it steps at once, on a CPU two."""
+    def _updating(self, grid: Grid, stage: RankBlocks) -> float:
+        """Working memory of an update."""
         facts, parts = self.facts, self._parts(grid)
         if facts.states < 2:
             return 0.0
@@ -305,12 +280,12 @@ class RankBytes:
 
     # What a rank has.
 
-    def _shared(self, tensor: int) -> Shared:
+    def _shared(self, tensor: int) -> TensorShares:
         shared = self.facts.shared(tensor)
         assert shared is not None, "grids are counted whose tensors can be cut"
         return shared
 
-    def _sizes_of(self, stage: Stage, tensor: int) -> tuple[int, ...]:
+    def _sizes_of(self, stage: RankBlocks, tensor: int) -> tuple[int, ...]:
         """Elements of the rank's parameters, in order, before they are sharded."""
         shared = self._shared(tensor)
         before, after, both = shared.ends
@@ -319,43 +294,49 @@ class RankBytes:
             found += shared.sizes[block]
         if stage.last:
             found += after
-        # What both ends use, such as a tied embedding, a rank with both has once.
+        # Parameters of both ends, such as a tied embedding, exist once on a rank with both.
         return (
             (*found[: len(found) - len(after)], *both) if stage.first and stage.last else (*found,)
         )
 
-    def _sums_of(self, stage: Stage, tensor: int) -> tuple[int, int]:
+    def _sums_of(self, stage: RankBlocks, tensor: int) -> tuple[int, int]:
         """Elements of all of the rank's parameters, and of the largest one."""
         sizes = self._sizes(stage, tensor)
         return sum(sizes), max(sizes, default=0)
 
-    def _windows_of(self, stage: Stage, tensor: int, capacity: int) -> tuple[int, int]:
-        """Most bytes of chunks that are whole at once at stage 3, and of gradients from 2 on."""
+    def _windows_of(self, stage: RankBlocks, tensor: int, capacity: int) -> tuple[int, int]:
+        """Most bytes of gathered chunks at stage 3, and of gradients in flight from stage 2."""
         chunks = _chunks(self._sizes(stage, tensor), capacity // self.facts.item)
         gathered, collected = (_most_together(chunks, n) for n in (GATHERED, COLLECTED))
         return self.facts.item * gathered, self.facts.item * collected
 
     # Activations.
 
-    def _cached(self, grid: Grid, stage: Stage) -> float:
-        """Bytes of keys and values of a sample that blocks of a rank keep to generate after it."""
+    def _cached(self, grid: Grid, stage: RankBlocks) -> float:
+        """Bytes of the key-value cache of a sample on a rank."""
         axes, facts = grid.axes, self.facts
         ranks = min(axes.tensor, facts.cached_heads) * axes.sequence
         return facts.cached * stage.count / max(1, len(facts.blocks)) / ranks
 
     def _head(self, grid: Grid) -> float:
-        """Bytes of a sample that head and loss keep."""
+        """Activation bytes of head and loss for a sample."""
         return self.facts.outside.saved * self._divided(grid.axes.tensor, grid.axes.sequence)[1]
 
     def _divided(self, tensor: int, sequence: int) -> tuple[float, float]:
-        """Share of what blocks, and of what head and loss keep, that a rank has."""
+        """A rank's share of the activations of blocks, and of head and loss."""
         shared, rest = self._shared(tensor), 1 - 1 / tensor
         return (1 - shared.saved * rest) / sequence, (1 - shared.outside * rest) / sequence
 
     def _moments_of(
-        self, stage: Stage, tensor: int, sequence: int, by_tensor: bool, recomputed: int, parts: int
+        self,
+        stage: RankBlocks,
+        tensor: int,
+        sequence: int,
+        by_tensor: bool,
+        recomputed: int,
+        parts: int,
     ) -> tuple[tuple[_Moment, ...], float, float]:
-        """Moments of a backward at which a rank may hold most, what a micro-batch keeps, and notes.
+        """Candidate peaks, activation bytes of a micro-batch, and bytes of deferred gradients.
 
         Where a backward is in two `parts` of so many stages each, nothing goes in the first one.
         """
@@ -371,7 +352,7 @@ class RankBytes:
             for block, part in zip(stage.blocks, own, strict=True)
         ]
         noted = [self._noted(block) * inside if parts else 0.0 for block in stage.blocks]
-        # What goes to another stage stays as the root of its backward.
+        # Outputs sent to another stage are kept as roots of their backward.
         roots = stage.cuts * facts.hidden * whole
         total = sum(kept) + roots
         sizes = [sum(self._shared(tensor).sizes[block]) for block in stage.blocks]
@@ -398,7 +379,7 @@ class RankBytes:
         return tuple(_undominated(found)), total, sum(noted)
 
     def _noted_of(self, block: int) -> int:
-        """Bytes of the gradients of a sample that come into the weights of a block."""
+        """Bytes of output gradients that a block keeps for its weight gradients, for a sample."""
         facts = self.facts
         path = facts.analysis.followed(facts.blocks[block])
         try:
@@ -411,7 +392,7 @@ class RankBytes:
 
 
 def _undominated(moments: Sequence[_Moment]) -> Iterator[_Moment]:
-    """Yields the moments, in their order, that hold more than each later one does."""
+    """Yields the moments, in order, that hold more than every later one."""
     most, found = -1.0, []
     for moment in reversed(moments):
         if moment.all > most:
@@ -436,7 +417,7 @@ def _chunks(sizes: Sequence[int], capacity: int) -> list[int]:
 
 
 def _most_together(chunks: Sequence[int], count: int) -> int:
-    """The largest sum of so many chunks, one after the other."""
+    """The largest sum of `count` consecutive chunks."""
     starts = range(max(1, len(chunks) - count + 1))
     return max(sum(chunks[start : start + count]) for start in starts)
 
@@ -449,11 +430,9 @@ def stages_of(rank: int, ranks: int, chunks: int, folded: bool) -> list[int]:
 
 
 def under_way(grid: Grid, rank: int) -> float:
-    """Micro-batches whose forward has run on a rank and whose backward has not, at most.
-
-    In parts of all the rank's stages, by the definition of the schedules (Narayanan et al. 2021;
-    Qi et al. 2024).
-    """
+    """Most micro-batches in flight on a rank: forward done, backward not."""
+    # In parts of all the rank's stages, by the definition of the schedules (Narayanan et al. 2021;
+    # Qi et al. 2024).
     ranks, chunks, micro = grid.axes.pipeline, grid.chunks, grid.micro_batches
     if ranks == 1:
         return 1
@@ -469,5 +448,5 @@ def under_way(grid: Grid, rank: int) -> float:
 
 
 def put_off(grid: Grid, rank: int) -> int:
-    """Micro-batches of a rank of which gradients of weights alone are left, at most."""
+    """Most micro-batches of a rank that only wait for gradients of weights."""
     return min(grid.micro_batches - 1, rank) if grid.schedule == "zero_bubble" else 0

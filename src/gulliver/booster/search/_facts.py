@@ -1,7 +1,7 @@
-"""What a model is to the search: its blocks in numbers for one sample, and what tensor ranks share.
+"""Costs of a model's blocks for one sample, and what tensor ranks share of them.
 
-The numbers are sums over the operators that the analysis found (`gulliver.plan.analyse`), so that
-a model of a hundred blocks costs as much to look at as one of three.
+The numbers are sums over the operators of an analysis, so that a model of a hundred blocks costs no
+more to look at than one of three.
 """
 
 from __future__ import annotations
@@ -27,92 +27,83 @@ from gulliver.plan.analysis import BACKWARD, FORWARD, Operator
 
 
 @dataclass(frozen=True)
-class Part:
-    """A block, or what is outside of all, for one sample on one device.
+class ModelPart:
+    """Costs of a block, or of everything outside of blocks, for one sample on one device."""
 
-    Attributes:
-        forward_s: seconds of its forward, but for launching operators.
-        backward_s: seconds of its backward, alike.
-        saved: bytes that it keeps for the backward.
-        output: bytes of what it hands on.
-        working: most bytes of its forward or backward beyond what it keeps and those before it.
-        parameters: elements of its parameters.
-        operators: number of operators of its forward and of its backward.
-    """
-
+    # Seconds of its forward, but for launching operators.
     forward_s: float = 0.0
+    # Seconds of its backward, alike.
     backward_s: float = 0.0
+    # Bytes that it keeps for the backward.
     saved: int = 0
+    # Bytes of what it hands on.
     output: int = 0
+    # Most bytes of its forward or backward beyond what it keeps and those before it.
     working: int = 0
+    # Elements of its parameters.
     parameters: int = 0
+    # Number of operators of its forward and of its backward.
     operators: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
-class Shared:
-    """What ranks of a tensor axis share of a model.
+class TensorShares:
+    """How the ranks of a tensor axis share a model."""
 
-    Attributes:
-        size: number of ranks.
-        seconds: share of the forward's seconds that they divide.
-        saved: share of the bytes that blocks keep which they divide.
-        parameters: share of the parameters that they divide.
-        forward: bytes of each output that they add up in a forward, for one sample.
-        backward: bytes of each gradient that they add up in a backward.
-        again: bytes of those outputs that recomputed blocks add up again.
-        outside: share of the bytes that head and loss keep which they divide.
-        sizes: elements of a rank's parameters of each block, in order.
-        ends: those of what runs before all blocks, of head and loss, and of both without the first.
-    """
-
+    # Number of ranks.
     size: int
+    # Share of the forward's seconds that they divide.
     seconds: float = 0.0
+    # Share of the bytes that blocks keep which they divide.
     saved: float = 0.0
+    # Share of the parameters that they divide.
     parameters: float = 0.0
+    # Bytes of each output that they add up in a forward, for one sample.
     forward: tuple[int, ...] = ()
+    # Bytes of each gradient that they add up in a backward.
     backward: tuple[int, ...] = ()
+    # Bytes of those outputs that recomputed blocks add up again.
     again: tuple[int, ...] = ()
+    # Share of the bytes that head and loss keep which they divide.
     outside: float = 0.0
+    # Elements of a rank's parameters of each block, in order.
     sizes: tuple[tuple[int, ...], ...] = ()
+    # Those of what runs before all blocks, of head and loss, and of both without the first.
     ends: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
 
 
 @dataclass
 class Facts:
-    """A model and a batch in numbers.
+    """A model and a batch as numbers."""
 
-    Attributes:
-        model: whole model, perhaps on meta.
-        analysis: what a step of the batch does.
-        samples: number of samples of that batch.
-        tokens: tokens of a sample; 0 where it has none.
-        device: device that computes.
-        states: numbers that the optimizer keeps for each element.
-        item: bytes of a parameter as it computes.
-        copied: whether the optimizer steps float32 copies.
-        trained: elements of the parameters that learn.
-        chunk_bytes: size of every chunk of ZeRO; 0 leaves it to the grid.
-        cached: bytes of keys and values that all blocks keep of a sample, to generate after it.
-        cached_heads: number of their heads, over which tensor ranks can share them.
-        optimizer: optimizer of the parameters; None where none learns.
-    """
-
+    # Whole model, perhaps on meta.
     model: nn.Module
+    # What a step of the batch does.
     analysis: Analysis
+    # Number of samples of that batch.
     samples: int
+    # Tokens of a sample; 0 where it has none.
     tokens: int
+    # Device that computes.
     device: Device
+    # Numbers that the optimizer keeps for each element.
     states: int
+    # Bytes of a parameter as it computes.
     item: int
+    # Whether the optimizer steps float32 copies.
     copied: bool
+    # Elements of the parameters that learn.
     trained: int
+    # Size of every chunk of ZeRO; 0 leaves it to the grid.
     chunk_bytes: int = 0
+    # Bytes of keys and values that all blocks keep of a sample, to generate after it.
     cached: int = 0
+    # Number of their heads, over which tensor ranks can share them.
     cached_heads: int = 1
+    # Optimizer of the parameters; None where none learns.
     optimizer: torch.optim.Optimizer | None = None
     refused: dict[int, str] = field(default_factory=dict)
-    _shared: dict[int, Shared | None] = field(default_factory=dict)
+    _shared: dict[int, TensorShares | None] = field(default_factory=dict)
 
     def on(self, device: Device) -> Facts:
         """The same model on another device."""
@@ -125,7 +116,7 @@ class Facts:
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
-        """Paths of the blocks that a pipeline deals out, or that backward may compute again."""
+        """Paths of the blocks that a pipeline can divide, or that can be recomputed."""
         try:
             return tuple(stack_of(self.model, None).blocks)
         except GulliverError:
@@ -133,7 +124,7 @@ class Facts:
 
     @cached_property
     def has_stack(self) -> bool:
-        """Whether the blocks are a chain that a pipeline can cut: most of the model is in them."""
+        """Whether the blocks are a chain that holds most of the model, which a pipeline can cut."""
         try:
             blocks = stack_of(self.model, None).blocks
         except GulliverError:
@@ -143,13 +134,13 @@ class Facts:
 
     @cached_property
     def recomputable(self) -> frozenset[str]:
-        """Paths of the blocks that backward may compute again."""
+        """Paths of the blocks that can be recomputed."""
         return frozenset(self.blocks) & frozenset(recomputable_blocks(self.model))
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """The blocks in order; equal ones are summed once."""
-        known: dict[str, Part] = {}
+    def parts(self) -> tuple[ModelPart, ...]:
+        """Costs of the blocks in order; equal ones are computed once."""
+        known: dict[str, ModelPart] = {}
         found = []
         for path in self.blocks:
             stands = self.analysis.followed(path)
@@ -159,8 +150,8 @@ class Facts:
         return tuple(found)
 
     @cached_property
-    def outside(self) -> Part:
-        """What is in no block: embeddings, head and loss."""
+    def outside(self) -> ModelPart:
+        """Costs outside of blocks: embeddings, head and loss."""
         whole, n = self.analysis, self.samples
 
         def rest(of_all: float, name: str) -> float:
@@ -168,7 +159,7 @@ class Facts:
 
         launched = (sum(o.count for o in self._of(p) if not o.view) for p in (FORWARD, BACKWARD))
         forward, backward = launched
-        return Part(
+        return ModelPart(
             rest(self._each(whole.seconds(self.device, FORWARD), forward), "forward_s"),
             rest(self._each(whole.seconds(self.device, BACKWARD), backward), "backward_s"),
             int(rest(whole.saved.activations / n, "saved")),
@@ -182,15 +173,13 @@ class Facts:
         )
 
     def _each(self, seconds: float, operators: int) -> float:
-        """Seconds of a sample, of those of the batch that was followed, without launches."""
+        """Seconds of one sample without launches, from those of the followed batch."""
         return max(0.0, seconds - self.device.launch_s * operators) / self.samples
 
     @cached_property
     def ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the parameters that the first and the last rank of a pipeline have besides.
-
-        Those of modules that every rank keeps are in both; without a pipeline the first has all.
-        """
+        """Names of parameters outside of blocks on the first and the last pipeline rank."""
+        # Those of modules that every rank keeps are in both; without a pipeline the first has all.
         inside = {f"{path}." for path in self.blocks}
 
         def rest(names: Iterable[str]) -> tuple[str, ...]:
@@ -207,7 +196,7 @@ class Facts:
         return before, after
 
     def _peak_behind(self) -> int:
-        """Most bytes while head and loss run, forward and backward."""
+        """Peak bytes while head and loss run, forward and backward."""
         operators = self.analysis.operators
         own = _within(self.analysis, self.blocks)
         inside = [number for number, operator in enumerate(operators) if own(operator)]
@@ -215,16 +204,16 @@ class Facts:
         first = min((n for n in inside if operators[n].phase != FORWARD), default=len(operators))
         return max((o.live for o in operators[last + 1 : first]), default=0)
 
-    def _part(self, path: str) -> Part:
+    def _part(self, path: str) -> ModelPart:
         analysis, n = self.analysis, self.samples
         costs = analysis.module(path)
         elements = sum(p.numel() for p in self.model.get_submodule(path).parameters())
-        # The gradient of what it hands on comes from behind it.
+        # The gradient of its output is allocated by the next block.
         working = max(costs.forward_peak - costs.saved, costs.backward_peak + costs.handed)
         if not analysis.saved.activations:
             working += self._before(path)
         forward, backward = costs.forward.operators, costs.backward.operators
-        return Part(
+        return ModelPart(
             self._each(analysis.seconds(self.device, FORWARD, path), forward),
             self._each(analysis.seconds(self.device, BACKWARD, path), backward),
             costs.saved // n,
@@ -235,7 +224,7 @@ class Facts:
         )
 
     def _before(self, path: str) -> int:
-        """Bytes that are there as a block begins, where no backward needs them: it was given them.
+        """Bytes that exist when a block begins and that no backward needs.
 
         The caller holds what it gave, and perhaps more, such as embeddings.
         """
@@ -245,24 +234,24 @@ class Facts:
 
     @cached_property
     def forward_s(self) -> float:
-        """Seconds of a forward of one sample on one device, but for launching operators."""
+        """Seconds of a forward of one sample on one device, without launches."""
         return self.outside.forward_s + sum(part.forward_s for part in self.parts)
 
     @cached_property
     def backward_s(self) -> float:
-        """Seconds of a backward of one sample on one device, alike."""
+        """Seconds of a backward of one sample on one device, without launches."""
         return self.outside.backward_s + sum(part.backward_s for part in self.parts)
 
     @cached_property
     def launches(self) -> tuple[float, float]:
-        """Seconds that launching all operators of a forward, and of a backward, takes."""
+        """Seconds spent launching the operators of a forward, and of a backward."""
         parts = (*self.parts, self.outside)
         forward, backward = (sum(part.operators[n] for part in parts) for n in (0, 1))
         return self.device.launch_s * forward, self.device.launch_s * backward
 
     @cached_property
     def weights_s(self) -> float:
-        """Seconds for reading the weights of all blocks."""
+        """Seconds to read the weights of all blocks."""
         return sum(part.parameters for part in self.parts) * self.item / self.device.memory_rate
 
     @cached_property
@@ -277,12 +266,12 @@ class Facts:
 
     @cached_property
     def saved(self) -> int:
-        """Bytes that a sample keeps for the backward."""
+        """Activation bytes of a sample."""
         return self.outside.saved + sum(part.saved for part in self.parts)
 
     @cached_property
     def hidden(self) -> int:
-        """Bytes of what a block hands on, of one sample."""
+        """Bytes of a hidden state of one sample."""
         return max((part.output for part in self.parts), default=0)
 
     @cached_property
@@ -290,8 +279,8 @@ class Facts:
         """Seconds of a step of the optimizer on one device."""
         return update_seconds(self.device, 4 * self.trained, self.states)
 
-    def shared(self, size: int) -> Shared | None:
-        """What `size` tensor ranks share; None where the model cannot be cut so: see `refused`."""
+    def shared(self, size: int) -> TensorShares | None:
+        """What `size` tensor ranks share; None where the model cannot be cut (see `refused`)."""
         if size not in self._shared:
             try:
                 self._shared[size] = self._shares(plan_tensor(self.model, size, None, True, True))
@@ -299,16 +288,16 @@ class Facts:
                 self.refused[size], self._shared[size] = str(error), None
         return self._shared[size]
 
-    def _shares(self, tensor: TensorPlan) -> Shared:
+    def _shares(self, tensor: TensorPlan) -> TensorShares:
         sizes, ends = self._elements(tensor)
         if tensor.size == 1:
-            return Shared(1, sizes=sizes, ends=ends)
+            return TensorShares(1, sizes=sizes, ends=ends)
         inside = _within(self.analysis, shared_paths(tensor))
         seconds = [(self._time(o), inside(o)) for o in self._of(FORWARD)]
         forward = [p for p, placed in tensor.modules.items() if placed.how.kind in ADDED_UP]
         again = [p for p in forward if any(p.startswith(f"{block}.") for block in self.blocks)]
         kept, outside = self._divided(tensor)
-        return Shared(
+        return TensorShares(
             tensor.size,
             _share(seconds),
             kept,
@@ -322,9 +311,9 @@ class Facts:
         )
 
     def _elements(self, tensor: TensorPlan) -> tuple[Any, Any]:
-        """Elements of a rank's parameters: of each block, and of what is outside of all."""
+        """Elements of a rank's parameters: of each block, and outside of blocks."""
         named, known = dict(self.model.named_parameters()), dict[str, tuple[int, ...]]()
-        # Of a tied parameter each name counts.
+        # A tied parameter counts at each of its names.
         every = dict(self.model.named_parameters(remove_duplicate=False))
 
         def counts(names: Iterable[str]) -> tuple[int, ...]:
@@ -342,7 +331,7 @@ class Facts:
         return tuple(found), (counts(before), counts(after), counts(rest))
 
     def _divided(self, tensor: TensorPlan) -> tuple[float, float]:
-        """Shares of what blocks, and of what head and loss keep, that tensor ranks divide."""
+        """Shares of the activations of blocks, and of head and loss, that tensor ranks divide."""
         analysis, kept = self.analysis, self.analysis.kept
         own, apart = _within(analysis, self.blocks), _apart(analysis, tensor)
         cut, seen = [0, 0], set[int]()
@@ -363,7 +352,7 @@ class Facts:
         return operator.count * operator.seconds_on(self.device)
 
     def _bytes(self, path: str, side: str) -> int:
-        """Bytes that a module is given first, or gives last, for one sample."""
+        """Bytes of the first input, or the last output, of a module for one sample."""
         try:
             own = [o for o in self.analysis.graph(path, FORWARD) if not o.in_place]
         except GulliverError:
@@ -376,7 +365,7 @@ class Facts:
 
 
 def _within(analysis: Analysis, paths: Iterable[str]) -> Callable[[Operator], bool]:
-    """Tells operators that run in one of some modules, or in one that stands for it."""
+    """A predicate for operators that run inside some modules."""
     heads = {analysis.followed(path) for path in paths}
 
     def inside(operator: Operator) -> bool:
@@ -387,10 +376,8 @@ def _within(analysis: Analysis, paths: Iterable[str]) -> Callable[[Operator], bo
 
 
 def _apart(analysis: Analysis, tensor: TensorPlan) -> set[int]:
-    """Memories of a forward of which each tensor rank has a part: what comes of a cut parameter.
-
-    What a row adds up is whole on all ranks again, and so is what a module of experts gives.
-    """
+    """Memories of a forward that are sharded over tensor ranks."""
+    # Outputs of row-parallel modules and of expert modules are replicated again.
     cut = {analysis.followed(path): placed for path, placed in tensor.modules.items()}
     found = dict[int, str]()
     for operator in analysis.operators:

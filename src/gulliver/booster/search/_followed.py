@@ -1,4 +1,4 @@
-"""How a model becomes facts: its step is followed as a run would run it, in the dtypes of a run."""
+"""Analyses a model for the search, in the dtypes in which it will run."""
 
 from __future__ import annotations
 
@@ -26,20 +26,7 @@ def facts_of(
     precision: str = "bf16",
     on_cpu: bool = False,
 ) -> Facts:
-    """Analyses a model.
-
-    Args:
-        model: whole model, perhaps on meta; it is left as it was.
-        optimizer: optimizer of its parameters; None where it is not trained.
-        batch: keyword arguments, a tuple of arguments, or one; real or on meta.
-        device: device that computes.
-        precision: ``fp32``, ``bf16`` or ``fp16``: parameters of 16 bits have float32 copies.
-        on_cpu: whether the device's kernels are those of a CPU.
-
-    Raises:
-        GulliverError: the model does not run on this batch, depends on data in its own forward, or
-            has parameters without a shape.
-    """
+    """Analyses a model."""
     check_shapes(model)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     half = HALVES.get(precision)
@@ -74,11 +61,7 @@ def facts_of(
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Refuses parameters and buffers that a first forward would give their shape.
-
-    Raises:
-        GulliverError: there is one; it is named.
-    """
+    """Refuses parameters and buffers without shapes (lazy modules)."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
@@ -89,7 +72,7 @@ def check_shapes(model: nn.Module) -> None:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model without its values."""
+    """A copy of a model on meta."""
     own = [*model.parameters(), *model.buffers()]
     memo: dict[int, Any] = {}
     for tensor in own:
@@ -110,7 +93,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
-    """Elements of the parameters that learn, and numbers that their optimizer keeps for each."""
+    """Trained elements, and the numbers that their optimizer keeps for each."""
     if optimizer is None:
         return 0, 0
     count = most = 0

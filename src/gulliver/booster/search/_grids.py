@@ -1,7 +1,7 @@
-"""The grids of a search: every way to lay a model over ranks that a plugin of ours can run.
+"""The grids of a search: every combination of axes and choices that a plugin can run.
 
-A grid is a product of axes and the choices that go with them. None is left out by a rule of thumb:
-`grids_of` yields all that divide, and the search leaves out what a bound proves to be no better.
+No grid is left out by a rule of thumb: `grids_of` yields all that divide, and the search skips what
+a bound proves to be no better.
 """
 
 from __future__ import annotations
@@ -21,20 +21,17 @@ CHUNKS_MB = (4, 8, 16, 32)
 
 @dataclass(frozen=True, order=True)
 class Axes:
-    """Sizes of the axes of a mesh, and how sequences lie on it.
+    """Sizes of the axes of a mesh, and its sequence mode."""
 
-    Attributes:
-        data: number of replicas that read different samples.
-        sequence: number of ranks that share the sequences of a replica.
-        tensor: number of ranks that share its matrices.
-        pipeline: number of stages' ranks.
-        mode: sequence mode, as `HybridParallelPlugin` names it; empty for none.
-    """
-
+    # Number of replicas that read different samples.
     data: int = 1
+    # Number of ranks that share the sequences of a replica.
     sequence: int = 1
+    # Number of ranks that share its matrices.
     tensor: int = 1
+    # Number of stages' ranks.
     pipeline: int = 1
+    # Sequence mode, as `HybridParallelPlugin` names it; empty for none.
     mode: str = ""
 
     @property
@@ -44,34 +41,29 @@ class Axes:
 
     @property
     def cuts_model(self) -> bool:
-        """Whether a model is spread over several ranks."""
+        """Whether a model is sharded over several ranks."""
         return self.size > self.data
 
 
 @dataclass(frozen=True, order=True)
 class Grid:
-    """A way to lay a model over ranks.
-
-    Attributes:
-        axes: the mesh.
-        stage: stage of ZeRO over data and sequence ranks.
-        micro_batches: parts of a replica's batch, one after the other: those of a pipeline, or
-            backwards that accumulate.
-        schedule: order of a pipeline's forwards and backwards; empty without one.
-        chunks: stages on each rank of a pipeline.
-        recomputed: number of blocks that backward computes again.
-        chunk_mb: size of a chunk of ZeRO, in MiB; 0 leaves it to the price.
-        offload: memory that state leaves for where it does not fit, such as ``host``; empty keeps
-            all.
-    """
+    """Axes and choices of a parallel run."""
 
     axes: Axes
+    # Stage of ZeRO over data and sequence ranks.
     stage: int = 0
+    # Parts of a replica's batch, one after the other: those of a pipeline, or backwards that
+    # accumulate.
     micro_batches: int = 1
+    # Order of a pipeline's forwards and backwards; empty without one.
     schedule: str = ""
+    # Stages on each rank of a pipeline.
     chunks: int = 1
+    # Number of blocks that backward computes again.
     recomputed: int = 0
+    # Size of a chunk of ZeRO in MiB; 0 chooses the best.
     chunk_mb: int = 0
+    # Tier that state is offloaded to, such as ``host``; empty keeps all on the device.
     offload: str = ""
 
     def __str__(self) -> str:
@@ -90,19 +82,12 @@ class Grid:
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a number, rising."""
+    """Divisors of a number, in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def axes_of(ranks: int, batch: int, blocks: int, modes: Sequence[str]) -> Iterator[Axes]:
-    """Every mesh on which a batch and the blocks can be dealt out.
-
-    Args:
-        ranks: number of ranks.
-        batch: number of samples of a step.
-        blocks: number of blocks that a pipeline can deal out; 0 where it cannot.
-        modes: sequence modes that the model can be run in.
-    """
+    """Every mesh that divides the batch and the blocks."""
     apart = [mode for mode in modes if mode in SHARED_BY_SEQUENCE]
     for pipeline in divisors(ranks):
         if pipeline > max(1, blocks):
@@ -126,14 +111,7 @@ FORWARD_ONLY = ("gpipe", "interleaved")
 
 
 def grids_of(axes: Axes, batch: int, blocks: int, trains: bool = True) -> Iterator[Grid]:
-    """Every grid on a mesh, nothing recomputed.
-
-    Args:
-        axes: the mesh.
-        batch: number of samples of a step.
-        blocks: number of blocks.
-        trains: whether there are backwards.
-    """
+    """Every grid on a mesh, nothing recomputed."""
     stages = STAGES if axes.data * axes.sequence > 1 else (0,)
     for micro in divisors(batch // axes.data):
         if axes.pipeline == 1:
@@ -150,7 +128,7 @@ def grids_of(axes: Axes, batch: int, blocks: int, trains: bool = True) -> Iterat
 
 @cache
 def _ordered(schedule: str, stages: int, ranks: int, micro_batches: int) -> bool:
-    """Whether a schedule can order so many micro-batches."""
+    """Whether a schedule supports this number of micro-batches."""
     try:
         check_counts(schedule, stages, ranks, micro_batches)
     except GulliverError:

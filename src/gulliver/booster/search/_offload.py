@@ -1,35 +1,28 @@
-"""Grids whose state leaves the memory of their ranks, for the host's memory or for a disk.
+"""Grids that offload state to the host's memory or to a disk.
 
-Bytes that move, and seconds that a step waits for them, are those of the memory engine's own replay
-(`booster._residency`), asked for the very plan that the grid's plugin makes: there is no formula of
-them here, but for a bound.
-
-[Note: few replays] A replay takes from a hundredth of a second to some seconds, and grids are
-thousands. State that does not fit has to be read in every step, and written if it learns; and
-nothing that moves makes a step shorter. So there is a bound of each grid's seconds for next to
-nothing, and grids are replayed in its order until it is no better than what was found.
+Traffic and waiting times come from the replay of the memory engine, for the very plan that the
+grid's plugin makes; only a bound is computed here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from gulliver.booster._plugins import Plugin
 from gulliver.booster._predict import tiered_step
 from gulliver.booster._ranks import (
+    ResolvedPlan,
     largest_residency,
     rank_state,
     rank_states,
     rank_work,
-    tensor_sizes,
 )
 from gulliver.booster._residency import chunk_sizes, least_bytes, other_bytes, tier_rates
-from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable, resolve
+from gulliver.booster._resolve import cut_model, recomputable, resolve
 from gulliver.booster._state_bytes import BACKWARD, FORWARD
-from gulliver.booster.search._behind import Behind
 from gulliver.booster.search._grids import Axes, Grid, grids_of
-from gulliver.booster.search._plugin import plugin_of
+from gulliver.booster.search._offload_tiers import OffloadTiers
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.errors import GulliverError
 from gulliver.hardware import TierRates, host_rates
@@ -46,34 +39,33 @@ MICRO_BATCHES = 16
 """Those of a grid at most: a pipeline of more is not replayed."""
 
 
+# [Note: few replays] A replay takes from 10 ms to some seconds, and there are thousands of grids.
+# State that does not fit must be read in every step, and written if it is trained, and moving it
+# never makes a step faster. That gives a cheap lower bound of each grid's seconds; grids are
+# replayed in its order until it is no better than what was found.
 @dataclass(frozen=True)
 class Least:
-    """The least memory that would do if what does not fit it left.
+    """The least memory that suffices with offloading."""
 
-    Attributes:
-        bytes: bytes of a rank.
-        grid: grid that holds so few.
-        leaves: bytes of a rank that there has to be room for behind it.
-    """
-
+    # Bytes of a rank.
     bytes: int
+    # Grid that holds so few.
     grid: Grid
+    # Bytes of slower tiers that a rank needs.
     leaves: int
 
     def __str__(self) -> str:
         return f"{self.grid}, {size_text(self.leaves)} behind it"
 
 
-def offloaded_grids(scorer: Scorer, axes: Axes, behind: Behind) -> Iterator[Grid]:
-    """Every grid of a mesh that off-loads, with all of its blocks recomputed or none.
-
-    State leaves in chunks of ZeRO's stage 3. Backwards that accumulate are left out, as what moves
-    in them is not replayed, and so are pipelines of more than `MICRO_BATCHES`.
-    """
+def offloaded_grids(scorer: Scorer, axes: Axes, behind: OffloadTiers) -> Iterator[Grid]:
+    """Every offloading grid of a mesh, with all of its blocks recomputed or none."""
+    # State is offloaded in chunks of ZeRO stage 3. Gradient accumulation is not replayed and left
+    # out, as are pipelines with more than `MICRO_BATCHES`.
     facts = scorer.facts
     again = {0, len(facts.recomputable)}
     for grid in grids_of(axes, scorer.batch, len(facts.blocks)):
-        # Of one rank all stages are one.
+        # With one rank all stages are the same.
         if grid.stage != (3 if axes.data * axes.sequence > 1 else 0):
             continue
         if grid.micro_batches > (MICRO_BATCHES if axes.pipeline > 1 else 1):
@@ -83,69 +75,60 @@ def offloaded_grids(scorer: Scorer, axes: Axes, behind: Behind) -> Iterator[Grid
 
 
 class Offloader:
-    """Prices grids that off-load.
+    """Prices grids that offload."""
 
-    Args:
-        scorer: prices what does not move.
-        behind: memory behind that of a rank.
-        limit: bytes that a rank may hold.
-    """
-
-    def __init__(self, scorer: Scorer, behind: Behind, limit: int) -> None:
+    def __init__(self, scorer: Scorer, behind: OffloadTiers, limit: int) -> None:
         self.scorer, self.behind, self.limit = scorer, behind, limit
         self.looked = self.replayed = 0
 
     def may_pay(self, grid: Grid) -> bool:
-        """Whether something has to leave for a grid to fit, and what cannot leave fits."""
-        if smallest_limit(0, self.scorer.beside(grid)) > self.limit:
+        """Whether a grid fits only with offloading."""
+        if smallest_limit(0, self.scorer.other_bytes(grid)) > self.limit:
             return False
         return self.scorer.bytes_of(replace(grid, offload="")) > self.limit
 
     def bound(self, grid: Grid) -> float:
-        """Seconds that a step of a grid is not below."""
+        """A lower bound of the seconds of a step."""
         scorer = self.scorer
         seconds = scorer.score(grid).seconds
         held, learned = scorer.resting(grid)
         rates = self._rates()
         if rates is None:
             return seconds.step
-        most = self.limit - scorer.beside(grid)
+        most = self.limit - scorer.other_bytes(grid)
         reads, writes = (max(0.0, n - most) for n in (held, learned))
         busy = rates.busy(reads / rates.read_rate, writes / rates.write_rate)
         compute = seconds.compute + seconds.recompute + seconds.update
         return max(seconds.step, seconds.step - compute + busy)
 
     def score(self, grid: Grid) -> Scored | None:
-        """Replays a grid; None where the limit, or what lies behind, is too small for it."""
+        """Replays a grid; None if the limit, or the memory behind it, is too small."""
         self._count(grid, grid.axes.pipeline * grid.axes.tensor)
         facts, cluster = self.scorer.facts, self.scorer.cluster
         try:
-            plan = resolve(self.plan(grid), facts.model, facts.optimizer, cluster)
+            resolved = resolve(self.plan(grid), facts.model, facts.optimizer, cluster)
             known = self.scorer.score(grid)
-            found = tiered_step(plan, facts.model, facts.optimizer, cluster, known.seconds)
+            found = tiered_step(resolved, cluster, known.seconds)
         except GulliverError:
             return None
         moved, seconds, other = found
-        memory = replace(plan.predicted.bytes, activations=other)
+        memory = replace(resolved.plan.predicted.bytes, activations=other)
         if grid.axes.pipeline == 1:
-            memory = self._fullest(grid, plan)
+            memory = self._fullest(grid, resolved)
         return Scored(known.grid, seconds, memory, 0, known.samples, moved)
 
-    def _fullest(self, grid: Grid, plan: Plan) -> MemoryPlan:
-        """Bytes of state and of all else at the moment at which they are most together."""
-        facts = self.scorer.facts
-        tensor = plan_tensors(plan, facts.model)
-        states = rank_states(plan, facts.model, facts.optimizer, tensor, None)
-        assert plan.zero is not None, "off-loaded state is of ZeRO"
-        assert plan.zero.tiers is not None, "there are tiers"
-        work = rank_work(plan, facts.model, tensor, None)
-        # It was asked for before, and is remembered.
-        found = largest_residency(states, plan.zero.tiers, work)
+    def _fullest(self, grid: Grid, resolved: ResolvedPlan) -> MemoryPlan:
+        """Bytes of state and of everything else at the fullest moment."""
+        facts, plan = self.scorer.facts, resolved.plan
+        assert plan.tiers is not None, "what off-loads has a limit"
+        # Cached: `tiered_step` has asked for the same.
+        states, work = rank_states(resolved), rank_work(resolved)
+        found = largest_residency(states, plan.tiers, work)
         moments, come, most = self.scorer.moments(grid), 0.0, MemoryPlan()
         for seen in found.visits:
             if seen.phase == FORWARD:
                 continue
-            # What is kept falls through the backward: the most of what is still to come.
+            # Activations shrink through the backward: take the largest of the moments to come.
             others = moments[-1][1]
             if seen.phase == BACKWARD:
                 others = max((held for after, held in moments if after >= come), default=others)
@@ -156,33 +139,30 @@ class Offloader:
         return most
 
     def plan(self, grid: Grid) -> Plan:
-        """The plan of a grid's plugin, for the machines that are searched for."""
+        """The plan of a grid's plugin for the searched cluster."""
         facts, cluster = self.scorer.facts, self.scorer.cluster
         plugin, plan = self._choices(grid)
         return plugin.for_model(plan, facts.model, facts.optimizer, cluster)
 
     def least(self, grid: Grid) -> Least | None:
-        """The least memory that a grid can do with; None where it cannot run."""
+        """The least memory of a grid; None if it cannot run."""
         facts, model = self.scorer.facts, self.scorer.facts.model
         self._count(grid, 1)
         try:
             _, plan = self._choices(grid)
-            again = recomputable(plan, model) if grid.recomputed else ()
+            found = cut_model(plan, model, facts.optimizer)
+            again = recomputable(plan, model, found.stages) if grid.recomputed else ()
             plan = replace(plan, recompute=again)
-            tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
-            sizes = tensor_sizes(plan, model, facts.optimizer, tensor, stages)
-            assert plan.zero is not None, "off-loaded state is of ZeRO"
-            tiers = plan.zero.tiers
-            assert tiers is not None, "there are tiers"
-            smallest = chunk_sizes(sum(t.numel * t.dtype.itemsize for t in sizes))[0]
-            plan = replace(plan, zero=replace(plan.zero, chunk_bytes=smallest))
-            # Embedding and head are the largest, and are there.
+            tiers = plan.tiers
+            assert tiers is not None, "what off-loads has a limit"
+            smallest = chunk_sizes(sum(t.numel * t.dtype.itemsize for t in found.sizes()))[0]
+            found = found.with_plan(plan.with_zero(chunk_bytes=smallest))
+            # The first and the last rank have the largest modules, embedding and head.
             ends = sorted({0, grid.axes.pipeline - 1})
-            asked = plan, model, facts.optimizer, tensor, stages
-            states = [rank_state(*asked, (place, 0)) for place in ends]
+            states = [rank_state(found, (place, 0)) for place in ends]
         except GulliverError:
             return None
-        other = other_bytes(tiers, rank_work(plan, model, tensor, stages))
+        other = other_bytes(tiers, rank_work(found))
         held = max(least_bytes(state, tiers) for state in states)
         leaves = max(state.reserved for state in states)
         return Least(smallest_limit(held, other), replace(grid, offload=""), leaves)
@@ -190,21 +170,22 @@ class Offloader:
     def _count(self, grid: Grid, ranks: int) -> None:
         self.looked, self.replayed = self.looked + 1, self.replayed + ranks * grid.micro_batches
 
-    def _choices(self, grid: Grid) -> tuple[Plugin, Plan]:
+    def _choices(self, grid: Grid) -> tuple[Any, Plan]:
         scorer, facts = self.scorer, self.scorer.facts
+        # Plugins are a layer above: asked here for the very plan that would run.
+        from gulliver.booster.search._plugin import plugin_of
+
         plugin = plugin_of(grid, "bf16" if facts.copied else "fp32", self.limit)
         plan = plugin.choices(scorer.cluster.size)
-        assert plan.zero is not None, "off-loaded state is of ZeRO"
-        assert plan.zero.tiers is not None, "there are tiers"
+        assert plan.tiers is not None, "what off-loads has a limit"
         # The machines need not be those at hand.
         behind = self.behind
         tiers = replace(
-            plan.zero.tiers, host=behind.host, disk=behind.disk, disk_bytes=behind.disk_bytes
+            plan.tiers, host=behind.host, disk=behind.disk, disk_bytes=behind.disk_bytes
         )
         mesh = replace(plan.mesh, device=scorer.device)
-        return plugin, replace(
-            plan, mesh=mesh, zero=replace(plan.zero, tiers=tiers), work=scorer.work(grid)
-        )
+        plan = replace(plan.with_zero(tiers=tiers), mesh=mesh, work=scorer.work(grid))
+        return plugin, plan
 
     def _rates(self) -> TierRates | None:
         behind = self.behind
@@ -215,14 +196,7 @@ class Offloader:
 def with_offload(
     offloader: Offloader, meshes: Sequence[Axes], found: Sequence[Scored], best: int
 ) -> tuple[tuple[Scored, ...], int]:
-    """The fastest grids, of each mesh one, with those that off-load; and how many were left out.
-
-    Args:
-        offloader: prices grids that off-load.
-        meshes: meshes that the model can be laid over.
-        found: fastest grids that do not off-load, of each mesh one.
-        best: number of grids to return.
-    """
+    """The fastest grids, one per mesh, offloading ones included; and how many were skipped."""
     scorer, fastest = offloader.scorer, {scored.grid.axes: scored for scored in found}
     grids = [g for axes in meshes for g in offloaded_grids(scorer, axes, offloader.behind)]
     bounds = sorted((offloader.bound(grid), grid) for grid in filter(offloader.may_pay, grids))
@@ -246,18 +220,18 @@ def _fastest(found: Iterable[Scored], best: int) -> tuple[Scored, ...]:
 
 
 def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> Least | None:
-    """The least memory of a rank that would do with endless memory behind it.
-
-    Grids are asked in the order of what they need besides state; the first that need as much as
-    another one needs in all end the search, or `ASKED` micro-batches.
-    """
+    """The least memory of a rank that suffices with unlimited memory behind it."""
+    # Grids are tried in the order of their bytes that are not state. The search ends when these
+    # alone exceed the best total, or after `ASKED` micro-batches.
     on_host = host_rates(scorer.cluster.device) is not None
-    behind = Behind(host=ENDLESS) if on_host else Behind(disk="a disk", disk_bytes=ENDLESS)
+    behind = (
+        OffloadTiers(host=ENDLESS) if on_host else OffloadTiers(disk="a disk", disk_bytes=ENDLESS)
+    )
     asked = Offloader(scorer, behind, ENDLESS)
     grids = [grid for axes in meshes for grid in offloaded_grids(scorer, axes, behind)]
     best: Least | None = None
-    for grid in sorted(grids, key=scorer.beside):
-        if asked.replayed >= ASKED or (best is not None and scorer.beside(grid) >= best.bytes):
+    for grid in sorted(grids, key=scorer.other_bytes):
+        if asked.replayed >= ASKED or (best is not None and scorer.other_bytes(grid) >= best.bytes):
             break
         found = asked.least(grid)
         if found is not None and (best is None or found.bytes < best.bytes):

@@ -1,4 +1,4 @@
-"""Plugins that a person would write for a grid."""
+"""The plugin of a grid."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from gulliver.booster._gemini import GeminiPlugin
 from gulliver.booster._hybrid_plugin import HybridParallelPlugin
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin
-from gulliver.booster.search._behind import Behind
 from gulliver.booster.search._grids import Grid
+from gulliver.booster.search._offload_tiers import OffloadTiers
 from gulliver.errors import GulliverError
 from gulliver.plan import SHARED_BY_TENSOR
 
@@ -16,25 +16,15 @@ HALVES = ("bf16", "fp16")
 
 
 def plugin_of(
-    grid: Grid, precision: str = "fp32", limit: int = 0, behind: Behind | None = None
+    grid: Grid, precision: str = "fp32", limit: int = 0, behind: OffloadTiers | None = None
 ) -> Plugin:
-    """The plugin that a person would write for a grid.
-
-    Args:
-        grid: the grid; where only some blocks are recomputed, the plugin recomputes all.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-        limit: bytes that a rank may hold, of a grid that off-loads.
-        behind: memory behind that, of such a grid; None where others say where state goes.
-
-    Raises:
-        GulliverError: a grid that off-loads in a way that no plugin has.
-    """
+    """The plugin that runs a grid."""
     half = precision if precision in HALVES else None
     axes, chunk = grid.axes, float(grid.chunk_mb) or "auto"
     limits: dict[str, Any] = {}
     if grid.offload:
         _check_offload(grid, limit)
-        behind = behind or Behind()
+        behind = behind or OffloadTiers()
         disk = None if behind.disk is None else f"{behind.disk}:{behind.disk_bytes}"
         limits = {"memory_limit": limit, "host_limit": behind.host or None, "disk": disk}
         if not axes.cuts_model:
@@ -65,7 +55,7 @@ def plugin_of(
 
 
 def _check_offload(grid: Grid, limit: int) -> None:
-    """Refuses what no plugin does under a limit."""
+    """Refuses offloading grids that no plugin can run."""
     if grid.stage != 3:
         raise GulliverError(
             f"{grid}: what is whole on every rank cannot leave its memory; off-load needs stage 3"

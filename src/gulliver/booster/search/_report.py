@@ -1,4 +1,4 @@
-"""A report of a search: one HTML file with pictures, which needs no other file and no network."""
+"""HTML report of a search, in a single file."""
 
 from __future__ import annotations
 
@@ -33,24 +33,17 @@ td.n{text-align:right}svg{display:block;margin:1em 0}pre{white-space:pre-wrap}""
 
 
 def kinds_of_time(scored: Scored) -> dict[str, float]:
-    """Seconds of a step by kind; they add up to the step."""
+    """Seconds of a step by kind, summing to the step."""
     return {kind: getattr(scored.seconds, kind) for kind in SECONDS}
 
 
 def kinds_of_bytes(scored: Scored) -> dict[str, int]:
-    """Bytes of the rank that holds most, by kind; they add up."""
+    """Bytes of the fullest rank by kind."""
     return {**vars(scored.memory), "working": scored.working}
 
 
 def report(title: str, lines: Sequence[str], found: Found, prices: Sequence[Price] = ()) -> str:
-    """Writes a search as HTML.
-
-    Args:
-        title: what was searched for.
-        lines: paragraphs to begin with: what the model is, what was found.
-        found: what was found.
-        prices: fastest grids under other limits.
-    """
+    """Renders a search as HTML."""
     parts = [f"<p>{escape(line)}</p>" for line in lines]
     if found.best:
         parts += _pictures(found, prices)
@@ -108,7 +101,7 @@ def _bars(
     ends: Sequence[str],
     limit: float = 0,
 ) -> str:
-    """Stacked bars, one above the other, each with its name; a line at the limit."""
+    """Stacked bars with names and a line at the limit."""
     largest = max(max(sum(part.values()) for part in parts), limit) or 1.0
     height = 2 * ROW * len(names) + 2 * ROW
     drawn = []

@@ -1,12 +1,7 @@
-"""Seconds and bytes of a grid: the formulas of the plan's own prediction, without making the plan.
+"""Seconds and bytes of a grid, by the formulas of a plan's prediction, without making the plan.
 
-Seconds are those that `_predict.py` computes for a plan, whose messages and schedule are asked for
-here with chunks and cuts in numbers. Bytes are those of the rank that holds most: of its stage the
-parameters, gradients and optimizer state, what forwards keep until their backwards have run, and
-what one block works with.
-
-[Note: what is recomputed] More recomputed blocks never make a step faster nor larger. So of each
-grid the least number that fits is the best, and is found by halving.
+Bytes are those of the fullest rank: parameters, gradients and optimizer state of its stage,
+activations of the micro-batches in flight, and the working memory of one block.
 """
 
 from __future__ import annotations
@@ -27,8 +22,8 @@ from gulliver.booster._predict import (
     passes,
     zero_messages,
 )
-from gulliver.booster.search._bytes import MIB, RankBytes, Stage, put_off, stages_of, under_way
-from gulliver.booster.search._facts import Facts, Shared
+from gulliver.booster.search._bytes import MIB, RankBlocks, RankBytes, put_off, stages_of, under_way
+from gulliver.booster.search._facts import Facts, TensorShares
 from gulliver.booster.search._grids import CHUNKS_MB, Axes, Grid
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
@@ -46,55 +41,44 @@ from gulliver.plan import (
     MemoryPlan,
     Mesh,
     Model,
-    Moved,
     PipelineLayout,
     Plan,
     Seconds,
     SequenceLayout,
+    TierTraffic,
     Work,
     ZeroPlan,
 )
 
 
+# [Note: recomputation] More recomputed blocks never make a step faster or larger. So the least
+# number that fits is the best, and is found by bisection.
 @dataclass(frozen=True)
 class Scored:
-    """A grid with what it is predicted to take.
-
-    Attributes:
-        grid: the grid.
-        seconds: seconds of a step by kind.
-        memory: bytes of the rank that holds most.
-        working: bytes of those that are neither state nor kept: what a block works with.
-        samples: samples of a step, from which the throughput follows.
-        moved: state that comes and goes, of a grid that off-loads; its working bytes are among
-            the activations.
-    """
+    """A grid with its predicted costs."""
 
     grid: Grid
+    # Seconds of a step by kind.
     seconds: Seconds
+    # Bytes of the rank that holds most.
     memory: MemoryPlan
+    # Bytes of those that are neither state nor kept: what a block works with.
     working: int = 0
+    # Samples of a step, from which the throughput follows.
     samples: int = 0
-    moved: Moved | None = None
+    # Offloaded state and its traffic; then `working` is included in the activations.
+    moved: TierTraffic | None = None
 
     @property
     def bytes(self) -> int:
-        """Bytes of the rank that holds most, all in all."""
+        """Total bytes of the fullest rank."""
         held = self.memory
         state = held.parameters + held.gradients + held.optimizer_state
         return state + held.activations + self.working
 
 
 class Scorer:
-    """Prices grids of one model on one cluster.
-
-    Args:
-        facts: model and batch in numbers.
-        cluster: machines, as many ranks as a grid has.
-        batch: number of samples of a step.
-        device: kind of device, ``cpu`` or ``cuda``.
-        free: share of messages that travel without a core that computes.
-    """
+    """Prices grids of one model on one cluster."""
 
     def __init__(
         self, facts: Facts, cluster: Cluster, batch: int, device: str, free: float
@@ -112,12 +96,12 @@ class Scorer:
         self._held = lru_cache(256)(self._held_of)
         self._bytes = RankBytes(facts, batch)
 
-    def shared(self, axes: Axes) -> Shared | None:
-        """What the tensor ranks of a mesh share; None where they cannot."""
+    def shared(self, axes: Axes) -> TensorShares | None:
+        """What the tensor ranks of a mesh share; None if they cannot."""
         return self.facts.shared(axes.tensor)
 
     def refuses(self, axes: Axes) -> str:
-        """Why a model cannot be laid over a mesh; empty where it can."""
+        """Why a model cannot run on a mesh; empty if it can."""
         shared = self.shared(axes)
         if shared is None:
             return self.facts.refused[axes.tensor]
@@ -133,7 +117,7 @@ class Scorer:
         return ""
 
     def bound(self, axes: Axes) -> float:
-        """Seconds that no grid on a mesh is below: what is computed, and sent while nothing is."""
+        """A lower bound of the seconds of all grids on a mesh: compute and exposed messages."""
         shared = self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
         share = self._share(axes, shared)
@@ -148,13 +132,13 @@ class Scorer:
         return compute + self.free * open_s / axes.pipeline
 
     def work(self, grid: Grid) -> Work:
-        """What the batch of a replica costs one process."""
+        """Costs of a replica's batch in one process."""
         backwards = 1 if grid.axes.pipeline > 1 else grid.micro_batches
         work = self._work(grid.axes, self.batch // grid.axes.data, backwards)
-        return replace(work, peak_rank=self.beside(grid)) if grid.offload else work
+        return replace(work, peak_rank=self.other_bytes(grid)) if grid.offload else work
 
     def score(self, grid: Grid) -> Scored:
-        """Prices a grid, with the size of a chunk that it is best run with."""
+        """Prices a grid, with its best chunk size."""
         grid = self.settled(grid)
         axes = grid.axes
         shared = self.shared(axes)
@@ -184,7 +168,7 @@ class Scorer:
         return Scored(grid, seconds, memory, working, self.batch)
 
     def least(self, grid: Grid, limit: int | None) -> Scored | None:
-        """The grid with the fewest recomputed blocks that fits; None where none does."""
+        """The grid with the fewest recomputed blocks that fits; None if none does."""
         if limit is None or self.bytes_of(grid) <= limit:
             return self.score(grid)
         count = len(self.facts.recomputable)
@@ -198,23 +182,23 @@ class Scorer:
         return self.score(replace(grid, recomputed=low))
 
     def bytes_of(self, grid: Grid) -> int:
-        """Bytes of the rank that holds most."""
+        """Bytes of the fullest rank."""
         memory, working = self._held(self.settled(grid))
         return sum(vars(memory).values()) + working
 
-    def beside(self, grid: Grid) -> int:
-        """Bytes besides state of the rank that has most of them."""
+    def other_bytes(self, grid: Grid) -> int:
+        """Most bytes of a rank that are not state."""
         ends = self._ends(grid.axes.pipeline, grid.chunks, self._folded(grid))
-        beside = self._bytes.beside
-        return max(beside(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends)
+        count = self._bytes.other
+        return max(count(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends)
 
     def moments(self, grid: Grid) -> list[tuple[float, int]]:
-        """Bytes besides state through a step of a model that no pipeline cuts."""
+        """Bytes that are not state through a step without a pipeline."""
         (stage,) = self._stages(grid)
         return self._bytes.moments(grid, stage)
 
     def resting(self, grid: Grid) -> tuple[int, int]:
-        """Bytes of state between two steps at stage 3, of all and of what learns, at least."""
+        """Least bytes of state between steps at stage 3: all of it, and what is trained."""
         return min(self._bytes.resting(grid, stage) for stage in self._stages(grid))
 
     # Seconds.
@@ -246,11 +230,11 @@ class Scorer:
     def _again(self, grid: Grid) -> float:
         return grid.recomputed / max(1, len(self.facts.blocks))
 
-    def _share(self, axes: Axes, shared: Shared) -> float:
+    def _share(self, axes: Axes, shared: TensorShares) -> float:
         return (1 - shared.seconds * (1 - 1 / axes.tensor)) / axes.sequence
 
     def settled(self, grid: Grid) -> Grid:
-        """The grid with a size of a chunk: that whose messages show least beside the passes."""
+        """The grid with the chunk size that exposes the least communication."""
         alone = grid.axes.data * grid.axes.sequence == 1
         if grid.chunk_mb or self.facts.chunk_bytes or alone:
             return grid
@@ -282,7 +266,7 @@ class Scorer:
     def _sharded_of(
         self, axes: Axes, stage: int, times: int, part: float, chunk_mb: int
     ) -> list[Message]:
-        """Messages of the replicas, of chunks of one size."""
+        """Messages between replicas, with chunks of one size."""
         facts, line = self.facts, self._links(axes)["replicas"]
         shared = self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
@@ -291,7 +275,8 @@ class Scorer:
         if not line or not number:
             return []
         size, found = -(-int(own) // number), []
-        # The last chunk may be spared a message: what one more adds is what each costs.
+        # The last chunk may need one message less: the difference of two chunk counts is the cost
+        # of a chunk.
         one, two = (Counter(zero_collectives(stage, [size] * n)) for n in (1, 2))
         for (kind, count), once in (one if number == 1 else two).items():
             every = once + (number - 2) * (once - one[kind, count]) if number > 1 else once
@@ -307,7 +292,7 @@ class Scorer:
         return Mesh(self.device, {n: size for n, size in sizes.items() if size > 1 or n == "data"})
 
     def _plan(self, grid: Grid, work: Work) -> Plan:
-        """A plan with what its prediction looks at."""
+        """A plan with the fields that its prediction reads."""
         axes, facts = grid.axes, self.facts
         pipeline = PipelineLayout()
         if axes.pipeline > 1:
@@ -364,34 +349,34 @@ class Scorer:
         return sizes, shares
 
     def state_of(self, grid: Grid) -> MemoryPlan:
-        """Bytes of the model state of the rank that has most of it, when it is most."""
+        """Peak bytes of model state of the fullest rank."""
         grid = self.settled(grid)
         every = [self._bytes.state(grid, stage) for stage in self._stages(grid)]
         return max(every, key=lambda found: found.total)
 
-    def _stages(self, grid: Grid) -> list[Stage]:
+    def _stages(self, grid: Grid) -> list[RankBlocks]:
         return self._summed(grid.axes.pipeline, grid.chunks, self._folded(grid))
 
     def _folded(self, grid: Grid) -> bool:
         return grid.axes.pipeline > 1 and STYLES[grid.schedule].folded
 
     def _held_of(self, grid: Grid) -> tuple[MemoryPlan, int]:
-        """Bytes of the rank that holds most, by kind, and what it works with."""
+        """Bytes of the fullest rank by kind, and its working memory."""
         ends = self._ends(grid.axes.pipeline, grid.chunks, self._folded(grid))
         held = self._bytes.held
         every = [held(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends]
         return max(every, key=lambda found: sum(vars(found[0]).values()) + found[1])
 
-    def _ends_of(self, ranks: int, chunks: int, folded: bool) -> list[tuple[int, Stage]]:
-        """The ranks of a pipeline that may hold most: both ends, and the one of most blocks."""
+    def _ends_of(self, ranks: int, chunks: int, folded: bool) -> list[tuple[int, RankBlocks]]:
+        """The ranks of a pipeline that may be fullest: both ends, and the one with most blocks."""
         stages = self._summed(ranks, chunks, folded)
         fullest = max(range(len(stages)), key=lambda n: stages[n].count)
         return [(n, stages[n]) for n in sorted({0, len(stages) - 1, fullest})]
 
-    def _summed_of(self, ranks: int, chunks: int, folded: bool) -> list[Stage]:
+    def _summed_of(self, ranks: int, chunks: int, folded: bool) -> list[RankBlocks]:
         """The blocks of each rank of a pipeline."""
         if ranks == 1:
-            return [Stage(tuple(range(len(self.facts.parts))), True, True)]
+            return [RankBlocks(tuple(range(len(self.facts.parts))), True, True)]
         sizes, _ = self._dealt(ranks * chunks)
         starts = [sum(sizes[:n]) for n in range(len(sizes))]
         found, last = [], ranks * chunks - 1
@@ -402,20 +387,13 @@ class Scorer:
                 for stage in mine
                 for block in range(starts[stage], starts[stage] + sizes[stage])
             )
-            found.append(Stage(blocks, 0 in mine, last in mine, len(mine) - (last in mine)))
+            found.append(RankBlocks(blocks, 0 in mine, last in mine, len(mine) - (last in mine)))
         return found
 
 
 def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
-    """Bounds of consecutive parts whose largest is as small as can be, by halving of the limit.
-
-    `partition_chain` finds the most even of them too, in time that grows with the square of the
-    costs.
-
-    Args:
-        costs: costs in order, at least as many as parts.
-        parts: number of parts, none empty.
-    """
+    """Cuts a chain into consecutive parts with the smallest possible maximum, by bisection."""
+    # `partition_chain` also finds the most even cut, in quadratic time.
     low, high = max(costs), sum(costs)
     best = _filled(costs, parts, high)
     for _ in range(40):
@@ -430,7 +408,7 @@ def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def _filled(costs: Sequence[float], parts: int, limit: float) -> list[int] | None:
-    """Bounds of parts that are filled up to a limit one by one; None where they do not take all."""
+    """Bounds of parts filled greedily up to a limit; None if they do not hold everything."""
     bounds, held = [0], 0.0
     for number, cost in enumerate(costs):
         left = len(costs) - number  # each part that is still empty needs one

@@ -1,11 +1,10 @@
-"""The search over grids: which way to lay a model over a cluster takes the least time and fits.
+"""The search over grids: the fastest way to run a model on a cluster within its memory.
 
     found = search_grids(model, optimizer, batch, cluster, samples=512, memory="70GiB")
     print(found)
 
-Meshes are looked at in the order of a bound that no grid on them is below; the search ends where
-the bound is no better than the worst of the best that it has. So nothing is left out that could
-have been among them, under the formulas that price them.
+Meshes are visited in the order of a lower bound. The search ends when the bound of the next mesh is
+no better than the worst of the grids kept, so none of the best is missed under the cost formulas.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from gulliver.booster._predict import free_share
-from gulliver.booster.hybrid import families, family_of
-from gulliver.booster.search._behind import NOTHING, Behind
 from gulliver.booster.search._facts import Facts
 from gulliver.booster.search._followed import facts_of
 from gulliver.booster.search._grids import Axes, Grid, axes_of, grids_of
 from gulliver.booster.search._offload import Least, Offloader, least_offloaded, with_offload
+from gulliver.booster.search._offload_tiers import NOTHING, OffloadTiers
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.errors import GulliverError
+from gulliver.families import family_of, is_hugging_face
 from gulliver.hardware import Cluster, rate_text, seconds_text
 from gulliver.options import byte_size, size_at_least, size_text
 
@@ -39,34 +38,31 @@ RESERVED = 0.06
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search over grids.
+    """Result of a search over grids."""
 
-    Attributes:
-        best: grids that fit, fastest first, of each mesh the fastest.
-        least: grid that needs the least memory of all that were looked at.
-        limit: bytes that a rank may hold; 0 for no limit.
-        looked: number of grids that were priced.
-        meshes: number of meshes, and how many the bound left out.
-        refused: why meshes were left out that the model cannot be run on, by what was asked.
-        seconds: seconds that analysis and search took.
-        facts: the model and its batch in numbers.
-        cluster: machines that were searched for.
-        behind: memory behind that of the ranks, which state may leave for.
-        offloaded: least memory that would do if what does not fit left, where nothing was found.
-        unlooked: grids that off-load which were not looked at, for lack of time.
-    """
-
+    # Grids that fit, fastest first, of each mesh the fastest.
     best: tuple[Scored, ...]
+    # Grid that needs the least memory of all that were looked at.
     least: Scored
+    # Bytes that a rank may hold; 0 for no limit.
     limit: int
+    # Number of grids that were priced.
     looked: int
+    # Number of meshes, and how many the bound left out.
     meshes: tuple[int, int]
+    # Why meshes were left out that the model cannot be run on, by what was asked.
     refused: dict[str, str]
+    # Seconds that analysis and search took.
     seconds: tuple[float, float]
+    # The model and its batch in numbers.
     facts: Facts
+    # Machines that were searched for.
     cluster: Cluster
-    behind: Behind = NOTHING
+    # Memory behind that of the ranks, which state may leave for.
+    behind: OffloadTiers = NOTHING
+    # Least memory that suffices with offloading, if nothing was found.
     offloaded: Least | None = None
+    # Offloading grids that were not replayed, to save time.
     unlooked: int = 0
 
     def __str__(self) -> str:
@@ -83,7 +79,7 @@ class Found:
         return "\n".join(lines)
 
     def why_none(self) -> str:
-        """Says which constraint nothing meets, and how many bytes would do."""
+        """Explains why nothing fits, and how many bytes would suffice."""
         least = self.least
         kinds = {**vars(least.memory), "working memory": least.working}
         largest = max(kinds, key=lambda kind: kinds[kind])
@@ -95,7 +91,7 @@ class Found:
         )
 
     def _off_load(self) -> str:
-        """Says what would do if what does not fit left."""
+        """What would suffice with offloading."""
         if self.offloaded is None or self.offloaded.bytes >= self.least.bytes:
             return f"; off-load to {self.behind} helps nothing" if self.behind else ""
         where = "the host" if self.cluster.device.to_device_rate is not None else "a disk"
@@ -116,10 +112,10 @@ def search_grids(
     precision: str = "bf16",
     best: int = BEST,
     facts: Facts | None = None,
-    behind: Behind = NOTHING,
+    behind: OffloadTiers = NOTHING,
     explain: bool = True,
 ) -> Found:
-    """Searches all grids that a plugin of ours can run.
+    """Searches all grids that a plugin can run.
 
     Args:
         model: whole model, perhaps on meta; it is left as it was.
@@ -146,29 +142,65 @@ def search_grids(
     limit = _limit(memory, cluster, on_cpu)
     free = free_share(cluster.device, cluster.size)
     scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", free)
-    modes = modes_of(facts)
+    possible, refused = _possible(scorer)
+    looked = _look(scorer, possible, limit, best)
+    offloader = Offloader(scorer, behind, limit)
+    ranked, unlooked, offloaded = _with_offloaded(offloader, possible, looked.ranked, best, explain)
+    return Found(
+        ranked,
+        scorer.score(looked.least),
+        limit or 0,
+        looked.count + offloader.looked * bool(behind),
+        (len(possible), len(possible) - looked.meshes),
+        refused,
+        (analysed - begun, time.perf_counter() - analysed),
+        facts,
+        cluster,
+        behind,
+        offloaded,
+        unlooked,
+    )
+
+
+def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
+    """Meshes that the model can run on, and why not on the others."""
+    facts, ranks = scorer.facts, scorer.cluster.size
     blocks = len(facts.blocks) if facts.has_stack else 0
-    meshes = axes_of(cluster.size, samples, blocks, modes)
+    meshes = axes_of(ranks, scorer.batch, blocks, modes_of(facts))
     refusals = {axes: scorer.refuses(axes) for axes in meshes}
     possible = [axes for axes, why in refusals.items() if not why]
     refused = {axes_text(axes): why for axes, why in refusals.items() if why}
     if not possible:
-        why = next(iter(refused.values()), f"{samples} samples cannot be dealt to them")
-        raise GulliverError(f"no mesh of {cluster.size} ranks can run this model: {why}")
-    bounds = sorted((scorer.bound(axes), axes) for axes in possible)
+        why = next(iter(refused.values()), f"{scorer.batch} samples cannot be dealt to them")
+        raise GulliverError(f"no mesh of {ranks} ranks can run this model: {why}")
+    return possible, refused
+
+
+class _Looked(NamedTuple):
+    """The fastest grids, the smallest one, and how many grids and meshes were priced."""
+
+    ranked: tuple[Scored, ...]
+    least: Grid
+    count: int
+    meshes: int
+
+
+def _look(scorer: Scorer, possible: Sequence[Axes], limit: int, best: int) -> _Looked:
+    """Prices the grids of meshes in the order of their bounds, and keeps the fastest of each."""
+    facts, tie = scorer.facts, itertools.count()
     chosen: list[tuple[float, int, Scored]] = []
     least: tuple[int, Grid] | None = None
-    looked = used = 0
-    tie, recomputable = itertools.count(), len(facts.recomputable)
-    for bound, axes in bounds:
+    count = meshes = 0
+    for bound, axes in sorted((scorer.bound(axes), axes) for axes in possible):
+        # No grid of this mesh, nor of those that follow, is faster than the slowest one kept.
         if len(chosen) == best and bound >= -chosen[0][0]:
             break
-        used += 1
+        meshes += 1
         fastest: Scored | None = None
-        for grid in grids_of(axes, samples, len(facts.blocks), facts.optimizer is not None):
-            looked += 1
+        for grid in grids_of(axes, scorer.batch, len(facts.blocks), facts.optimizer is not None):
+            count += 1
             scored = scorer.least(grid, limit)
-            small = scored.grid if scored else replace(grid, recomputed=recomputable)
+            small = scored.grid if scored else replace(grid, recomputed=len(facts.recomputable))
             held = scorer.bytes_of(small)
             if least is None or held < least[0]:
                 least = held, small
@@ -183,46 +215,45 @@ def search_grids(
             heapq.heapreplace(chosen, entry)
     assert least is not None, "some mesh was looked at"
     ranked = tuple(scored for _, _, scored in sorted(chosen, key=lambda e: (-e[0], e[1])))
-    unlooked, offloaded = 0, None
-    offloader = Offloader(scorer, behind, limit)
+    return _Looked(ranked, least[1], count, meshes)
+
+
+def _with_offloaded(
+    offloader: Offloader,
+    possible: list[Axes],
+    ranked: tuple[Scored, ...],
+    best: int,
+    explain: bool,
+) -> tuple[tuple[Scored, ...], int, Least | None]:
+    """Grids including offloading ones, how many were skipped, and the least memory if none fits."""
+    behind, unlooked, offloaded = offloader.behind, 0, None
     if behind:
         ranked, unlooked = with_offload(offloader, possible, ranked, best)
-        looked += offloader.looked
     if not ranked and (explain or behind):
-        offloaded = least_offloaded(scorer, possible)
-    if behind and offloaded is not None and offloaded.bytes <= limit:
-        # It may not have been among those that were replayed.
+        offloaded = least_offloaded(offloader.scorer, possible)
+    if behind and offloaded is not None and offloaded.bytes <= offloader.limit:
+        # It may not have been replayed.
         last = offloader.score(replace(offloaded.grid, offload=str(behind)))
         ranked = () if last is None else (last,)
-    ended = time.perf_counter()
-    return Found(
-        ranked,
-        scorer.score(least[1]),
-        limit or 0,
-        looked,
-        (len(possible), len(possible) - used),
-        refused,
-        (analysed - begun, ended - analysed),
-        facts,
-        cluster,
-        behind,
-        offloaded,
-        unlooked,
-    )
+    return ranked, unlooked, offloaded
 
 
 def _order(scored: Scored) -> tuple[float, int, int]:
-    """Faster first; of those alike to four digits the one with fewer parts, then fewer bytes."""
+    """Sort key: faster first; of equals to four digits fewer micro-batches, then fewer bytes."""
     step = float(f"{scored.seconds.step:.4g}")
     return step, scored.grid.micro_batches, scored.bytes
 
 
 def modes_of(facts: Facts) -> Sequence[str]:
-    """Sequence modes that a model can be run in, of those that are searched."""
-    known = families().get(family_of(facts.model) or "")
-    if known is None:
+    """Searched sequence modes that a model supports."""
+    family = family_of(facts.model)
+    if family.sequences is None or not (family.classes or is_hugging_face(facts.model)):
         return ()
-    return [mode for mode in known.modes if mode in ("split_gather", "all_to_all", "ring_attn")]
+    return [
+        mode
+        for mode in family.sequences.modes
+        if mode in ("split_gather", "all_to_all", "ring_attn")
+    ]
 
 
 def _limit(memory: int | str | None, cluster: Cluster, on_cpu: bool) -> int:
@@ -233,5 +264,5 @@ def _limit(memory: int | str | None, cluster: Cluster, on_cpu: bool) -> int:
 
 
 def axes_text(axes: Axes) -> str:
-    """The sizes of a mesh in a few words."""
+    """Short description of a mesh."""
     return str(Grid(axes))

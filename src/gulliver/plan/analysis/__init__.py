@@ -1,10 +1,10 @@
-"""What a step of any model computes, moves and keeps, before it runs and wherever it will run.
+"""FLOPs, bytes and memory of a training step, found before it runs.
+
+For example:
 
     from gulliver.plan import analyse
     found = analyse(model, {"input_ids": ids, "labels": ids})
     found.flops, found.saved.activations, found.peak, found.seconds(cluster.device)
-
-Read `_records.py` first: what is found. The rest is listed in `_analyse.py`.
 """
 
 from gulliver.plan.analysis._analyse import analyse

@@ -1,12 +1,8 @@
-"""The analysis itself: a step is followed with fake tensors, and summed up.
+"""Follows a step with fake tensors and sums up its costs.
 
     analyse(model, {"input_ids": ids, "labels": ids}).peak
 
-Read `_records.py` (what is found), `_recorder.py` (how a step is written down), `_repeats.py` and
-`_replay.py` (how equal blocks are followed once), `_opaque.py` (what cannot be followed) and
-`_kernels.py` (operators of a GPU that is not there).
-
-It does not know how a model will be cut, nor what kernels use inside and give back.
+It does not know how a model will be sharded, nor what kernels allocate and free inside.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ def analyse(
     repeats: bool = True,
     measure: bool = False,
 ) -> Analysis:
-    """Finds out what a step of a model computes, moves and keeps, operator by operator.
+    """Finds the FLOPs, bytes and memory of a training step, operator by operator.
 
     Forward and backward are followed with shapes alone, so that nothing of the model's size is
     allocated; equal blocks are followed once. The model is afterwards as it was.
@@ -88,7 +84,7 @@ def analyse(
 
 
 class _NotContiguous(Exception):
-    """The backward of a call that stands for others is not in one piece."""
+    """The backward of a replayed call is not contiguous."""
 
 
 class _Ran:
@@ -104,7 +100,7 @@ class _Ran:
 
 
 class _Step:
-    """A step that is to be analysed; the arguments are those of `analyse`."""
+    """A step to analyse; arguments as of `analyse`."""
 
     def __init__(
         self,
@@ -140,7 +136,7 @@ class _Step:
             recorder = self._recorder(self.model, args, kwargs, known)
             ran.recorder = recorder
             with ExitStack() as stack:
-                stack.enter_context(known.told())
+                stack.enter_context(known.answering())
                 if equal is not None:
                     stack.enter_context(equal.replaying(recorder))
                 stack.enter_context(left_out(self.model, recorder, opaque))
@@ -152,7 +148,7 @@ class _Step:
         return replace(found, opaque=tuple(opaque.values()), notes=notes)
 
     def _recurrent(self) -> Sequence[str]:
-        """What is not known of recurrent layers."""
+        """Notes about recurrent layers."""
         if self.kernels != "cuda":
             return ()
         layers = [path for path, m in self.model.named_modules() if isinstance(m, nn.RNNBase)]
@@ -164,7 +160,7 @@ class _Step:
         )
 
     def measured(self, opaque: Mapping[str, Opaque]) -> Analysis:
-        """Follows the step as it really runs, once."""
+        """Runs the step once on real data and records it."""
         tensors = [t for t in pytree.tree_leaves(self.batch) if isinstance(t, Tensor)]
         if any(t.is_meta for t in (*self.model.parameters(), *tensors)):
             first = next(iter(opaque.values()))
@@ -182,7 +178,7 @@ class _Step:
         return replace(found, opaque=tuple(replace(o, measured=True) for o in opaque.values()))
 
     def whole(self, opaque: Opaque) -> Analysis:
-        """A model of which only parameters and batch are known."""
+        """Costs of a model of which only parameters and batch are known."""
         tensors = [t for t in pytree.tree_leaves(self.batch) if isinstance(t, Tensor)]
         first = max(tensors, key=Tensor.numel)
         operators = operators_of(self.model, "", tensors, first)
@@ -214,6 +210,7 @@ class _Step:
                 loss = (self.criterion or stand_in_loss)(output)
             recorder.backward = True
             if loss.requires_grad:
-                # The method would leave the mode that chooses kernels, for what is computed again.
+                # `loss.backward()` would leave the kernel-selecting mode while checkpoints
+                # recompute.
                 torch.autograd.backward(loss)
             del output, loss

@@ -1,10 +1,10 @@
-"""The kernels that torch takes on a GPU, where there is none: which ones decides what is saved.
+"""Selects CUDA kernels while following a step without a GPU; kernels decide what is saved.
 
-Fake tensors of a GPU cannot run backward in a torch without CUDA. So the step is followed as on a
-CPU, but for the functions that choose by device: attention and dropout are called with the operator
-that they would choose on CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to
-2.13, on devices since Ampere, everything else as it is set by default). Recurrent layers are
-followed token by token: what cuDNN reserves for their backward it tells on a GPU alone.
+Fake CUDA tensors cannot run backward in a torch without CUDA, so the step is followed as on a CPU,
+except for functions that choose by device: attention and dropout call the operator that they would
+choose on CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to 2.13, devices
+since Ampere, default settings). Recurrent layers are followed token by token: the size of cuDNN's
+reserve space is known on a GPU only.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ ALIGNED = 16
 
 
 def kernels_of(name: str) -> AbstractContextManager[Any]:
-    """A context in which operators are those of a kind of device.
-
-    Raises:
-        GulliverError: an unknown kind.
-    """
+    """Context in which operators dispatch as on a kind of device."""
     if name not in KERNELS:
         raise GulliverError(f"unknown kernels {name!r}: {nearest(name, KERNELS)}")
     return _on_cuda() if name == "cuda" else nullcontext()
@@ -45,14 +41,14 @@ def kernels_of(name: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _on_cuda() -> Iterator[None]:
-    # A mode does not see what functions of torch call that it has seen itself.
+    # A mode does not see the inner calls of functions that it has intercepted.
     lstm = patch.object(nn.LSTM, "forward", _in_steps(nn.LSTM.forward))
     with lstm, patch.object(F, "scaled_dot_product_attention", _attention), _CudaKernels():
         yield
 
 
 def _in_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward of an LSTM, token by token: without the kernel of CPUs that has all of them."""
+    """LSTM forward token by token, without the fused CPU kernel."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         was = mkldnn.enabled
@@ -111,7 +107,7 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as memory-efficient attention takes it."""
+    """A mask in the layout that memory-efficient attention takes."""
     if mask.dtype == torch.bool:
         zeros = torch.zeros_like(mask, dtype=query.dtype)
         mask = zeros.masked_fill_(mask.logical_not(), float("-inf"))

@@ -1,9 +1,8 @@
-"""Values of small tensors that are known although the step is followed with shapes alone.
+"""Values of small tensors, computed alongside their fake tensors.
 
-Positions, masks and token numbers steer what many models do: a mask that masks nothing is left out,
-a caption's length is read. Such tensors are made of the batch and of constants, and are small. So
-beside the fake tensor the real one is computed, and a value that is asked for is given. What comes
-out of parameters is never known.
+Positions, masks and token counts steer many models: an empty mask is dropped, a caption's length is
+read. Such tensors are small and computed from the batch and constants, so their real values are
+computed as well and returned when the model asks. What depends on parameters is never known.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ KEPT = "_gulliver_known"
 
 
 class Known:
-    """Computes small tensors beside their fakes."""
+    """Computes the values of small tensors alongside their fakes."""
 
     def __init__(self) -> None:
         self._lost = dict[int, Any]()  # storages, so that no other gets the address
 
     def learn(self, fake: Tensor, real: Tensor) -> None:
-        """Takes the value of a tensor of the batch, if it is small and has one."""
+        """Keeps the value of a batch tensor if it is small."""
         if _is_small(real) and not real.is_meta and isinstance(fake, fake_kind()):
             with without_modes():
                 vars(fake)[KEPT] = real.detach().cpu().clone()
@@ -59,7 +58,7 @@ class Known:
             return value.item()
 
     def ran(self, func: Any, call: tuple[Any, Any, Any], taken: Sequence[Tensor]) -> None:
-        """Computes what an operator gives, if all that it takes is known."""
+        """Computes the outputs of an operator if all its inputs are known."""
         args, kwargs, output = call
         values = [self.of(tensor) for tensor in taken]
         changed = func._schema.is_mutable
@@ -80,8 +79,8 @@ class Known:
             vars(fake)[KEPT] = value
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Lets transformers ask for values that are known, as it does outside of a trace."""
+    def answering(self) -> Iterator[None]:
+        """Lets transformers read known values, as it does outside of a trace."""
         module = sys.modules.get("transformers.utils.import_utils")
         if module is None or not hasattr(module, "is_fake_tensor"):
             yield

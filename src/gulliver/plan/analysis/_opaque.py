@@ -1,9 +1,9 @@
-"""Modules that cannot be followed: where, and what stands for them.
+"""Modules that cannot be followed, and the placeholders that replace them.
 
-A module that looks at its data (``.item()``, numpy, a number of rows that depends on values) has
-none with fake tensors. The innermost module that does is left out, with all others of its class: it
-stays whole, is costed by its parameters and its input, and gives what it was given. If that does
-not fit what comes next, the module around both stays whole.
+A module that looks at its data (``.item()``, numpy, a number of rows that depends on values) fails
+with fake tensors. The innermost such module is replaced, with all others of its class: it is costed
+by its parameters and inputs, and returns its input. If that does not fit what comes next, the
+module around both is replaced.
 """
 
 from __future__ import annotations
@@ -33,22 +33,12 @@ OURS = Path(__file__).parents[2]
 def widened(
     model: nn.Module, known: Mapping[str, Opaque], error: Exception, running: str
 ) -> dict[str, Opaque]:
-    """The modules that stay whole, after a step failed with those that were known.
-
-    Args:
-        model: whole model.
-        known: modules that stayed whole, by path.
-        error: what the step raised.
-        running: path of the module that ran.
-
-    Raises:
-        GulliverError: the step fails for another reason than data that are not there.
-    """
+    """Adds the module that made a step fail to those that are not followed."""
     where, line = _where(error), str(error).strip().split("\n")[0]
     if needs_data(error):
         path = running
     elif known:
-        # What stood for a module gave something else than it would.
+        # The placeholder returned something that the next module cannot take.
         path = _around(running, known)
     else:
         name = f"module {running!r}" if running else "the model"
@@ -64,7 +54,7 @@ def widened(
 
 
 def _around(running: str, known: Mapping[str, Opaque]) -> str:
-    """The innermost module around one that runs and one that stayed whole."""
+    """The innermost module that contains the running module and one that is not followed."""
     parts = running.split(".") if running else []
     for end in range(len(parts), 0, -1):
         path = ".".join(parts[:end])
@@ -95,13 +85,7 @@ def _where(error: Exception) -> str:
 def left_out(
     model: nn.Module, recorder: Recorder, opaque: Mapping[str, Opaque]
 ) -> AbstractContextManager[None]:
-    """A context in which modules are not run, and something stands for them.
-
-    Args:
-        model: whole model.
-        recorder: recorder of the step.
-        opaque: modules by path.
-    """
+    """Context in which modules are replaced by placeholders."""
     paths = {model.get_submodule(path): path for path in opaque}
 
     def call(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
@@ -116,12 +100,12 @@ def left_out(
 
 
 def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> Any:
-    """What a module is taken to do."""
+    """Placeholder for the call of a module."""
     leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
     tensors = list({id(t): t for t in leaves}.values())
     first = next((t for t in tensors if t.is_floating_point()), None)
     if first is None:
-        # The module around it stays whole then.
+        # Then the module around it is replaced.
         raise ValueError(f"what {path} gives is not known")
     forward, backward = operators_of(module, path, tensors, first)
     forward.inputs = recorder.values(tensors)
@@ -147,14 +131,7 @@ def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> A
 def operators_of(
     module: nn.Module, path: str, tensors: list[Tensor], first: Tensor
 ) -> tuple[Operator, Operator]:
-    """Forward and backward of a module of which only parameters and input are known.
-
-    Args:
-        module: the module.
-        path: path of the module.
-        tensors: tensors of its input.
-        first: the one that its matrices multiply.
-    """
+    """Forward and backward operators of a module of which only parameters and input are known."""
     parameters = list(module.parameters())
     weights = sum(p.numel() for p in parameters if p.ndim > 1)
     rows = first.numel() // max(1, first.shape[-1] if first.ndim else 1)

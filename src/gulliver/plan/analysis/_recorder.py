@@ -1,17 +1,7 @@
-"""Records every operator of a step that runs now, with whatever tensors there are.
+"""Records every operator of a running step, with real or fake tensors.
 
-A `Recorder` is a `StorageCounter` that also writes down what each operator took, gave and saved, to
-which module it belongs, and whose gradient it computes. It knows nothing of fake tensors: the tests
-run it on real ones too.
-
-[Note: nodes] Autograd makes the node of an operation before the operation runs, and numbers nodes.
-So the newest number, seen from below autograd, belongs to the operator that runs: what is packed
-while that number is the newest, the operator saves; and the backward that runs under the node with
-that number is the operator's.
-
-[Note: saved tensors] What `pack` is given is replaced by another tensor on the same memory. Else
-an output that its own node saves would refer to itself; and what is alive after a call although
-autograd does not need it could not be told from what it does need (`_repeats.py`).
+A `Recorder` is a `StorageCounter` that also records inputs, outputs and saved tensors of each
+operator, its module, and the forward operator whose gradient it computes.
 """
 
 from __future__ import annotations
@@ -39,122 +29,108 @@ from gulliver.plan.analysis._known import ASKED, Known
 from gulliver.plan.analysis._records import BACKWARD, FORWARD, RECOMPUTE, Operator, Value
 
 
+# [Note: nodes] Autograd creates and numbers the node of an operation before the operation runs. So
+# below autograd, the newest number belongs to the running operator: tensors packed while that
+# number is the newest are saved by it, and a backward under the node of that number is its own.
+#
+# [Note: saved tensors] `pack` replaces a tensor by another one on the same memory. Otherwise an
+# output saved by its own node would refer to itself, and tensors kept alive by the model could not
+# be distinguished from those kept by autograd.
 @dataclass
 class Moment:
-    """Memory around something that happened.
+    """Memory before and after an event."""
 
-    Attributes:
-        before: bytes that were there as it began.
-        after: bytes that were there as it ended.
-        gradients: bytes of gradients of parameters that were there.
-        operator: index of the operator; -1 of none.
-        replayed: what was replayed, and whether backward; None for an operator.
-    """
-
+    # Bytes that were there as it began.
     before: int
+    # Bytes that were there as it ended.
     after: int
+    # Bytes of gradients of parameters that were there.
     gradients: int
+    # Index of the operator; -1 of none.
     operator: int = -1
+    # The replayed template, and whether its backward; None for an operator.
     replayed: tuple[Any, bool] | None = None
 
 
 @dataclass
-class Call:
-    """A call of a module.
+class ModuleCall:
+    """A call of a module."""
 
-    Attributes:
-        path: path of the module.
-        parent: call that it was made in.
-        phase: phase that it was made in.
-        begun: number of moments as it began.
-        before: bytes that were there.
-        saved: bytes that had been saved.
-        ended: number of moments as it ended.
-        kept: bytes that it saved which were not saved before.
-        output: bytes of its output.
-        handed: bytes of those of its outputs that have the form of an input.
-        taken: forms of its inputs.
-        span: first and last moment of its backward.
-        open: whether it was called outside of what is computed again.
-    """
-
+    # Path of the module.
     path: str
-    parent: Call | None
+    # Call that it was made in.
+    parent: ModuleCall | None
+    # Phase that it was made in.
     phase: str
+    # Number of moments as it began.
     begun: int
+    # Bytes that were there.
     before: int
+    # Bytes that had been saved.
     saved: int
+    # Number of moments as it ended.
     ended: int = -1
+    # Bytes that it saved which were not saved before.
     kept: int = 0
+    # Bytes of its output.
     output: int = 0
+    # Bytes of those of its outputs that have the form of an input.
     handed: int = 0
+    # Forms of its inputs.
     taken: frozenset[Any] = frozenset()
+    # First and last moment of its backward.
     span: list[int] = field(default_factory=list)
+    # Whether it was called outside of recomputation.
     open: bool = True
 
 
 @dataclass
 class Packed:
-    """Memory that was saved.
+    """Memory that was saved."""
 
-    Attributes:
-        serial: number of the memory.
-        nbytes: size of the memory.
-        name: name of what it belongs to, if it was there before the step.
-    """
-
+    # Number of the memory.
     serial: int
+    # Size of the memory.
     nbytes: int
+    # Name of the tensor that it belongs to, if that existed before the step.
     name: str
 
 
 class Recorder(StorageCounter):
-    """Writes down the operators of a step.
-
-    Args:
-        model: model whose modules, parameters and buffers give names.
-        inputs: tensors of the batch.
-        known: values of small tensors; None where all have their values.
-
-    Attributes:
-        operators: operators.
-        moments: memory, in the order of what happened.
-        calls: calls of modules.
-        packed: memories that were saved, in their order and as often as they were.
-        kept: the same by number, each once.
-        claims: bytes that an operator is the first to save, by its index.
-        gradients: bytes of the gradients of parameters.
-        path: path of the module that runs.
-        backward: whether the backward runs.
-        quiet: whether what runs is to be counted only, and not written down.
-        made: weak references to the tensors that operators give, while somebody wants them.
-    """
+    """Records the operators of a step."""
 
     def __init__(self, model: nn.Module, inputs: list[Tensor], known: Known | None = None) -> None:
         super().__init__()
         self.known = known
         self.operators: list[Operator] = []
+        # Memory, in the order of what happened.
         self.moments: list[Moment] = []
-        self.calls: list[Call] = []
+        # Calls of modules.
+        self.calls: list[ModuleCall] = []
+        # Memories that were saved, in their order and as often as they were.
         self.packed: list[Packed] = []
+        # The same by number, each once.
         self.kept: dict[int, Packed] = {}
+        # Bytes that an operator is the first to save, by its index.
         self.claims: dict[int, int] = {}
+        # Bytes of the gradients of parameters.
         self.gradients = 0
         self.path, self.backward, self.quiet = "", False, False
+        # Weak references to new tensors, while a repeated call is being followed.
         self.made: list[weakref.ref[Tensor]] | None = None
         self.saved = 0
         self._model = model
         self._paths = {module: path for path, module in model.named_modules()}
-        self._running: list[Call] = []
+        self._running: list[ModuleCall] = []
         self._serials: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._next = 0
         self._writers: dict[int, int] = {}
         self._views: dict[int, dict[tuple[Any, ...], int]] = {}
-        self._first_calls: dict[str, Call] = {}
+        self._first_calls: dict[str, ModuleCall] = {}
         self._nodes: dict[int, int] = {}
         self._node = newest_node()
-        self._operator_calls: list[Call | None] = []
+        self._operator_calls: list[ModuleCall | None] = []
         self._before = 0
         self._replayed = False
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -164,7 +140,7 @@ class Recorder(StorageCounter):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follows what runs inside."""
+        """Records what runs inside the context."""
         handles: list[Any] = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave),
@@ -184,19 +160,18 @@ class Recorder(StorageCounter):
         """The phase that the step is in."""
         if not self.backward:
             return FORWARD
-        # Autograd switches recording off; what computes a forward again switches it on, and hooks
-        # what that saves.
+        # Backward runs without recording; recomputation enables it and installs its own hooks.
         again = torch.is_grad_enabled() or not self.saves
         return RECOMPUTE if again else BACKWARD
 
     @property
     def saves(self) -> bool:
-        """Whether what autograd saves now comes here, and to no hooks inside of the step."""
+        """Whether this recorder's hooks receive what autograd saves now."""
         hooks = saving_hooks()
         return hooks is not None and hooks[0] == self.pack
 
     @property
-    def running(self) -> Call | None:
+    def running(self) -> ModuleCall | None:
         """The innermost call of a module that runs."""
         return self._running[-1] if self._running else None
 
@@ -220,24 +195,24 @@ class Recorder(StorageCounter):
         return self._serials[key]
 
     def drop(self, key: int) -> None:
-        """Does not count a storage any more."""
+        """Stops counting a storage."""
         if key in self._held:
             serial = self._serials.pop(key)
             self._names.pop(serial, None)
         super().drop(key)
 
     def name(self, serial: int) -> str:
-        """Name of what a memory belongs to that was there before the step; empty for others."""
+        """Name of the tensor that owned a memory before the step; empty for new memory."""
         return self._names.get(serial, "")
 
     def was_there(self, tensor: Tensor) -> bool:
-        """Whether the step did not make the memory of a tensor."""
+        """Whether a tensor's memory existed before the step."""
         return tensor.untyped_storage()._cdata not in self._held
 
     # Operators.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation, or says a value that is known."""
+        """Runs an operation, or returns a known value."""
         if func in ASKED and self.known is not None:
             value = self.known.number(args[0])
             if value is not None:
@@ -251,7 +226,7 @@ class Recorder(StorageCounter):
     def ran(
         self, func: Any, call: tuple[Any, Any, Any], taken: list[Tensor], given: list[Tensor]
     ) -> None:
-        """Writes down what ran."""
+        """Records an operation."""
         if self.known is not None and not self.backward and not self.quiet:
             self.known.ran(func, call, taken)
         if self.quiet or not (given or _changed(func)):
@@ -260,11 +235,11 @@ class Recorder(StorageCounter):
             self.made += [weakref.ref(tensor) for tensor in given if not self.was_there(tensor)]
         node, phase = self._node_of()
         if phase == BACKWARD:
-            # A repeated forward stops where nothing more is needed, without leaving its modules.
+            # Checkpoints stop recomputing early, without running the exit hooks of modules.
             self._running = [call for call in self._running if call.phase == FORWARD]
-        # What autograd adds up right after a replay belongs to what is replayed.
+        # Accumulations right after a replay belong to the replayed call.
         self._replayed = self._replayed and phase == BACKWARD and node < 0
-        # Autograd wraps what it had saved in a tensor of its own, which is no operator of anybody.
+        # Autograd detaches saved tensors when it unpacks them; that is no operator of the model.
         if self._replayed or (phase == BACKWARD and func is torch.ops.aten.detach.default):
             return
         index = len(self.operators)
@@ -296,8 +271,8 @@ class Recorder(StorageCounter):
             else ""
         )
 
-    def _region(self, phase: str) -> Call | None:
-        """The call in whose forward the checkpoint lies that is computed again now."""
+    def _region(self, phase: str) -> ModuleCall | None:
+        """The call whose checkpoint is being recomputed."""
         if phase != RECOMPUTE:
             return None
         forward = self._nodes.get(running_node(), -1)
@@ -306,8 +281,8 @@ class Recorder(StorageCounter):
             owner = owner.parent
         return owner
 
-    def _spans(self, owner: Call | None, phase: str) -> None:
-        """Notes the moment in the backward of a call and of those around it."""
+    def _spans(self, owner: ModuleCall | None, phase: str) -> None:
+        """Extends the backward span of a call and its parents to this moment."""
         if phase == FORWARD:
             return
         at = len(self.moments) - 1
@@ -317,7 +292,7 @@ class Recorder(StorageCounter):
             owner = owner.parent
 
     def moment(self, operator: int = -1, replayed: tuple[Any, bool] | None = None) -> None:
-        """Notes the memory around what happened."""
+        """Records memory before and after an event."""
         before = self._before if operator >= 0 else self.live
         self.moments.append(Moment(before, self.live, self.gradients, operator, replayed))
 
@@ -359,15 +334,15 @@ class Recorder(StorageCounter):
         return Value(tuple(tensor.shape), dtype, storage, producer, self.name(storage))
 
     def _written(self, tensor: Tensor, index: int, changed: bool) -> None:
-        """Notes who gave a tensor, or wrote into its memory."""
+        """Records the producer of a tensor, or the last writer of its memory."""
         storage = self.serial(tensor)
         if changed or storage not in self._writers:
-            # Views that were taken before show what is written now.
+            # Existing views show what is written now.
             self._writers[storage], self._views[storage] = index, {}
         self._views[storage][_look(tensor)] = index
 
     def given_by(self, tensor: Tensor, index: int) -> None:
-        """Notes that an operator of another call stands for the one that gives a tensor."""
+        """Records an operator of another call as the producer of a tensor."""
         self._written(tensor, index, False)
 
     def values(self, tensors: list[Tensor]) -> tuple[Value, ...]:
@@ -381,7 +356,7 @@ class Recorder(StorageCounter):
     # What is saved.
 
     def pack(self, value: Tensor) -> Tensor:
-        """Notes what autograd saves."""
+        """Records what autograd saves."""
         serial, nbytes = self.serial(value), value.untyped_storage().nbytes()
         if not self.backward:
             self._saved(value, serial, nbytes)
@@ -395,7 +370,7 @@ class Recorder(StorageCounter):
             self.quiet, self.made = quiet, made
 
     def keep(self, tensor: Tensor) -> None:
-        """Notes that a parameter is saved by a call that is replayed."""
+        """Records that a replayed call saves a parameter."""
         self._saved(tensor, self.serial(tensor), tensor.untyped_storage().nbytes())
 
     def _saved(self, value: Tensor, serial: int, nbytes: int) -> None:
@@ -408,7 +383,7 @@ class Recorder(StorageCounter):
         if name:
             return
         self.saved += nbytes
-        # What an operator takes is saved before it runs.
+        # Inputs are saved before the operator runs.
         if not self.quiet:
             owner = self._nodes.get(newest_node(), len(self.operators))
             self.claims[owner] = self.claims.get(owner, 0) + nbytes
@@ -420,9 +395,9 @@ class Recorder(StorageCounter):
             call = self.enter(self._paths[module])
             call.taken = frozenset((t.shape, t.dtype) for t in args if isinstance(t, Tensor))
 
-    def enter(self, path: str) -> Call:
+    def enter(self, path: str) -> ModuleCall:
         """Begins the call of a module."""
-        call = Call(path, self.running, self.phase, len(self.moments), self.live, self.saved)
+        call = ModuleCall(path, self.running, self.phase, len(self.moments), self.live, self.saved)
         call.open = torch.is_grad_enabled() and self.saves
         if call.parent is None:
             call.parent = self._region(call.phase)
@@ -430,6 +405,7 @@ class Recorder(StorageCounter):
         if call.phase == FORWARD:
             self._first_calls[path] = call
         self.calls.append(call)
+        # Path of the module that runs.
         self.path = path
         return call
 
@@ -456,20 +432,14 @@ class Recorder(StorageCounter):
             self.gradients += parameter.grad.untyped_storage().nbytes()
             self.drop_tensor(parameter.grad)
 
-    def replayed(self, what: Any, backward: bool, owner: Call | None = None) -> None:
-        """Notes that a call is replayed.
-
-        Args:
-            what: what stands for it.
-            backward: whether its backward is.
-            owner: call that it was made in, of a backward.
-        """
+    def replayed(self, what: Any, backward: bool, owner: ModuleCall | None = None) -> None:
+        """Records a replayed call."""
         self._replayed = backward
         self.moment(replayed=(what, backward))
         self._spans(owner, BACKWARD if backward else FORWARD)
 
     def stand_in(self, operator: Operator) -> None:
-        """Writes down an operator that stands for a module."""
+        """Records an operator in place of a module."""
         operator.live, self._before = self.live, self.live
         self._operator_calls.append(self.running)
         self.operators.append(operator)
@@ -477,7 +447,7 @@ class Recorder(StorageCounter):
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in its memory."""
+    """Offset, shape, strides and dtype of a tensor."""
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 

@@ -1,15 +1,11 @@
-"""What an analysis found, as plain data: operators, calls of modules, and the sums over them.
+"""Results of an analysis: operators, calls of modules, and sums over them.
+
+For example:
 
     found = analyse(model, batch)
     found.flops, found.saved, found.peak
     found.module("model.layers.7").backward.flops
-    found.graph("model.layers.7")          # for a search over shardings
-
-[Note: what stands for many] Equal calls of equal modules are followed once (`_repeats.py`). The
-operators of that call stand for all of them and say how many they are (`Operator.count`); the paths
-of the others lead to it (`Analysis.alike`).
-
-Bytes and FLOPs do not depend on a device. Seconds do: ask for them with a device of a cluster.
+    found.graph("model.layers.7")
 """
 
 from __future__ import annotations
@@ -28,9 +24,13 @@ OPAQUE = "opaque"
 """Name of the operator that stands for a module that could not be followed."""
 
 
+# [Note: repeated modules] Equal calls of equal modules are followed once. The operators of that
+# call represent all of them (`Operator.count`); paths of the others lead to it (`Analysis.alike`).
+#
+# Bytes and FLOPs do not depend on a device. Seconds do: ask for them with a device of a cluster.
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that an operator takes or gives.
+    """An input or output tensor of an operator.
 
     Attributes:
         shape: sizes of its dimensions.
@@ -49,7 +49,7 @@ class Value:
 
 @dataclass(slots=True)
 class Operator:
-    """An operation below autograd, as torch ran it; a recorder fills it in as a step goes on.
+    """An operation below autograd, as torch ran it.
 
     Attributes:
         name: name with its overload, such as ``aten::addmm``.
@@ -91,7 +91,7 @@ class Operator:
     seconds: float | None = None
 
     def seconds_on(self, device: Device) -> float:
-        """Seconds of one call on a device, or those that were measured.
+        """Seconds of one call on a device; measured ones if there are any.
 
         Raises:
             GulliverError: the device has no rate for the dtype of a product.
@@ -108,22 +108,19 @@ class Operator:
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of a pass.
+    """Work of a pass."""
 
-    Attributes:
-        flops: FLOPs of products of matrices, convolutions and attention.
-        read: bytes that operators read.
-        written: bytes that operators write.
-        operators: number of operators that are no views.
-    """
-
+    # FLOPs of products of matrices, convolutions and attention.
     flops: int = 0
+    # Bytes that operators read.
     read: int = 0
+    # Bytes that operators write.
     written: int = 0
+    # Number of operators that are no views.
     operators: int = 0
 
     def plus(self, operator: Operator, times: int) -> Cost:
-        """The cost with some calls of an operator more."""
+        """The cost plus some calls of an operator."""
         return Cost(
             self.flops + times * operator.flops,
             self.read + times * operator.read,
@@ -134,35 +131,32 @@ class Cost:
 
 @dataclass(frozen=True)
 class ModuleCosts:
-    """What a module costs in a step, all its calls together.
+    """Costs of a module in a step, summed over its calls."""
 
-    Attributes:
-        path: path of the module.
-        kind: name of its class.
-        calls: number of calls in the forward.
-        forward: work of the forward.
-        recompute: work of what backward computes again.
-        backward: work of the backward.
-        saved: bytes that the forward leaves for the backward and nothing before it left.
-        output: bytes of the output of a call.
-        handed: bytes of what a call hands on: its outputs in the form of an input, or all of them.
-        forward_peak: most bytes during a forward, above what was there as it began.
-        backward_peak: most bytes during its backward, above what was there as it began; what is
-            computed again included, gradients of parameters not.
-        alike: path of the module whose calls stand for those of this one; empty for none.
-    """
-
+    # Path of the module.
     path: str
+    # Name of its class.
     kind: str
+    # Number of calls in the forward.
     calls: int = 0
+    # Work of the forward.
     forward: Cost = Cost()
+    # Work of what backward computes again.
     recompute: Cost = Cost()
+    # Work of the backward.
     backward: Cost = Cost()
+    # Bytes that the forward leaves for the backward and nothing before it left.
     saved: int = 0
+    # Bytes of the output of a call.
     output: int = 0
+    # Bytes of the outputs shaped like an input (hidden states), or of all outputs.
     handed: int = 0
+    # Most bytes during a forward, above what was there as it began.
     forward_peak: int = 0
+    # Most bytes during its backward, above what was there as it began; what is computed again
+    # included, gradients of parameters not.
     backward_peak: int = 0
+    # Path of the module followed in place of this one; empty for none.
     alike: str = ""
 
     @property
@@ -173,35 +167,29 @@ class ModuleCosts:
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that autograd keeps from forward to backward, each memory once.
+    """Bytes that autograd saves for the backward, each memory counted once."""
 
-    Attributes:
-        activations: what the step computes.
-        inputs: memory of the batch.
-        parameters: memory of parameters and buffers, and of what was there before besides.
-    """
-
+    # What the step computes.
     activations: int = 0
+    # Memory of the batch.
     inputs: int = 0
+    # Memory of parameters, buffers and other tensors that existed before the step.
     parameters: int = 0
 
 
 @dataclass(frozen=True)
 class Opaque:
-    """A module that could not be followed, and stays whole.
+    """A module that could not be followed."""
 
-    Attributes:
-        path: path of the module; empty for the model.
-        kind: name of its class.
-        where: file and line that need data.
-        reason: what torch said.
-        measured: whether its figures were measured on real data.
-    """
-
+    # Path of the module; empty for the model.
     path: str
+    # Name of its class.
     kind: str
+    # File and line that need data.
     where: str
+    # What torch said.
     reason: str
+    # Whether its figures were measured on real data.
     measured: bool = False
 
     def __str__(self) -> str:
@@ -214,35 +202,32 @@ class Opaque:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a step of a model computes, moves and keeps.
+    """FLOPs, bytes and memory of a step."""
 
-    Attributes:
-        operators: operators in the order in which they ran, each standing for `count` of them.
-        modules: costs by path, without those that others stand for: ask `module`.
-        alike: path of a module to that of the one whose calls stand for its own.
-        saved: bytes that autograd keeps for the backward.
-        inputs: bytes of the batch.
-        peak: most bytes at once of all that the step makes and the batch, gradients of parameters
-            aside: those are counted as model state.
-        peak_with_gradients: the same with the gradients, as they come.
-        gradients: bytes of the gradients of parameters.
-        parameters: bytes of the parameters.
-        kept: bytes of each memory that the step computes and autograd keeps, by its number.
-        opaque: modules that could not be followed.
-        notes: sentences about what was done otherwise than one would expect.
-    """
-
+    # Operators in the order in which they ran, each standing for `count` of them.
     operators: tuple[Operator, ...]
+    # Costs by path of followed modules; `module` finds those of the others.
     modules: Mapping[str, ModuleCosts]
+    # Paths of modules, and of those followed in their place.
     alike: Mapping[str, str] = field(default_factory=dict)
+    # Bytes that autograd keeps for the backward.
     saved: Saved = Saved()
+    # Bytes of the batch.
     inputs: int = 0
+    # Peak bytes of everything that the step allocates and the batch, without gradients of
+    # parameters, which are model state.
     peak: int = 0
+    # The same with the gradients, as they come.
     peak_with_gradients: int = 0
+    # Bytes of the gradients of parameters.
     gradients: int = 0
+    # Bytes of the parameters.
     parameters: int = 0
+    # Bytes of each memory that the step computes and autograd keeps, by its number.
     kept: Mapping[int, int] = field(default_factory=dict)
+    # Modules that could not be followed.
     opaque: tuple[Opaque, ...] = ()
+    # Remarks about unexpected behaviour.
     notes: tuple[str, ...] = ()
 
     def cost(self, phase: str) -> Cost:
@@ -259,30 +244,17 @@ class Analysis:
         return sum(o.flops * o.count for o in self.operators)
 
     def seconds(self, device: Device, phase: str | None = None, path: str = "") -> float:
-        """Seconds of the step on a device, or of a part of it, operators one after the other.
-
-        Args:
-            device: device that computes.
-            phase: phase to count alone; None counts all.
-            path: path of a module to count alone.
-
-        Raises:
-            GulliverError: the device has no rate for a dtype, or there is no such module.
-        """
+        """Seconds of the step on a device, or of a part of it, operators one after the other."""
         chosen = self.operators if not path else self.graph(path)
         every = ((o, 1 if path else o.count) for o in chosen if phase in (None, o.phase))
         return sum(count * o.seconds_on(device) for o, count in every)
 
     def module(self, path: str) -> ModuleCosts:
-        """The costs of a module; those of an equal one where it was not followed itself.
-
-        Raises:
-            GulliverError: no module at this path was called.
-        """
+        """Costs of a module, or of the equal one that was followed in its place."""
         stands = self.followed(path)
         found = self.modules.get(stands)
         if found is None:
-            # A list of all modules would be longer than a screen: those that stand highest do.
+            # A list of all modules would fill a screen: the outermost suffice.
             high = {p for p in self.modules if p and p.count(".") <= 1} or set(self.modules)
             near = get_close_matches(path, self.modules, n=1, cutoff=0.5)
             known = self.modules if near else high
@@ -290,7 +262,7 @@ class Analysis:
         return found if stands == path else replace(found, path=path, alike=stands)
 
     def followed(self, path: str) -> str:
-        """The path of the module whose operators stand for those of another."""
+        """Path of the module that was followed in place of another."""
         parts = path.split(".")
         for end in range(len(parts), 0, -1):
             head = ".".join(parts[:end])
@@ -299,21 +271,13 @@ class Analysis:
         return path
 
     def graph(self, path: str, phase: str | None = None) -> tuple[Operator, ...]:
-        """The operators of a module, or of the one that stands for it, in their order.
-
-        Args:
-            path: path of the module.
-            phase: phase to take alone.
-
-        Raises:
-            GulliverError: no module at this path was called.
-        """
+        """Operators of a module, or of the one followed in its place, in order."""
         own = self.module(path).alike or path
         inside = (o for o in self.operators if not own or f"{o.path}.".startswith(f"{own}."))
         return tuple(o for o in inside if phase in (None, o.phase))
 
     def stacks(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Yields modules that were followed and those that they stand for."""
+        """Yields each followed module with the equal ones that it represents."""
         found: dict[str, list[str]] = {}
         for path, stands in self.alike.items():
             found.setdefault(stands, []).append(path)

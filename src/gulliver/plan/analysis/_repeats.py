@@ -1,17 +1,4 @@
-"""Equal calls of equal modules are followed once.
-
-[Note: equal] Modules are equal if they have the same class, the same plain attributes (but what
-numbers them), parameters, buffers and modules of the same form. Calls are, if besides their
-arguments have the same form: shapes, strides, dtypes, what needs a gradient, what is one tensor.
-The first call of a kind is followed and so is the second, which finds what a step makes once and
-shares (rotations, masks) as all later ones will: it stands for them, if both ran the same
-operators.
-
-[Note: refused] A call stands for others only if what it leaves behind is known: its output, and
-memory that autograd saves. Whoever keeps more (a cache of keys and values, a list of router logits)
-is found by a tensor that is alive although neither refers to it, and is followed each time. So is
-what runs inside a checkpoint that lies around it, and what has hooks.
-"""
+"""Equal calls of equal modules are followed once."""
 
 from __future__ import annotations
 
@@ -35,49 +22,51 @@ FEWEST = 3
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+# [Note: equal calls] Modules are equal if they have the same class, the same plain attributes
+# (except numbers such as `layer_idx`), and parameters, buffers and children of the same form. Calls
+# are equal if their arguments also have the same form: shapes, strides, dtypes, requires_grad, and
+# which of them are the same tensor. The first two calls of a kind are followed. The second one
+# finds values that are made once and shared (rotations, masks), as all later ones will, so it
+# represents them if both ran the same operators.
+#
+# [Note: calls that are not replayed] A call represents others only if everything it leaves behind
+# is known: its output, and memory that autograd saves. Modules that keep more (a key-value cache, a
+# list of router logits) are found by a tensor that is still alive without either, and are followed
+# each time. So are calls inside a checkpoint, and modules with hooks.
 @dataclass
-class Kind:
-    """Calls that are equal.
+class CallKind:
+    """Equal calls of equal modules."""
 
-    Attributes:
-        first: operators of the first.
-        template: what the second left behind.
-        refused: reason why no call can stand for others.
-    """
-
+    # Operators of the first.
     first: list[Any] | None = None
+    # What the second call left behind.
     template: Template | None = None
+    # Reason why no call can stand for others.
     refused: str = ""
 
 
 @dataclass
 class Repeats:
-    """Follows the first calls of each kind, and replays the others.
-
-    Args:
-        model: model whose equal modules are looked for.
-
-    Attributes:
-        alike: path of a module whose call was replayed, to that of the one which stands for it.
-        templates: calls that stand for others.
-        refused: reasons why a class of modules is followed each time.
-    """
+    """Follows the first two calls of each kind and replays the others."""
 
     model: nn.Module
+    # Paths of replayed modules, and of those followed in their place.
     alike: dict[str, str] = field(default_factory=dict)
+    # Calls that represent others.
     templates: list[Template] = field(default_factory=list)
+    # Reasons why a class of modules is followed each time.
     refused: dict[str, str] = field(default_factory=dict)
     _recorder: Recorder | None = None
     _busy: bool = False
 
     def __post_init__(self) -> None:
         self._forms: dict[Any, int] = {}
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds: dict[Any, CallKind] = {}
         self._candidates = dict(self._equal_modules())
 
     @contextmanager
     def replaying(self, recorder: Recorder) -> Iterator[None]:
-        """Replays equal calls inside."""
+        """Replays equal calls inside the context."""
         self._recorder = recorder
         with calls_through(self._call, list(self._candidates)):
             yield
@@ -85,7 +74,7 @@ class Repeats:
     # Modules.
 
     def _equal_modules(self) -> Iterator[tuple[nn.Module, tuple[str, int]]]:
-        """Yields the outermost modules of which there are several, with path and form."""
+        """Yields the outermost modules that occur several times, with path and form."""
         forms = dict[nn.Module, int]()
         paths = dict(self.model.named_modules())
         for module in reversed(paths.values()):
@@ -119,7 +108,7 @@ class Repeats:
         return forms[module]
 
     def _cached(self, path: str, why: str) -> str:
-        """Says which configurations around a module ask for a cache, where something is kept."""
+        """Names the configurations that enable a cache, if that prevented the replay."""
         if not why.startswith("something keeps"):
             return ""
         parts = path.split(".")
@@ -141,7 +130,7 @@ class Repeats:
             return run(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         context = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        kind = self._kinds.setdefault((form, context, spec, _signature(leaves)), Kind())
+        kind = self._kinds.setdefault((form, context, spec, _signature(leaves)), CallKind())
         if kind.template is not None:
             self.alike[path] = kind.template.path
             for name in kind.template.own:
@@ -157,9 +146,9 @@ class Repeats:
             self._busy = False
 
     def _followed(
-        self, kind: Kind, module: nn.Module, path: str, leaves: list[Any], run: Any
+        self, kind: CallKind, module: nn.Module, path: str, leaves: list[Any], run: Any
     ) -> Any:
-        """Follows a call, and keeps what it leaves if it is the second of its kind."""
+        """Follows a call, and keeps a template of the second of its kind."""
         recorder = self._recorder
         assert recorder is not None
         operators, packed, live = len(recorder.operators), len(recorder.packed), recorder.live
@@ -197,7 +186,7 @@ class Repeats:
 def _left(
     recorder: Recorder, path: str, leaves: list[Any], output: Any, made: list[Any], packed: int
 ) -> Template | str:
-    """What a call leaves behind, or why that is not known."""
+    """What a call leaves behind, or why it cannot be replayed."""
     given, spec = pytree.tree_flatten(output)
     tensors = _distinct(leaves)
     storages = {recorder.serial(t): n for n, t in reversed(list(enumerate(tensors)))}
@@ -237,15 +226,9 @@ def _left(
 
 @contextmanager
 def calls_through(call: Any, modules: list[nn.Module]) -> Iterator[None]:
-    """Lets calls of modules go through a function.
-
-    Each module gets a class of its own that derives from its class: calls that transformers wraps
-    in a checkpoint inside `__call__` are seen from outside of it.
-
-    Args:
-        call: function of the module, its own call, positional and keyword arguments.
-        modules: the modules.
-    """
+    """Routes calls of modules through a function."""
+    # Each module's class is replaced by a subclass, so that calls are intercepted outside of the
+    # checkpoint that transformers installs inside `__call__`.
     before = [(module, type(module)) for module in modules]
     made = dict[type, type]()
     try:
@@ -292,19 +275,19 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_number(name: str) -> bool:
-    """Whether an attribute says which of its kind a module is."""
+    """Whether an attribute only numbers a module among its kind."""
     return any(part in name for part in ("idx", "index", "layer_id", "layer_number"))
 
 
 def _comparable(value: Any) -> Any:
-    """Something that is equal for equal attributes; what is not plain is equal to itself only."""
+    """A value that compares equal for equal attributes; other objects equal only themselves."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple | set | frozenset):
         return type(value), tuple(_comparable(inner) for inner in value)
     if isinstance(value, dict):
         return tuple((str(key), _comparable(inner)) for key, inner in value.items())
-    # Calls that are computed again, or that are bound to a module of the same form.
+    # Checkpointed calls, or methods bound to a module of the same form.
     return id(getattr(value, "around", getattr(value, "__func__", value)))
 
 

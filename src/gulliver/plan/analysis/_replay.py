@@ -1,8 +1,8 @@
-"""Calls of modules that are not run: what an equal call left behind is made again.
+"""Replays calls of modules without running them: recreates what an equal call left behind.
 
-A replay makes the output of a call and one memory for all that it saved inside, keeps of its input
-what the call kept, and in backward makes the gradients of the input: the bytes are those of the
-call, before and after it, and what was most in between is known from it.
+A replay creates the outputs, one block of memory for everything saved inside, keeps the inputs that
+the call kept, and makes the gradients of the inputs in backward. So the bytes before and after the
+call are right, and its peak is known from the call that was followed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gulliver.plan.analysis._recorder import Call, Recorder
+from gulliver.plan.analysis._recorder import ModuleCall, Recorder
 
 
 @dataclass(frozen=True)
 class Given:
-    """A tensor that a call gives."""
+    """An output tensor of a call."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -42,51 +42,39 @@ class Given:
 
 @dataclass
 class Template:
-    """What a call leaves behind.
+    """What a call leaves behind."""
 
-    Attributes:
-        path: path of its module.
-        spec: form of the output.
-        leaves: leaves of the output: a new tensor, the number of a tensor of the input, or a
-            constant in a tuple of one.
-        inputs: numbers of the tensors of the input that it saves.
-        outputs: numbers of the new tensors that it saves.
-        inside: bytes that it saves besides.
-        own: names of the parameters and buffers of its module that it saves.
-        gradients: bytes of the gradients of its parameters.
-        call: the call itself; None for one that was never followed.
-        operators: first operator of its forward, and the one after the last.
-        forwards: number of replays.
-        backwards: number of replays whose backward ran.
-        on_backward: called when the backward of a replay runs.
-    """
-
+    # Path of its module.
     path: str
+    # Form of the output.
     spec: Any
+    # Leaves of the output: a new tensor, the number of a tensor of the input, or a constant in a
+    # tuple of one.
     leaves: list[Any]
+    # Numbers of the tensors of the input that it saves.
     inputs: list[int] = field(default_factory=list)
+    # Numbers of the new tensors that it saves.
     outputs: list[int] = field(default_factory=list)
+    # Other bytes that it saves.
     inside: int = 0
+    # Names of the parameters and buffers of its module that it saves.
     own: list[str] = field(default_factory=list)
+    # Bytes of the gradients of its parameters.
     gradients: int = 0
-    call: Call | None = None
+    # The call itself; None for one that was never followed.
+    call: ModuleCall | None = None
+    # First operator of its forward, and the one after the last.
     operators: tuple[int, int] = (0, 0)
+    # Number of replays.
     forwards: int = 0
+    # Number of replays whose backward ran.
     backwards: int = 0
+    # Called when the backward of a replay runs.
     on_backward: Callable[[], None] = lambda: None
 
 
 def replay(recorder: Recorder, template: Template, tensors: Sequence[Tensor]) -> Any:
-    """Replays a call.
-
-    Args:
-        recorder: recorder of the step.
-        template: the call.
-        tensors: tensors of the input.
-
-    Returns:
-        The output, with tensors of its own.
-    """
+    """Replays a call."""
     template.forwards += 1
     recorder.replayed(template, False)
     quiet, recorder.quiet = recorder.quiet, True
@@ -106,7 +94,7 @@ def replay(recorder: Recorder, template: Template, tensors: Sequence[Tensor]) ->
 
 
 class _Replay(torch.autograd.Function):
-    """A call in autograd's graph; the anchor makes it part of it, whatever the input is."""
+    """A call in autograd's graph; the anchor attaches it even if no input needs a gradient."""
 
     @staticmethod
     def forward(

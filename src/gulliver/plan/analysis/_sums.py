@@ -1,10 +1,4 @@
-"""An `Analysis` made from what was written down of a step.
-
-[Note: peaks of what was not run] A replayed call has the bytes of the call that stands for it
-before and after, so its peak lies as far above what was there as that call's did, in forward and in
-backward. For the backward this holds if the call's own backward is in one piece: no operator of
-another module in between. If it is not, there is no sum, and the step must be followed as a whole.
-"""
+"""Builds an `Analysis` from the record of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from gulliver.plan.analysis._recorder import Call, Moment, Packed, Recorder
+from gulliver.plan.analysis._recorder import ModuleCall, Moment, Packed, Recorder
 from gulliver.plan.analysis._records import (
     BACKWARD,
     FORWARD,
@@ -27,14 +21,12 @@ from gulliver.plan.analysis._repeats import Repeats
 from gulliver.plan.analysis._replay import Template
 
 
+# [Note: peaks of replayed calls] A replayed call has the same bytes before and after as the call
+# that it repeats, so its peak is as far above the bytes at its start. For the backward this
+# requires that the repeated call's backward is contiguous, with no operator of another module in
+# between. If it is not, the step must be followed without replays.
 def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Analysis | None:
-    """Sums up a step; None if what was replayed cannot be known.
-
-    Args:
-        model: model that ran.
-        recorder: what was written down.
-        repeats: what was replayed; None for nothing.
-    """
+    """Sums up a step; None if what was replayed cannot be known."""
     templates = [t for t in repeats.templates if t.forwards] if repeats is not None else []
     operators, moments = recorder.operators, recorder.moments
     for template in templates:
@@ -66,7 +58,7 @@ def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Ana
 
 
 class Peaks:
-    """Most bytes between moments; of what was replayed, as far as its call was above its begin."""
+    """Peak bytes between moments; a replayed call adds the peak of the call that it repeats."""
 
     def __init__(self, moments: Sequence[Moment]) -> None:
         self._moments = moments
@@ -78,11 +70,11 @@ class Peaks:
         part = self._above[first:end]
         return max((p[0] for p in part), default=0), max((p[1] for p in part), default=0)
 
-    def forward(self, call: Call) -> int:
+    def forward(self, call: ModuleCall) -> int:
         """Most bytes of the forward of a call above what was there as it began."""
         return max(0, self.most(call.begun, call.ended)[0] - call.before)
 
-    def backward(self, call: Call) -> int:
+    def backward(self, call: ModuleCall) -> int:
         """Most bytes of the backward of a call above what was there as it began."""
         if not call.span:
             return 0
@@ -115,8 +107,8 @@ class Peaks:
         return self._known[key]
 
 
-def _extend(call: Call, moments: Sequence[Moment], operators: Sequence[Operator]) -> None:
-    """Takes in what autograd adds up right after the backward of a call."""
+def _extend(call: ModuleCall, moments: Sequence[Moment], operators: Sequence[Operator]) -> None:
+    """Extends a call's backward by the accumulations that follow it."""
     while call.span and call.span[1] + 1 < len(moments):
         after = moments[call.span[1] + 1]
         if after.operator < 0 or not _added_up(operators[after.operator]):
@@ -125,14 +117,14 @@ def _extend(call: Call, moments: Sequence[Moment], operators: Sequence[Operator]
 
 
 def _added_up(operator: Operator) -> bool:
-    """Whether an operator is the engine's own, which no node has called."""
+    """Whether an operator was run by the autograd engine itself."""
     return operator.phase == BACKWARD and operator.forward < 0
 
 
 def _in_one_piece(
     template: Template, moments: Sequence[Moment], operators: Sequence[Operator]
 ) -> bool:
-    """Whether all of the backward of a call is its own."""
+    """Whether the backward of a call is contiguous."""
     assert template.call is not None
     if not template.call.span:
         return not template.backwards
@@ -174,7 +166,7 @@ def _modules(
 ) -> Iterator[tuple[str, ModuleCosts]]:
     """Yields the costs of the modules that were called, in the order of their first call."""
     work = _work(operators, templates)
-    calls = dict[str, list[Call]]()
+    calls = dict[str, list[ModuleCall]]()
     for call in recorder.calls:
         if call.phase == FORWARD and call.ended >= 0:
             calls.setdefault(call.path, []).append(call)
@@ -196,7 +188,7 @@ def _modules(
 
 
 def _work(operators: Sequence[Operator], templates: Sequence[str]) -> dict[tuple[str, str], Cost]:
-    """Work by path and phase; inside of a call that stands for others, that of one call."""
+    """Work by path and phase; inside a replayed call, that of one call."""
     found = dict[tuple[str, str], Cost]()
     for operator in operators:
         path = operator.path

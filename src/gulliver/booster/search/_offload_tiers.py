@@ -1,4 +1,4 @@
-"""Memory behind that of the ranks, which state that does not fit goes to."""
+"""Memory tiers that state is offloaded to."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from gulliver.options import byte_size, size_text
 
 
 @dataclass(frozen=True)
-class Behind:
-    """Memory behind that of a rank's device, for what does not fit.
+class OffloadTiers:
+    """Host memory and disk of a rank, for what does not fit its device."""
 
-    Attributes:
-        host: bytes of page-locked host memory of a rank; 0 for none.
-        disk: folder on the disk of a rank; None for none.
-        disk_bytes: bytes of a rank that may lie there.
-    """
-
+    # Bytes of page-locked host memory of a rank; 0 for none.
     host: int = 0
+    # Folder on the disk of a rank; None for none.
     disk: str | None = None
+    # Bytes of a rank that may lie there.
     disk_bytes: int = 0
 
     def __bool__(self) -> bool:
@@ -34,15 +31,7 @@ class Behind:
 
     @classmethod
     def of(cls, host: int | str | None, disk: str | None) -> Self:
-        """Reads what a user says.
-
-        Args:
-            host: bytes, perhaps as text; None for none.
-            disk: folder and bytes, ``/scratch:100GiB``; None for none.
-
-        Raises:
-            GulliverError: a size of no sense, or none.
-        """
+        """Parses a user's options."""
         folder, size = (None, "0") if disk is None else split_disk(disk)
         return cls(
             0 if host is None else byte_size("host", host),
@@ -52,16 +41,11 @@ class Behind:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of host memory and disk together."""
         return self.host + self.disk_bytes
 
     def check(self, cluster: Cluster) -> None:
-        """Refuses memory that the machines do not have, or of unknown speed.
-
-        Raises:
-            GulliverError: host memory where ranks compute in it, or a disk of which no rates are
-                known.
-        """
+        """Refuses tiers that the machines do not have, or whose speed is not known."""
         if self.host and host_rates(cluster.device) is None:
             raise GulliverError(
                 f"host={size_text(self.host)}: ranks of {cluster.name} compute in the host's "
@@ -74,5 +58,5 @@ class Behind:
             )
 
 
-NOTHING = Behind()
+NOTHING = OffloadTiers()
 """No memory behind the ranks'."""

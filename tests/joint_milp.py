@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gulliver.errors import GulliverError, missing_extra
+from gulliver.errors import GulliverError
 from gulliver.solve._activations import Choice
 from gulliver.solve._joint import ENTRY, Block, OffloadLink, Pick
 
@@ -107,11 +107,9 @@ class _Rows:
 
     def solved(self, seconds: float) -> tuple[np.ndarray | None, float]:
         """The best solution that was found in time, and the lower bound."""
-        try:
-            from scipy.optimize import Bounds, LinearConstraint, milp
-            from scipy.sparse import csr_array
-        except ImportError:
-            raise missing_extra("the mixed-integer programme needs scipy", "milp") from None
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
         rows, columns, factors = (np.array(part) for part in zip(*self._terms, strict=True))
         matrix = csr_array((factors, (rows, columns)), shape=(len(self._low), len(self._costs)))
         found = milp(
