@@ -35,14 +35,7 @@ RENAMED = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out
 
 
 def autoencoder_fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
-    """Returns the class of a state dict, and its configuration as far as shapes tell it.
-
-    Args:
-        shapes: shapes of the tensors by name.
-
-    Raises:
-        GulliverError: it is of none of the autoencoders here, naming what it looks like.
-    """
+    """Returns the class of a state dict, and its configuration as far as shapes tell it."""
     look = next((o for o in LOOKS if any(re.match(o.mark, n) for n in shapes)), look_of(shapes))
     if look is None or look.kind not in FIELDS:
         found = look.told if look else "nothing known"

@@ -20,17 +20,7 @@ MAY_BE_ZERO = ("depth_single_blocks", "temporal_downsamples")
 
 
 def make_of_fields(kind: type[T], fields: Mapping[str, Any], where: object = None) -> T:
-    """Builds a model, and refuses fields that it cannot be built of.
-
-    Args:
-        kind: class of the model.
-        fields: arguments of the class.
-        where: what the fields are of, for the error; None for the caller's own.
-
-    Raises:
-        GulliverError: a field is unknown, of another type, out of its range, or does not go with
-            the others.
-    """
+    """Builds a model, and refuses fields that it cannot be built of."""
     parameters = inspect.signature(kind).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     try:

@@ -6,11 +6,6 @@ column; text has zeros), which rotary codes tell. `_packing.py` is the way from 
 and back. Names are those of the public weights, which descend from FLUX.1.
 
 Shapes: B clips, N video tokens, L text tokens, C channels.
-
-[Note: two layouts of one model] The public weights exist with queries, keys and values in one
-matrix (``fused_qkv``, as FLUX has it) and in three, and with rotary pairs side by side or half a
-head apart (``use_liger_rope``, the layout of a fused kernel). Open-Sora 2.0 was trained with three
-and halves apart. Neither can be told from the other's values, so both are fields.
 """
 
 from __future__ import annotations
@@ -38,6 +33,10 @@ from gulliver.models._embeddings import (
 from gulliver.models._quirks import checked_quirks
 
 
+# [Note: two layouts of one model] The public weights exist with queries, keys and values in one
+# matrix (``fused_qkv``, as FLUX has it) and in three, and with rotary pairs side by side or half a
+# head apart (``use_liger_rope``, the layout of a fused kernel). Open-Sora 2.0 was trained with
+# three and halves apart. Neither can be told from the other's values, so both are fields.
 class VectorEmbedder(nn.Module):
     """A two-layer MLP with SiLU: [B, inputs] to [B, hidden_size]."""
 
@@ -82,14 +81,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class StreamAttention(nn.Module):
-    """Projections of one stream, video or text, around the joint attention.
-
-    Args:
-        hidden_size: width C.
-        num_heads: attention heads.
-        qkv_bias: whether queries, keys and values have a bias.
-        fused_qkv: whether they are one matrix.
-    """
+    """Projections of one stream, video or text, around the joint attention."""
 
     def __init__(self, hidden_size: int, num_heads: int, qkv_bias: bool, fused_qkv: bool) -> None:
         super().__init__()
@@ -114,16 +106,7 @@ class StreamAttention(nn.Module):
 
 
 class DoubleBlock(nn.Module):
-    """A block with weights of its own for video and for text, which meet in one attention.
-
-    Args:
-        hidden_size: width C.
-        num_heads: attention heads.
-        mlp_ratio: hidden width of the MLPs over C.
-        qkv_bias: whether queries, keys and values have a bias.
-        fused_qkv: whether they are one matrix.
-        halves: whether rotary pairs are half a head apart.
-    """
+    """A block with weights of its own for video and for text, which meet in one attention."""
 
     def __init__(
         self,
@@ -151,17 +134,7 @@ class DoubleBlock(nn.Module):
     def forward(
         self, img: Tensor, txt: Tensor, vec: Tensor, rotation: Rotation
     ) -> tuple[Tensor, Tensor]:
-        """Computes one block.
-
-        Args:
-            img: video tokens [B, N, C].
-            txt: text tokens [B, L, C].
-            vec: conditioning vector [B, C].
-            rotation: cosine and sine of text, then video tokens, [B, 1, L + N, head size / 2].
-
-        Returns:
-            Video and text tokens.
-        """
+        """Computes one block."""
         streams = {"txt": txt, "img": img}
         parts = {name: self._part(name, "mod")(vec) for name in streams}
         seen = {name: modulate(layer_norm(x), *parts[name][:2]) for name, x in streams.items()}
@@ -186,17 +159,9 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """A block that treats text and video alike; attention and MLP run side by side.
+    """A block that treats text and video alike; attention and MLP run side by side."""
 
-    Args:
-        hidden_size: width C.
-        num_heads: attention heads.
-        mlp_ratio: hidden width of the MLP over C.
-        fused_qkv: whether queries, keys, values and the MLP's input are one matrix.
-        halves: whether rotary pairs are half a head apart.
-
-    Source of the form: Dehghani et al., 2023 (arXiv 2302.05442).
-    """
+    # Source of the form: Dehghani et al., 2023 (arXiv 2302.05442).
 
     def __init__(
         self, hidden_size: int, num_heads: int, mlp_ratio: float, fused_qkv: bool, halves: bool

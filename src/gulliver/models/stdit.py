@@ -9,11 +9,6 @@ weights depend on stand in `_quirks.py`.
 Shapes: B clips, T frames (temporal), S tokens of a frame (spatial), C channels, L caption tokens.
 What it does not know: autoencoders, noise, parallelism. But blocks and the final layer are told the
 grid, the sizes of the whole clip, so that sequence parallelism may hand them a part of its tokens.
-
-[Note: factored attention] Attention over all T x S tokens at once would cost (T S)^2; spatial and
-temporal attention in turn cost T S^2 + S T^2, and any two tokens are connected after one pair of
-blocks. It is also what makes dynamic sequence parallelism possible: each block needs only one of
-the two axes whole.
 """
 
 from __future__ import annotations
@@ -64,6 +59,10 @@ STDIT3_SIZES: dict[str, dict[str, int]] = {
 """Named sizes; `depth` counts pairs of a spatial and a temporal block."""
 
 
+# [Note: factored attention] Attention over all T x S tokens at once would cost (T S)^2; spatial and
+# temporal attention in turn cost T S^2 + S T^2, and any two tokens are connected after one pair of
+# blocks. It is also what makes dynamic sequence parallelism possible: each block needs only one of
+# the two axes whole.
 def stdit3(size: str, **overrides: Any) -> STDiT3:
     """Builds a named size of STDiT3, with any field of its configuration changed.
 

@@ -41,18 +41,15 @@ from gulliver.video.autoencoders import (
 
 @dataclass(frozen=True)
 class AutoencoderOutcome:
-    """Outcome of a call of `run_autoencoder`.
+    """Outcome of a call of `run_autoencoder`."""
 
-    Attributes:
-        step: last step that was done.
-        finished: whether it was the last of the run.
-        path: file of the result, where it is there.
-        figures: PSNR, SSIM and what they were measured on, where the run is finished.
-    """
-
+    # Last step that was done.
     step: int
+    # Whether it was the last of the run.
     finished: bool
+    # File of the result, where it is there.
     path: Path
+    # PSNR, SSIM and what they were measured on, where the run is finished.
     figures: dict[str, Any]
 
 
@@ -85,11 +82,7 @@ def run_autoencoder(config: TrainAutoencoderConfig) -> AutoencoderOutcome:
 
 
 def _begun(config: TrainAutoencoderConfig) -> VideoAutoencoder:
-    """Makes the autoencoder, or reads the one to go on from.
-
-    Raises:
-        GulliverError: that one is of another kind, or has not the latents of the loss.
-    """
+    """Makes the autoencoder, or reads the one to go on from."""
     if config.model.init is None:
         return build_autoencoder(config)
     model = load_autoencoder(config.model.init)

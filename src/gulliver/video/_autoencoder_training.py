@@ -37,24 +37,7 @@ def train_autoencoder(
     report: Callable[[float], None],
     unreadable_limit: float = 0.1,
 ) -> tuple[VideoAutoencoder, dict[str, Any]]:
-    """Trains on all ranks together, with the defaults of `gulliver train-autoencoder`.
-
-    Args:
-        config: steps, batch size and learning rate.
-        dataset: data set of clips.
-        world: ranks that train together.
-        seed: seed of weights, order and noise.
-        report: function that is called with the loss after every step.
-        unreadable_limit: share of an epoch's clips that may be skipped.
-
-    Returns:
-        The autoencoder with the statistics of its latents, and figures: psnr in dB and ssim on
-        held-out handwriting (on the training clips themselves for tables) and what they were
-        measured on.
-
-    Raises:
-        GulliverError: more clips than that could not be read.
-    """
+    """Trains on all ranks together, with the defaults of `gulliver train-autoencoder`."""
     data = AutoencoderDataConfig(batch_size=config.batch_size, unreadable_limit=unreadable_limit)
     options = TrainAutoencoderConfig(
         steps=config.steps, learning_rate=config.learning_rate, seed=seed, data=data

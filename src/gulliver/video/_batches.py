@@ -29,14 +29,13 @@ OF_NO_SAMPLE = "nothing"
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of an optimizer step.
+    """One rank's share of an optimizer step."""
 
-    `latents` and `noise` are [B, C, T, H, W]; `timesteps` [B]; `captions` [B, 1, L, D] with
-    `caption_mask` [B, L]; `drop_caption` [B]; `generate` [B, T] is False for given frames, or None
-    when all are generated. `total` counts the samples of all ranks, `skipped` those of this share
-    that could not be read. A rank without a sample in this step has one sample of zeros, whose
-    `weight` is 0.
-    """
+    # `latents` and `noise` are [B, C, T, H, W]; `timesteps` [B]; `captions` [B, 1, L, D] with
+    # `caption_mask` [B, L]; `drop_caption` [B]; `generate` [B, T] is False for given frames, or
+    # None when all are generated. `total` counts the samples of all ranks, `skipped` those of this
+    # share that could not be read. A rank without a sample in this step has one sample of zeros,
+    # whose `weight` is 0.
 
     latents: Tensor
     noise: Tensor
@@ -92,17 +91,7 @@ def _as_read(batch: tuple[Step, ClipBatch]) -> tuple[Step, ClipBatch]:
 def read_ahead(
     dataset: Any, sampler: BucketSampler, seed: int, device: torch.device
 ) -> Iterator[tuple[Step, ClipBatch, dict[str, Any]]]:
-    """Reads batches without end, epoch after epoch, in a thread that is ahead.
-
-    Args:
-        dataset: data set of clips.
-        sampler: order of the samples, and this rank's share of each batch.
-        seed: seed of which frames of longer clips are taken.
-        device: device that the clips are for.
-
-    Yields:
-        A step, its clips, and the position after it.
-    """
+    """Reads batches without end, epoch after epoch, in a thread that is ahead."""
     loader = DataLoader(
         _Steps(dataset, seed),
         batch_sampler=sampler,

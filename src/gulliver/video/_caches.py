@@ -11,20 +11,6 @@ al., 2024, arXiv 2411.19108): where what the first block adds has hardly changed
 that computed all blocks, what all others added then is added again.
 
 Read `Broadcast`, `FirstBlock`, `BlockCache`.
-
-[Note: what is kept] Broadcast keeps outputs before their gates, so a gate is always that of the
-noise level at hand; with attention over several ranks the exchange is saved, too. A method of a
-module is replaced on the instance (`BlockCache._replace`), so it does not matter which class the
-module was given (`booster/hybrid/_stdit.py` changes it) or which hooks it has.
-
-[Note: who decides] Broadcast decides by noise level and number of the call, alike everywhere. The
-first block's change is a measurement, on several ranks of parts of it, and ranks that decide
-differently wait for each other for ever: their sums are brought together first (`whole`). The
-clips and the branches of guidance in a batch are re-used together, if the change of each of them is
-below the threshold: none has more error for its neighbours' sake.
-
-What it does not know: samplers. Calls come with falling noise levels; a level that does not fall
-begins another sampling. Inputs of another shape have a memory of their own.
 """
 
 from __future__ import annotations
@@ -57,25 +43,32 @@ Whole = Callable[[Tensor], Tensor]
 """Brings sums [rows, 2] of the parts on all ranks together: sums of the whole, of all rows."""
 
 
+# [Note: what is kept] Broadcast keeps outputs before their gates, so a gate is always that of the
+# noise level at hand; with attention over several ranks the exchange is saved, too. A method of a
+# module is replaced on the instance (`BlockCache._replace`), so it does not matter which class the
+# module was given (`booster/hybrid/_stdit.py` changes it) or which hooks it has.
+#
+# [Note: who decides] Broadcast decides by noise level and number of the call, alike everywhere. The
+# first block's change is a measurement, on several ranks of parts of it, and ranks that decide
+# differently wait for each other for ever: their sums are brought together first (`whole`). The
+# clips and the branches of guidance in a batch are re-used together, if the change of each of them
+# is below the threshold: none has more error for its neighbours' sake.
+#
+# What it does not know: samplers. Calls come with falling noise levels; a level that does not fall
+# begins another sampling. Inputs of another shape have a memory of their own.
 @dataclass(frozen=True)
 class Broadcast:
-    """Re-uses outputs of attention and MLPs at noise levels inside a window.
+    """Re-uses outputs of attention and MLPs at noise levels inside a window."""
 
-    Attributes:
-        spatial: number of calls of which one computes spatial or joint attention; 1: all do.
-        temporal: the same of temporal attention, along time or in windows.
-        cross: the same of attention to the caption.
-        mlp: the same of MLPs.
-        window: noise levels, 0 to 1000, strictly between which outputs are re-used.
-
-    Raises:
-        GulliverError: a number is less than 1, or the window is none.
-    """
-
+    # Number of calls of which one computes spatial or joint attention; 1: all do.
     spatial: int = 2
+    # The same of temporal attention, along time or in windows.
     temporal: int = 4
+    # The same of attention to the caption.
     cross: int = 6
+    # The same of MLPs.
     mlp: int = 1
+    # Noise levels, 0 to 1000, strictly between which outputs are re-used.
     window: tuple[float, float] = (450.0, 930.0)
 
     def __post_init__(self) -> None:
@@ -93,14 +86,7 @@ class Broadcast:
         return {kind: getattr(self, kind) for kind in KINDS}
 
     def reuses(self, kind: str, number: int, least: float, most: float) -> bool:
-        """Decides whether a call re-uses what one before it has kept.
-
-        Args:
-            kind: kind of the output, of `KINDS`.
-            number: number of the call, 0 for the first.
-            least: least noise level of the batch.
-            most: largest noise level of the batch.
-        """
+        """Decides whether a call re-uses what one before it has kept."""
         inside = self.window[0] < least and most < self.window[1]
         return inside and number % self.every[kind] != 0
 
@@ -111,15 +97,9 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class FirstBlock:
-    """Re-uses what all blocks but the first add, while what the first one adds hardly changes.
+    """Re-uses what all blocks but the first add, while what the first one adds hardly changes."""
 
-    Attributes:
-        threshold: mean absolute change over mean absolute value below which they are; 0: never.
-
-    Raises:
-        GulliverError: the threshold is negative, or no number.
-    """
-
+    # Mean absolute change over mean absolute value below which they are; 0: never.
     threshold: float = 0.1
 
     def __post_init__(self) -> None:
@@ -134,11 +114,7 @@ Strategy = Broadcast | FirstBlock
 
 
 def read_strategy(text: str) -> Strategy | None:
-    """Reads a strategy as options have it, such as ``broadcast:2,4,6@450-930``; None for none.
-
-    Raises:
-        GulliverError: it is none; the forms that there are are named.
-    """
+    """Reads a strategy as options have it, such as ``broadcast:2,4,6@450-930``; None for none."""
     name, _, rest = text.partition(":")
     try:
         if name == "none" and not rest:
@@ -169,16 +145,13 @@ def _broadcast(text: str) -> Broadcast:
 
 @dataclass
 class Counts:
-    """Numbers of calls, by what is called.
+    """Numbers of calls, by what is called."""
 
-    Attributes:
-        ran: calls that were computed.
-        reused: calls that were saved.
-        nbytes: bytes that were kept between calls on this rank, at most.
-    """
-
+    # Calls that were computed.
     ran: Counter[str] = field(default_factory=Counter)
+    # Calls that were saved.
     reused: Counter[str] = field(default_factory=Counter)
+    # Bytes that were kept between calls on this rank, at most.
     nbytes: int = 0
 
     @property
@@ -202,17 +175,13 @@ class Counts:
 
 @dataclass
 class _Memory:
-    """Tensors kept between calls with inputs of one shape.
+    """Tensors kept between calls with inputs of one shape."""
 
-    Attributes:
-        number: number of the call under way; the first is 0.
-        outputs: outputs of methods, by method.
-        added: what the first block has added, and what the others have, in the last call that
-            computed them.
-    """
-
+    # Number of the call under way; the first is 0.
     number: int = -1
+    # Outputs of methods, by method.
     outputs: dict[Any, Tensor] = field(default_factory=dict)
+    # What the first block has added, and what the others have, in the last call that computed them.
     added: tuple[Tensor, Any] | None = None
 
     @property
@@ -246,14 +215,11 @@ def cache_blocks(
 
 
 class BlockCache:
-    """A model that caches, while the context lasts; see `cache_blocks`.
-
-    Attributes:
-        counts: numbers of calls computed and saved.
-    """
+    """A model that caches, while the context lasts; see `cache_blocks`."""
 
     def __init__(self, model: nn.Module, strategy: Strategy | None, whole: Whole | None) -> None:
         self.model, self.strategy, self.whole = model, strategy, whole
+        # Numbers of calls computed and saved.
         self.counts = Counts()
         self._undo: list[Callable[[], object]] = []
         self._memories: dict[torch.Size, _Memory] = {}
@@ -309,11 +275,7 @@ class BlockCache:
         self._undo.append(undo)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes a call of the model: its noise levels, and the memory of its inputs' shape.
-
-        Raises:
-            GulliverError: it is a call of training.
-        """
+        """Notes a call of the model: its noise levels, and the memory of its inputs' shape."""
         if model.training or torch.is_grad_enabled():
             raise GulliverError(
                 f"cache {self.strategy} is for sampling: call model.eval(), and the model under "

@@ -55,11 +55,7 @@ SHEET_FPS = 8.0
 
 
 def demonstrate(config: DemoConfig) -> dict[str, Any]:
-    """Runs the demonstration and returns the figures of its report.
-
-    Raises:
-        GulliverError: training failed.
-    """
+    """Runs the demonstration and returns the figures of its report."""
     started = time.monotonic()
     folder = config.out / "run"
     _train(config, folder)

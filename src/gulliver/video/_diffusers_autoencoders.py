@@ -41,15 +41,7 @@ KNOWN = (
 
 
 def load_diffusers(path: Path, config: dict[str, Any]) -> DiffusersAutoencoder:
-    """Builds and fills the class that a folder's configuration names.
-
-    Args:
-        path: folder of the autoencoder.
-        config: content of its ``config.json``.
-
-    Raises:
-        GulliverError: diffusers is not installed, it has no such class, or the files do not match.
-    """
+    """Builds and fills the class that a folder's configuration names."""
     name = config["_class_name"]
     if name not in KNOWN:
         raise GulliverError(f"{path} is of class {name!r}: {nearest(name, KNOWN)}")

@@ -24,29 +24,26 @@ from gulliver.video._tasks import TASKS, latent_frames, real_clips, requests_of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of an evaluation.
+    """Figures of an evaluation."""
 
-    Attributes:
-        samples: number of prompts of the main figures, at the most trained shape.
-        seconds: time for generating and judging those, in seconds.
-        ceiling: scores of real held-out clips.
-        main: scores of sentences that were kept from training, or of all where none were.
-        held_out: whether sentences were kept from training.
-        trained: scores of as many trained sentences; None where none were kept from training.
-        shapes: scores at each other trained shape, by name, for sentences of all kinds.
-        conditioned: scores of the made frames of clips that had frames of real held-out clips, with
-            their sentences, by the name of the task; none for a model of stills.
-        clips: clips of `main` and of `trained` with their sentences, for showing.
-    """
-
+    # Number of prompts of the main figures, at the most trained shape.
     samples: int
+    # Time for generating and judging those, in seconds.
     seconds: float
+    # Scores of real held-out clips.
     ceiling: Scores
+    # Scores of sentences that were kept from training, or of all where none were.
     main: Scores
+    # Whether sentences were kept from training.
     held_out: bool
+    # Scores of as many trained sentences; None where none were kept from training.
     trained: Scores | None
+    # Scores at each other trained shape, by name, for sentences of all kinds.
     shapes: dict[str, Scores]
+    # Scores of the made frames of clips that had frames of real held-out clips, with their
+    # sentences, by the name of the task; none for a model of stills.
     conditioned: dict[str, Scores]
+    # Clips of `main` and of `trained` with their sentences, for showing.
     clips: list[list[tuple[str, Tensor]]]
 
     @property
@@ -66,19 +63,7 @@ def evaluate(
     seed: int = 1_000_000,
     show: bool = True,
 ) -> Evaluation:
-    """Generates clips from sentences and judges them.
-
-    Args:
-        model: model trained on the moving digits.
-        samples: number of prompts of the main figures; a fifth as many for each other shape, and
-            half as many for each task with given frames.
-        sampling: steps and guidance.
-        seed: seed of the first clip's noise, far from those used elsewhere.
-        show: whether to display progress.
-
-    Raises:
-        GulliverError: the model was not trained on the moving digits.
-    """
+    """Generates clips from sentences and judges them."""
     config = model.config
     if not config.data.made:
         raise GulliverError(

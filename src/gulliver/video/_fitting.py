@@ -34,10 +34,8 @@ def latent_channels_of(model: Any) -> int:
 
 
 def compressions_of(model: nn.Module) -> set[tuple[int, int, int]]:
-    """Returns the compressions of autoencoders that models of this class and width go with.
-
-    Empty for a width that was never published: any autoencoder may be its own.
-    """
+    """Returns the compressions of autoencoders that models of this class and width go with."""
+    # Empty for a width that was never published: any autoencoder may be its own.
     return {
         one.compression
         for one in CONFIGURATIONS.values()
@@ -61,18 +59,7 @@ def text_size(outline: Any) -> tuple[int, int]:
 def text_reader(
     outline: Any, folder: Path | str, clip: Path | str | None, dtype: torch.dtype
 ) -> Callable[[torch.device], TextEncoder]:
-    """Returns a function that loads the text encoder of a transformer on a device.
-
-    Args:
-        outline: transformer, may be on meta.
-        folder: folder of the encoder of the tokens.
-        clip: folder of the encoder of the whole caption, for models that read its vector.
-        dtype: dtype of the encoders.
-
-    Raises:
-        GulliverError: a folder holds something else than the model reads, or is one too many or
-            too few.
-    """
+    """Returns a function that loads the text encoder of a transformer on a device."""
     width, length = text_size(outline)
     whole, single = release_of(outline).whole, getattr(outline, "vec_in_dim", None)
     look = look_at_encoder(folder)

@@ -285,10 +285,8 @@ class VideoModel:
         return list(videos.unbind())
 
     def _captions(self, pieces: list[Piece]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Returns vectors and mask of the captions, and those without caption.
-
-        Without a negative prompt the learnt null caption stands there, as long as the caption.
-        """
+        """Returns vectors and mask of the captions, and those without caption."""
+        # Without a negative prompt the learnt null caption stands there, as long as the caption.
         negative = [n for n, piece in enumerate(pieces) if piece.negative_prompt]
         texts = [p.prompt for p in pieces] + [pieces[n].negative_prompt for n in negative]
         vectors, masks = self.text.encode(texts)

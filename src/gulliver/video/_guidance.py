@@ -118,13 +118,8 @@ def _oscillating(scale: float, step: int, first: int | None) -> float:
 
 
 def check_oscillation(sampling: SamplingConfig) -> None:
-    """Refuses an oscillation that would begin after the last step that it could change.
-
-    Apart from `guidance_of`, since a model's own number of steps is known only with the model.
-
-    Raises:
-        GulliverError: naming the option, and the number of steps.
-    """
+    """Refuses an oscillation that would begin after the last step that it could change."""
+    # Apart from `guidance_of`, since a model's own number of steps is known only with the model.
     # Odd steps oscillate, so an odd number of steps has a last one that does not.
     most = sampling.steps // 2 * 2
     for name in ("guidance_oscillation", "guidance_image_oscillation"):
@@ -138,11 +133,7 @@ def check_oscillation(sampling: SamplingConfig) -> None:
 
 
 def guidance_of(sampling: SamplingConfig) -> Guidance:
-    """Returns the guidance that sampling options ask for.
-
-    Raises:
-        GulliverError: a setting of guidance that is off.
-    """
+    """Returns the guidance that sampling options ask for."""
     settings = {
         "--guidance": ("guidance_oscillation",),
         "--guidance-image": ("guidance_image_oscillation", "guidance_image_decay"),

@@ -4,12 +4,6 @@ A point is x_t = sqrt(a_t) x0 + sqrt(1 - a_t) noise with a_t falling over steps 
 model predicts the noise, and for each element where the log variance of a step back lies between
 the least and the most that it can be. `IDDPM` has the calls of `RectifiedFlow`, so that pipelines
 and the training loop take either.
-
-[Note: respaced steps] Sampling takes few of the 1000 steps. Those taken make a process of their own
-whose a are the same numbers, so its betas are 1 - a_i / a_(i-1); the model is told the old step.
-
-Sources: https://arxiv.org/abs/2102.09672 (learned variances, cosine schedule, respacing),
-https://arxiv.org/abs/2006.11239 (linear schedule).
 """
 
 from __future__ import annotations
@@ -32,6 +26,12 @@ BIN = 1 / 255
 """Half a level of an 8-bit picture on the scale of -1 to 1, for the likelihood of the data."""
 
 
+# [Note: respaced steps] Sampling takes few of the 1000 steps. Those taken make a process of their
+# own whose a are the same numbers, so its betas are 1 - a_i / a_(i-1); the model is told the old
+# step.
+#
+# Sources: https://arxiv.org/abs/2102.09672 (learned variances, cosine schedule, respacing),
+# https://arxiv.org/abs/2006.11239 (linear schedule).
 def linear_betas(count: int) -> Tensor:
     """Returns betas that rise evenly, from 0.0001 to 0.02 for 1000 steps: float64 [count]."""
     scale = 1000 / count
@@ -46,11 +46,7 @@ def cosine_betas(count: int) -> Tensor:
 
 
 def spaced(count: int, steps: int) -> list[int]:
-    """Lists `steps` of `count` steps, evenly from the first to the last.
-
-    Raises:
-        GulliverError: there are fewer than two, or more than the process has.
-    """
+    """Lists `steps` of `count` steps, evenly from the first to the last."""
     if not 2 <= steps <= count:
         raise GulliverError(
             f"{steps} sampling steps cannot be taken of {count}: between 2 and {count} can"
@@ -64,20 +60,17 @@ def spaced(count: int, steps: int) -> list[int]:
 
 
 class Process(NamedTuple):
-    """Coefficients of a process of N steps, each float64 [N].
+    """Coefficients of a process of N steps, each float64 [N]."""
 
-    Attributes:
-        kept: share a of the data's power.
-        of_data: factor of x0 in the mean of a step back.
-        of_point: factor of x_t in it.
-        least: least log variance of a step back.
-        most: most log variance of it.
-    """
-
+    # Share a of the data's power.
     kept: Tensor
+    # Factor of x0 in the mean of a step back.
     of_data: Tensor
+    # Factor of x_t in it.
     of_point: Tensor
+    # Least log variance of a step back.
     least: Tensor
+    # Most log variance of it.
     most: Tensor
 
 
@@ -94,17 +87,7 @@ def process_of(kept: Tensor) -> Process:
 
 
 class IDDPM:
-    """The noise process, its training loss and its sampler.
-
-    Args:
-        num_timesteps: number of steps from data to noise.
-        schedule: name of the schedule of the betas.
-        guided_channels: number of first channels that guidance leads, as the public configurations
-            have it; None for all.
-
-    Raises:
-        GulliverError: the schedule is unknown.
-    """
+    """The noise process, its training loss and its sampler."""
 
     def __init__(
         self,
@@ -207,31 +190,7 @@ class IDDPM:
         progress: Callable[[int, int], None] | None = None,
         preview: Preview | None = None,
     ) -> Tensor:
-        """Steps back from noise to data.
-
-        Args:
-            model: function called as in `loss`, with the branches of guidance in one batch.
-            noise: noise [B, C, T, H, W].
-            model_inputs: conditions by keyword of the model.
-            null_inputs: conditions that differ without caption, such as y; needed where guidance is
-                on.
-            steps: number of steps, of those that the process has.
-            cfg_scale: weight of the caption's noise over that without caption, or `Guidance`.
-            given: latents of the given frames, of noise's shape; others do not count.
-            mask: mask [B, T], True for frames to generate.
-            step_noise: function from the number of a step to the noise that it adds; None draws it
-                from torch's generator.
-            progress: function that is called with (steps done, steps).
-            preview: function that is called with (steps done, steps, estimate): the data that the
-                noise of the step leaves, with given frames as they are.
-
-        Returns:
-            Latents; given frames are exactly as they were.
-
-        Raises:
-            GulliverError: guidance without null_inputs, or by given frames; only one of given and
-                mask; given frames that are to be edited.
-        """
+        """Steps back from noise to data."""
         guidance = cfg_scale if isinstance(cfg_scale, Guidance) else Guidance(cfg_scale)
         _check_sampling(guidance, null_inputs, given, mask)
         taken = spaced(self.num_timesteps, steps)

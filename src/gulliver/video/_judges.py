@@ -71,11 +71,7 @@ class DigitReader(nn.Module):
 
 
 class Judges:
-    """Reads digits and measures movement.
-
-    Args:
-        reader: trained network.
-    """
+    """Reads digits and measures movement."""
 
     def __init__(self, reader: DigitReader) -> None:
         self.reader = reader.eval()
@@ -109,13 +105,7 @@ class Judges:
 
 
 def train_judges(seed: int = 0, others: Sequence[Tensor] = ()) -> Judges:
-    """Trains the reader on real clips of the training handwriting (some seconds).
-
-    Args:
-        seed: seed of its weights and clips.
-        others: ink of further classes [N, 16, 16] in [0, 1], which are numbered from 10 on and
-            come as often as a digit.
-    """
+    """Trains the reader on real clips of the training handwriting (some seconds)."""
     torch.manual_seed(derive(seed, 20))
     dataset = MovingDigits("train", STEPS * BATCH, seed=derive(seed, 21), shapes={_SEEN: 1})
     reader = DigitReader(len(DIGITS) + len(others))
@@ -149,14 +139,7 @@ def _moving(ink: Tensor, count: int) -> Tensor:
 
 
 def windows_around_ink(clips: Tensor) -> tuple[Tensor, Tensor]:
-    """Cuts a window around the ink of every frame.
-
-    Args:
-        clips: clips [B, 3, T, H, W] in [-1, 1].
-
-    Returns:
-        Windows [B * T, 1, 16, 16] in [0, 1], and the centres of the ink in x and y [B, T, 2].
-    """
+    """Cuts a window around the ink of every frame."""
     batch, _, frames, height, width = clips.shape
     ink = ((clips.float().mean(dim=1) + 1) / 2).clamp(0, 1).view(-1, height, width)
     weight = ink * (ink > INK)

@@ -71,12 +71,7 @@ class Placement:
 
 
 def parse_mask_strategy(text: str) -> tuple[Rule, ...]:
-    """Reads a mask strategy, or a short form; an empty text has no rules.
-
-    Raises:
-        GulliverError: a rule has more than six numbers or something else, a loop below 0, a length
-            below 1, or an edit ratio outside of 0 to 1.
-    """
+    """Reads a mask strategy, or a short form; an empty text has no rules."""
     text = text.strip()
     if not text:
         return ()
@@ -117,16 +112,7 @@ def _rule(text: str) -> Rule:
 
 
 def check_rules(rules: Sequence[Rule], references: int, loops: int) -> None:
-    """Refuses rules of loops or references that are not there, and references without a rule.
-
-    Args:
-        rules: rules of a mask strategy.
-        references: number of references.
-        loops: number of loops.
-
-    Raises:
-        GulliverError: naming the rule, and what there is.
-    """
+    """Refuses rules of loops or references that are not there, and references without a rule."""
     if references and not rules:
         raise GulliverError(
             "references without a mask strategy: say where they go, such as i2v_head or "
@@ -162,17 +148,7 @@ def place(
     frames: int,
     align: int | None = None,
 ) -> list[Placement]:
-    """Finds which frames the rules of a loop put where.
-
-    Args:
-        rules: rules of one loop.
-        lengths: length of each reference in latent frames.
-        frames: length of the clip in latent frames.
-        align: number of latent frames at whose multiples both begin, to the nearest; None: any.
-
-    Raises:
-        GulliverError: a rule names frames that a reference or the clip does not have.
-    """
+    """Finds which frames the rules of a loop put where."""
     found = []
     for rule in rules:
         number = rule.reference % len(lengths)
@@ -202,10 +178,8 @@ def _start_in(what: str, size: int, start: int, rule: Rule, align: int | None) -
 
 
 def _aligned(start: int, align: int, size: int) -> int:
-    """Returns the multiple of `align` nearest to `start` at which a whole block begins.
-
-    Ties, and what is beyond the last whole block, go down, as in the public code.
-    """
+    """Returns the multiple of `align` nearest to `start` at which a whole block begins."""
+    # Ties, and what is beyond the last whole block, go down, as in the public code.
     block = start // align
     if start % align > align / 2 and block < size // align - 1:
         block += 1
@@ -213,19 +187,7 @@ def _aligned(start: int, align: int, size: int) -> int:
 
 
 def cut_references(text: str, references: Sequence[Tensor], unit: int) -> list[Tensor]:
-    """Cuts references to the frames that a short form takes of them; otherwise they stay whole.
-
-    Args:
-        text: mask strategy.
-        references: clips [3, T, H, W], or pictures of one frame.
-        unit: frames of the clip in each latent frame but the first.
-
-    Returns:
-        The references: a single frame for i2v, 8 or (easy) 16 latent frames and the first for v2v.
-
-    Raises:
-        GulliverError: a clip is too short for v2v.
-    """
+    """Cuts references to the frames that a short form takes of them; otherwise they stay whole."""
     form, found = text.strip(), list(references)
     if form not in SHORT_FORMS or not found:
         return found

@@ -28,12 +28,7 @@ CALM = 0.8
 
 
 class Room:
-    """The device that networks share, of which one at a time is filled.
-
-    Args:
-        device: device that they are filled on.
-        keep: whether they stay once they are filled.
-    """
+    """The device that networks share, of which one at a time is filled."""
 
     def __init__(self, device: torch.device, keep: bool = False) -> None:
         self.device, self.keep = device, keep
@@ -80,13 +75,7 @@ class Part(Generic[T]):
 
 
 class PartEncoder:
-    """A text encoder of a room, which says each caption once.
-
-    Args:
-        part: encoder.
-        channels: width of a token's vector.
-        max_length: longest caption in tokens.
-    """
+    """A text encoder of a room, which says each caption once."""
 
     def __init__(self, part: Part[TextEncoder], channels: int, max_length: int) -> None:
         self._part = part
@@ -108,17 +97,7 @@ class PartEncoder:
 
 
 class PartAutoencoder:
-    """An autoencoder of a room: its sizes are known at once, it is filled to encode and decode.
-
-    Args:
-        part: autoencoder.
-        outline: the same without memory, whose sizes are asked.
-        memory: bytes that decoding a clip may take; None for what is free. A clip that would take
-            more is decoded in stretches of time, which is the same to the last bit but rounding.
-
-    Raises:
-        GulliverError: there are no such bytes.
-    """
+    """An autoencoder of a room: its sizes are known at once, it is filled to encode and decode."""
 
     def __init__(self, part: Part[Any], outline: Any, memory: int | None = None) -> None:
         if memory is not None and not memory >= 1:

@@ -64,14 +64,11 @@ from gulliver.video._text_encoders import KeptTexts, TextEncoder, check_encoder
 
 @dataclass(frozen=True)
 class Filled:
-    """A filled transformer, as the sampler calls it.
+    """A filled transformer, as the sampler calls it."""
 
-    Attributes:
-        denoiser: the model's denoiser.
-        shared: the same on the ranks that make clips together.
-    """
-
+    # The model's denoiser.
     denoiser: Denoiser
+    # The same on the ranks that make clips together.
     shared: Shared
 
 
@@ -443,10 +440,8 @@ class VideoPipeline:
         return captions, null
 
     def _other(self, prompt: str, negative: str) -> str:
-        """Returns what is encoded for the branch without caption.
-
-        An STDiT has learnt what stands there, as long as the caption is.
-        """
+        """Returns what is encoded for the branch without caption."""
+        # An STDiT has learnt what stands there, as long as the caption is.
         return negative or ("" if self.release.whole else prompt)
 
 

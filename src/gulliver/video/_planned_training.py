@@ -111,10 +111,9 @@ class PlannedTrainer(Trainer):
             yield from self.loader
 
     def _begin(self, plan: StepPlan) -> None:
-        """Reads the clips of a step; counts, on all ranks, those that cannot be read.
-
-        A step of which no clip could be read is passed over, as it is where steps are not planned.
-        """
+        """Reads the clips of a step; counts, on all ranks, those that cannot be read."""
+        # A step of which no clip could be read is passed over, as it is where steps are not
+        # planned.
         self.clips.begin(self.loader.optimizer.rank, plan, self.sampler.planner.upcoming())
         lost = len(self.clips.lost)
         self.skipped.count(plan.epoch, plan.samples - lost, lost)
@@ -122,12 +121,7 @@ class PlannedTrainer(Trainer):
             self._refuse_lost_data(self.skipped.problem)
 
     def step(self, batch: TrainingStep, stop_wanted: bool = False) -> dict[str, float]:  # type: ignore[override]
-        """Runs one optimizer step: this rank's micro-batches of a plan.
-
-        Returns:
-            Loss and gradient norm of the whole step, its number of samples, and how many ranks
-            wish to stop.
-        """
+        """Runs one optimizer step: this rank's micro-batches of a plan."""
         torch.manual_seed(derive(self.config.seed, 3, self.step_number, 0))
         plan = batch.plan
         if self.config.pp_size > 1:
@@ -162,10 +156,8 @@ class PlannedTrainer(Trainer):
 
     @torch.no_grad()
     def _clips(self, loaded: LoadedBatch, epoch: int, step: int) -> Batch:
-        """The micro-batch with its noise, levels, hidden captions and masks.
-
-        Clips that are lost are left out; where all are, one of zeros weighs nothing.
-        """
+        """The micro-batch with its noise, levels, hidden captions and masks."""
+        # Clips that are lost are left out; where all are, one of zeros weighs nothing.
         maker, data, bucket = self.maker, loaded.data, self.shapes.buckets[loaded.shape]
         videos, captions, fps, rows = (data[n] for n in ("videos", "captions", "fps", "rows"))
         if videos is None:
@@ -232,13 +224,7 @@ class PlannedTrainer(Trainer):
 
 
 class PlannedOrder:
-    """The position in planned steps, in the place of a sampler.
-
-    Args:
-        planner: planner of the steps.
-        order: rows of its samples.
-        samples: samples of an epoch.
-    """
+    """The position in planned steps, in the place of a sampler."""
 
     def __init__(self, planner: DataCentricPlanner, order: ClipOrder, samples: int) -> None:
         self.planner, self.order, self.samples = planner, order, samples
@@ -276,12 +262,7 @@ def budget_of(config: TrainConfig) -> Budget:
 def _unfit(
     planner: DataCentricPlanner, order: ClipOrder, shapes: ClipShapes
 ) -> Counter[SampleShape]:
-    """Clips of the first of dealt epochs that fit at no degree, which a planner meets later.
-
-    Raises:
-        GulliverError: there may be some, in any epoch, and they are not to be skipped; a step that
-            is longer than an epoch.
-    """
+    """Clips of the first of dealt epochs that fit at no degree, which a planner meets later."""
     costs, buckets = planner.costs, order.epoch(0)[1]
     fitting = {
         shape

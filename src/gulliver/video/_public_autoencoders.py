@@ -89,10 +89,9 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _check_scaling(path: Path, kind: str, fields: dict[str, Any]) -> None:
-    """Refuses a picture autoencoder whose latents cannot be normalised.
-
-    Those of 4 channels are normalised as Stable Diffusion's unless a configuration says otherwise.
-    """
+    """Refuses a picture autoencoder whose latents cannot be normalised."""
+    # Those of 4 channels are normalised as Stable Diffusion's unless a configuration says
+    # otherwise.
     if kind != "FrameAutoencoder" or "scaling_factor" in fields or fields["latent_channels"] == 4:
         return
     raise GulliverError(

@@ -276,14 +276,7 @@ class _GivenFrames:
         return x
 
     def branches(self, x: Tensor, count: int, hidden: bool) -> tuple[list[Tensor], Tensor]:
-        """Returns what each branch is shown, and x_mask of all of them.
-
-        Args:
-            x: latents, with given frames as they are.
-            count: number of branches.
-            hidden: whether the last one shall not know that frames are given: it is shown them as
-                noisy as the others.
-        """
+        """Returns what each branch is shown, and x_mask of all of them."""
         shown, masks = [x] * count, [self._active] * count
         if hidden:
             shown[-1] = torch.where(_frames(self._active), x, self._noisy)

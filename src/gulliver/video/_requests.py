@@ -74,28 +74,25 @@ class Request:
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a request that one loop samples.
+    """Part of a request that one loop samples."""
 
-    Attributes:
-        prompt: sentence to show.
-        negative_prompt: sentence to lead away from; empty: no caption.
-        bucket: shape of the piece.
-        seed: seed of its noise.
-        references: pictures and clips that the rules place.
-        rules: rules of this loop.
-        align: number of latent frames at whose multiples the rules begin; None: anywhere.
-        head: frames that the piece begins with, or None; no rule names them.
-        head_edit: edit ratio of the head.
-    """
-
+    # Sentence to show.
     prompt: str
+    # Sentence to lead away from; empty: no caption.
     negative_prompt: str
+    # Shape of the piece.
     bucket: Bucket
+    # Seed of its noise.
     seed: int
+    # Pictures and clips that the rules place.
     references: tuple[Tensor, ...] = ()
+    # Rules of this loop.
     rules: tuple[Rule, ...] = ()
+    # Number of latent frames at whose multiples the rules begin; None: anywhere.
     align: int | None = None
+    # Frames that the piece begins with, or None; no rule names them.
     head: Tensor | None = None
+    # Edit ratio of the head.
     head_edit: float = 0.0
 
     @property
@@ -110,14 +107,7 @@ def loop_seed(seed: int, loop: int) -> int:
 
 
 def piece_of(request: Request, loop: int, clip: Tensor | None, unit: int) -> Piece:
-    """Returns what a loop samples.
-
-    Args:
-        request: request that passes `check_request`.
-        loop: number of the loop.
-        clip: clip that the loops before have made; None for loop 0.
-        unit: frames of the clip in each latent frame but the first.
-    """
+    """Returns what a loop samples."""
     rules = [rule for rule in parse_mask_strategy(request.mask_strategy) if rule.loop == loop]
     head = request.given if clip is None else clip[:, -(request.condition_frames or 1) :]
     return Piece(
@@ -140,18 +130,7 @@ def made_by_loops(
     unit: int,
     show: bool = False,
 ) -> list[Tensor]:
-    """Makes clips, loop by loop.
-
-    Args:
-        requests: requests that pass `check_request`.
-        sample: function that makes pieces of one bucket, all with or all without given frames.
-        batch_size: largest number of pieces that are sampled together.
-        unit: frames of a clip in each latent frame but the first.
-        show: whether to display progress.
-
-    Returns:
-        The clips [3, T, H, W], in the order of the requests.
-    """
+    """Makes clips, loop by loop."""
     clips: list[Tensor] = []
     with Display("generating", sum(r.loops for r in requests), enabled=show) as display:
         for loop in range(max((r.loops for r in requests), default=0)):
@@ -187,17 +166,7 @@ def _in_batches(
 def given_latents(
     pieces: Sequence[Piece], autoencoder: VideoAutoencoder, device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Encodes what is given and puts it in its place.
-
-    Args:
-        pieces: pieces of one bucket, all with or all without given frames.
-        autoencoder: autoencoder of the latents.
-        device: device to encode on.
-
-    Returns:
-        Latents [B, C, T, H, W], zero in other frames, and the mask [B, T]: 1 for frames to
-        generate, the edit ratio of given ones. None and None where no frames are given.
-    """
+    """Encodes what is given and puts it in its place."""
     if not pieces[0].conditioned:
         return None, None
     bucket = pieces[0].bucket
@@ -217,13 +186,7 @@ def given_latents(
 
 
 def _placements(piece: Piece, lengths: Sequence[int], frames: int) -> list[Placement]:
-    """Finds what goes where.
-
-    Args:
-        piece: piece to sample.
-        lengths: latent frames of each reference, then of the head where there is one.
-        frames: latent frames of the piece.
-    """
+    """Finds what goes where."""
     references = len(piece.references)
     found = place(piece.rules, lengths[:references], frames, piece.align)
     if piece.head is not None:
@@ -249,13 +212,7 @@ def _encoded(
 
 
 def check_request(request: Request, sampling: SamplingConfig) -> None:
-    """Refuses a request that no model could fulfil.
-
-    Raises:
-        GulliverError: an empty prompt; a seed that is no whole number; given tensors that are no
-            pictures or clips; loops, references or frames that are not there; settings that have
-            no effect.
-    """
+    """Refuses a request that no model could fulfil."""
     guidance = guidance_of(sampling)
     if isinstance(request.seed, bool) or not isinstance(request.seed, Integral):
         raise GulliverError(f"seed is {request.seed!r}: it must be a whole number")
@@ -307,12 +264,7 @@ def _check_loops(request: Request) -> None:
 
 
 def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
-    """Refuses given frames that do not fit the clip, before anything is encoded.
-
-    Raises:
-        GulliverError: frames that a reference or the clip does not have, or that are given
-            already; references of which nothing shows; nothing left to make.
-    """
+    """Refuses given frames that do not fit the clip, before anything is encoded."""
     bucket = request.bucket
     if request.given is not None and request.given.shape[1] >= bucket.frames:
         raise GulliverError(

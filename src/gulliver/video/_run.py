@@ -83,15 +83,7 @@ class Run:
         return CheckpointFolder(self.folder / "checkpoints", keep=self.keep)
 
     def open(self, config: TrainConfig | TrainAutoencoderConfig) -> Path | None:
-        """Prepares the folder for `config`.
-
-        Returns:
-            The checkpoint to resume from, or None.
-
-        Raises:
-            GulliverError: it holds a run already and this is no resumption; it does not hold the
-                step that is to be resumed; what is resumed was told otherwise.
-        """
+        """Prepares the folder for `config`."""
         newest = self.checkpoints.latest()
         if not config.resume:
             if newest is not None:
@@ -118,11 +110,7 @@ class Run:
         write_json(self.config_path, resolved(config))
 
     def read_config(self) -> TrainConfig:
-        """The configuration that the run was trained with.
-
-        Raises:
-            GulliverError: the folder holds no run.
-        """
+        """The configuration that the run was trained with."""
         if not self.config_path.is_file():
             raise GulliverError(
                 f"{self.folder} holds no training run (no config.json): "
@@ -131,11 +119,7 @@ class Run:
         return from_plain(read_json(self.config_path))
 
     def newest_checkpoint(self) -> Path:
-        """The newest complete checkpoint.
-
-        Raises:
-            GulliverError: there is none.
-        """
+        """The newest complete checkpoint."""
         newest = self.checkpoints.latest()
         if newest is None:
             raise GulliverError(f"{self.folder} holds no complete checkpoint yet")

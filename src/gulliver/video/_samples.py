@@ -1,14 +1,4 @@
-"""Samples during training: a few prompts, shown now and then by the averaged weights.
-
-[Note: samples are those of the checkpoint] When samples are due, the step's checkpoint is made and
-waited for, and rank 0 opens it as `gulliver generate` does: the clips are those that this command
-makes of the same step, however the ranks share the model, and what is learnt does not change. The
-other ranks hear of every step of the sampler, so that they never wait longer than one takes, and
-end when rank 0 does. A run that is killed in between makes the samples when it is resumed.
-
-What it does not know: how a checkpoint is written (`_training.py`), how clips are sampled
-(`_generate.py`, `_pipeline.py`).
-"""
+"""Samples during training: a few prompts, shown now and then by the averaged weights."""
 
 from __future__ import annotations
 
@@ -43,6 +33,15 @@ SIDE = 128
 """Least height in pixels that a clip is shown at, where repeating its pixels makes it so."""
 
 
+# [Note: samples are those of the checkpoint] When samples are due, the step's checkpoint is made
+# and waited for, and rank 0 opens it as `gulliver generate` does: the clips are those that this
+# command makes of the same step, however the ranks share the model, and what is learnt does not
+# change. The other ranks hear of every step of the sampler, so that they never wait longer than one
+# takes, and end when rank 0 does. A run that is killed in between makes the samples when it is
+# resumed.
+#
+# What it does not know: how a checkpoint is written (`_training.py`), how clips are sampled
+# (`_generate.py`, `_pipeline.py`).
 class _StoppedError(Exception):
     """A signal has ended sampling."""
 
@@ -137,18 +136,7 @@ def _row(prompt: str, clip: Any) -> Row:
 def make_samples(
     config: TrainConfig, run: Run, world: World, dataset: Any, held_out: Any
 ) -> Samples | None:
-    """Decides what a run shows of itself; None where that is nothing.
-
-    Args:
-        config: configuration of the run.
-        run: folder of the run.
-        world: ranks of the training.
-        dataset: data set that is learnt from.
-        held_out: data set of held-out clips, or None; its captions are asked for, if there is one.
-
-    Raises:
-        GulliverError: a shape that is not trained; prompts that cannot be read, or are too long.
-    """
+    """Decides what a run shows of itself; None where that is nothing."""
     samples = config.samples
     if not samples.every:
         return None

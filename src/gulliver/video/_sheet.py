@@ -27,11 +27,9 @@ class Row:
 
 
 def contact_sheet(path: Path, rows: list[Row], fps: float, scale: int = 4) -> Path:
-    """Draws rows of clips with their captions as one animated GIF.
-
-    Shorter clips hold their last frame until the longest ends. A still of the middle frame is left
-    beside it, with the suffix .png.
-    """
+    """Draws rows of clips with their captions as one animated GIF."""
+    # Shorter clips hold their last frame until the longest ends. A still of the middle frame is
+    # left beside it, with the suffix .png.
     frames = _drawn(rows, scale)
     with atomic_file(path) as partial:
         write_gif(partial, frames, fps)

@@ -43,18 +43,7 @@ def make_dataset(
     seed: int = 0,
     autoencoder: Autoencoder | None = None,
 ) -> MovingDigits | ClipTable:
-    """Makes the data set: the moving digits, or the table that is named.
-
-    Args:
-        config: what to learn from.
-        words: number of words that the model reads; None for any.
-        show: whether to display progress and what cannot be used.
-        seed: seed of the run.
-        autoencoder: autoencoder that will encode the clips; None for the small one.
-
-    Raises:
-        GulliverError: neither can be used, or a caption is longer than `words`.
-    """
+    """Makes the data set: the moving digits, or the table that is named."""
     shapes = parse_shapes(config.shapes)
     if config.made:
         return MovingDigits(
@@ -148,13 +137,7 @@ def _check_shape(bucket: Bucket, unit: int) -> None:
 
 
 def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> BucketSampler:
-    """Makes the sampler: the order of the samples, and this rank's share of each batch.
-
-    Args:
-        config: batch size and seed.
-        dataset: data set of clips.
-        place: rank among those that read different samples, and their number.
-    """
+    """Makes the sampler: the order of the samples, and this rank's share of each batch."""
     seed = derive(config.seed, 6)
     if isinstance(dataset, ClipTable) and isinstance(dataset.buckets, BucketConfig):
         sizes = dataset.buckets.batch_sizes(config.data.bucket_ranks)

@@ -36,20 +36,7 @@ def run_stages(
     micro_batches: int,
     scale: float,
 ) -> Tensor:
-    """Runs a share through the pipeline; every rank of the model calls it.
-
-    Args:
-        booster: booster of the model, which `hide_targets` was called with.
-        model: this rank's stage.
-        optimizer: boosted optimizer of it; None runs forward only.
-        flow: rectified flow whose loss it is.
-        batch: this rank's share.
-        micro_batches: number of micro-batches that the pipeline runs.
-        scale: factor of the gradients.
-
-    Returns:
-        The sum of the losses of the share's samples, on every stage.
-    """
+    """Runs a share through the pipeline; every rank of the model calls it."""
     held = len(batch.latents)
     # Each micro-batch has a sample: where there are too few, some are shown again and not counted.
     number = torch.arange(max(held, micro_batches), device=batch.latents.device)

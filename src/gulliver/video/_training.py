@@ -237,16 +237,10 @@ class Trainer:
         return f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
     def step(self, batch: Batch, stop_wanted: bool = False) -> dict[str, float]:
-        """Runs one optimizer step on this rank's share of a batch.
-
-        Ranks that hold one model together have one share, and draw alike. A batch of which no rank
-        could read a sample is no step: nothing changes, and the position in the data stays before
-        it until there is a step after it.
-
-        Returns:
-            Loss and gradient norm of the whole batch, its number of samples, and how many ranks
-            wish to stop.
-        """
+        """Runs one optimizer step on this rank's share of a batch."""
+        # Ranks that hold one model together have one share, and draw alike. A batch of which no
+        # rank could read a sample is no step: nothing changes, and the position in the data stays
+        # before it until there is a step after it.
         # Seeded anew at each step, so that a resumed run needs no saved generator.
         torch.manual_seed(derive(self.config.seed, 3, self.step_number, self.place[0]))
         count = self._count(batch)
@@ -287,12 +281,7 @@ class Trainer:
         return read
 
     def _forward_backward(self, batch: Batch, count: int) -> Tensor:
-        """Runs backward for this rank's share; returns the sum of its samples' losses.
-
-        Args:
-            batch: share of this rank, which runs in micro-batches.
-            count: number of samples of all shares.
-        """
+        """Runs backward for this rank's share; returns the sum of its samples' losses."""
         if self.config.pp_size > 1:
             assert isinstance(self.flow, RectifiedFlow), "checked"
             run, scale = self.config.micro_batches, self.place[1] / count
@@ -384,10 +373,8 @@ class Trainer:
             scalars(f"train/{name}", line[name], self.step_number)
 
     def save(self) -> None:
-        """Begins a checkpoint of this step, or makes it whole; every rank calls it.
-
-        A step that is saved already, or nothing learnt yet, needs none.
-        """
+        """Begins a checkpoint of this step, or makes it whole; every rank calls it."""
+        # A step that is saved already, or nothing learnt yet, needs none.
         if self.step_number == self.saved_step:
             return
         self.saved_step = self.step_number

@@ -31,15 +31,7 @@ WINDOW = 0
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out clips, and the way to their losses.
-
-    Args:
-        dataset: data set of held-out clips.
-        maker: maker of the run's batches.
-        config: number of clips and of levels.
-        place: rank among those that read different samples, and their number.
-        batch_size: samples of a batch over all ranks.
-    """
+    """Held-out clips, and the way to their losses."""
 
     dataset: Any
     maker: BatchMaker
@@ -50,12 +42,7 @@ class Validation:
     def losses(
         self, loss_sum: Callable[[Batch], Tensor], ranks_of_a_model: int
     ) -> dict[str, list[float]]:
-        """Computes the mean loss of each bucket's clips at each level; every rank calls it.
-
-        Args:
-            loss_sum: function from a batch to the sum of its samples' losses.
-            ranks_of_a_model: number of ranks that compute each sample together.
-        """
+        """Computes the mean loss of each bucket's clips at each level; every rank calls it."""
         buckets = self._members()
         levels, device = self.config.levels, self.maker.device
         totals = torch.zeros(len(buckets), levels + 1, dtype=torch.float64, device=device)
@@ -81,15 +68,7 @@ class Validation:
         display: Display,
         scalars: Callable[[str, float, int], None],
     ) -> None:
-        """Writes losses to the run's log and to TensorBoard, and prints their means.
-
-        Args:
-            found: losses at each level by bucket.
-            step: step of the model that they are of.
-            run: folder of the run.
-            display: display of the training.
-            scalars: function that writes a named value of a step.
-        """
+        """Writes losses to the run's log and to TensorBoard, and prints their means."""
         means = {bucket: sum(losses) / len(losses) for bucket, losses in found.items()}
         loss = sum(means.values()) / len(means)
         run.validation.append({"step": step, "loss": loss, "buckets": found})

@@ -44,13 +44,7 @@ class Window(NamedTuple):
 
 
 class ClipWindows:
-    """Windows of a table's clips; a window that is longer than a sample is shown in part.
-
-    Args:
-        table: table of clips.
-        windows: windows, one for each sample.
-        kept: decoded clips by row, where they are kept in memory: uint8 [3, T, H, W]; or None.
-    """
+    """Windows of a table's clips; a window that is longer than a sample is shown in part."""
 
     def __init__(
         self,
@@ -116,14 +110,7 @@ class ClipWindows:
 
 
 class MixedClips:
-    """Samples of another data set, several of each clip, some shown as one of their frames.
-
-    Args:
-        dataset: data set of clips.
-        image_share: share of the samples that are pictures.
-        repeats: samples of each clip.
-        seed: seed of which samples are pictures.
-    """
+    """Samples of another data set, several of each clip, some shown as one of their frames."""
 
     def __init__(self, dataset: Any, image_share: float, repeats: int, seed: int) -> None:
         self.dataset, self.repeats = dataset, repeats
@@ -199,13 +186,8 @@ def make_sources(dataset: Any, config: AutoencoderDataConfig, seed: int) -> Sour
 def split_table(
     table: ClipTable, config: AutoencoderDataConfig, seed: int
 ) -> tuple[ClipWindows, ClipWindows]:
-    """Splits a table by clips, and each of the others by frames.
-
-    A video that is too short for a sample before and behind the cut is trained on whole.
-
-    Raises:
-        GulliverError: nothing would be held out, or nothing left to train on.
-    """
+    """Splits a table by clips, and each of the others by frames."""
+    # A video that is too short for a sample before and behind the cut is trained on whole.
     draw = np.random.Generator(np.random.Philox(key=[seed % 2**63, 1]))
     count = round(config.held_out_clips * len(table))
     left_out = set(draw.permutation(len(table))[:count].tolist())

@@ -174,14 +174,7 @@ class AutoencoderTrainer:
     def _step(
         self, step: Step, videos: Tensor | None, rows: list[int], count: int
     ) -> dict[str, float]:
-        """Runs one step on this rank's clips.
-
-        Args:
-            step: step of the sampler.
-            videos: clips of this rank, or None.
-            rows: rows of these clips in the batch of all ranks.
-            count: number of clips of all ranks.
-        """
+        """Runs one step on this rank's clips."""
         share = len(rows) / count
         terms, decoded = None, None
         # Zero gradients without clips: the other ranks wait for this one in the reduction.

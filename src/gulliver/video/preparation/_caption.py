@@ -25,16 +25,12 @@ Captioner = Callable[[Path], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Captioned:
-    """A table with captions.
-
-    Attributes:
-        table: the table.
-        broken: name and reason of each clip that got none.
-        fresh: number of rows that were looked at now.
-    """
+    """A table with captions."""
 
     table: Table
+    # Name and reason of each clip that got none.
     broken: list[tuple[str, str]]
+    # Number of rows that were looked at now.
     fresh: int
 
 
@@ -49,23 +45,7 @@ def caption(
     again: bool = False,
     workers: int = 0,
 ) -> Captioned:
-    """Writes a table whose clips have captions.
-
-    Args:
-        table: table of clips.
-        out: table to write; None: the one that was read.
-        command: program and arguments, no shell; ``{path}`` in it stands for the clip's path.
-        model: folder of a transformers model that says what is in a picture: of the middle frame.
-        prompt: what the model is asked, or the words that the sentence begins with.
-        tokens: most tokens of a caption of the model.
-        seconds: how long the command may take.
-        again: whether to replace the captions that are there.
-        workers: commands at once; 0 takes one for each core. A model takes a clip at a time.
-
-    Raises:
-        GulliverError: both of command and model, or neither; the command is not found, or the
-            folder holds no such model.
-    """
+    """Writes a table whose clips have captions."""
     if (command is None) == (model is None):
         raise GulliverError("name either --command, a program, or --model, a folder")
     out = Path(out or table.path)
@@ -91,11 +71,7 @@ def caption(
 
 
 def command_captioner(command: str, seconds: float) -> Captioner:
-    """Makes a captioner of a command.
-
-    Raises:
-        GulliverError: its quotes do not match.
-    """
+    """Makes a captioner of a command."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -134,11 +110,7 @@ def _sentence(who: str, text: str) -> dict[str, Any]:
 
 
 def model_captioner(folder: Path, prompt: str, tokens: int) -> Captioner:
-    """Makes a captioner of a transformers model that reads pictures and writes text.
-
-    Raises:
-        GulliverError: transformers is missing, or the folder holds no such model.
-    """
+    """Makes a captioner of a transformers model that reads pictures and writes text."""
     model, processor = _loaded(folder)
 
     @torch.inference_mode()

@@ -2,16 +2,6 @@
 
 Read `cut` first. A source is decoded twice: once to find its scenes (`_scenes.py`), once to write
 their clips (`_reencode.py`), from its first frame on, as seeking is exact in some files only.
-
-[Note: nothing is lost silently]
-Each frame of each source is in a clip, or in the list of what is left out, with the reason; a
-source that cannot be read, or that is there twice, is in the list as a whole. So each row of the
-table ends in one or the other.
-
-[Note: a job that is killed]
-What is to be cut of a source is kept in a plan beside the clips as soon as it is known, with the
-settings, size and time of change of the source. A clip has its name only when it is complete, so
-what a plan names and what is there is done, and the next run writes the rest.
 """
 
 from __future__ import annotations
@@ -52,6 +42,14 @@ VERSION = 3
 """Number that changes when the same settings give other clips."""
 
 
+# [Note: nothing is lost silently] Each frame of each source is in a clip, or in the list of what is
+# left out, with the reason; a source that cannot be read, or that is there twice, is in the list as
+# a whole. So each row of the table ends in one or the other.
+#
+# [Note: a job that is killed] What is to be cut of a source is kept in a plan beside the clips as
+# soon as it is known, with the settings, size and time of change of the source. A clip has its name
+# only when it is complete, so what a plan names and what is there is done, and the next run writes
+# the rest.
 @dataclass(frozen=True)
 class Left:
     """Frames of a source that are in no clip; None: the whole source."""
@@ -69,37 +67,30 @@ class Left:
 
 @dataclass(frozen=True)
 class CutReport:
-    """Clips that were cut, and all that was left out.
-
-    Attributes:
-        table: clips.
-        sources: number of sources that clips were cut from.
-        left_out: what is in no clip.
-        listed: file that lists it; None where there is nothing.
-    """
+    """Clips that were cut, and all that was left out."""
 
     table: Table
+    # Number of sources that clips were cut from.
     sources: int
+    # What is in no clip.
     left_out: list[Left]
+    # File that lists it; None where there is nothing.
     listed: Path | None
 
 
 @dataclass(frozen=True)
 class PlannedClip:
-    """A clip to write.
+    """A clip to write."""
 
-    Attributes:
-        name: name of its file.
-        first: first frame of the source.
-        end: frame after the last.
-        size: height and width.
-        frames: frames of the source that it shows, one for each of its own.
-    """
-
+    # Name of its file.
     name: str
+    # First frame of the source.
     first: int
+    # Frame after the last.
     end: int
+    # Height and width.
     size: tuple[int, int]
+    # Frames of the source that it shows, one for each of its own.
     frames: tuple[int, ...]
 
 
@@ -203,14 +194,7 @@ def _rank(path: Path) -> tuple[bool, bool]:
 
 
 def cut_source(path: Path, folder: Path, settings: CutSettings) -> Outcome:
-    """Cuts a video, but for what is there already.
-
-    Returns:
-        Clips and what is left out, or the problem of a source that cannot be read.
-
-    Raises:
-        GulliverError: a clip cannot be written.
-    """
+    """Cuts a video, but for what is there already."""
     try:
         plan = _planned(path, folder, settings)
         failed = write_clips(path, plan, folder, settings)
@@ -251,11 +235,7 @@ def _literal(stem: str) -> str:
 
 
 def _key(path: Path, settings: CutSettings) -> str:
-    """Says what a plan depends on.
-
-    Raises:
-        SourceError: there is no such file.
-    """
+    """Says what a plan depends on."""
     try:
         found = path.stat()
     except OSError:
@@ -350,15 +330,7 @@ def pieces(length: int, least: int, most: int) -> list[int]:
 
 
 def write_clips(path: Path, plan: Plan, folder: Path, settings: CutSettings) -> dict[str, str]:
-    """Writes the clips of a source that are not there.
-
-    Returns:
-        Name and reason of each that no encoder takes.
-
-    Raises:
-        SourceError: the source cannot be read, or has fewer frames than in the plan.
-        GulliverError: a clip cannot be written.
-    """
+    """Writes the clips of a source that are not there."""
     import av
 
     failed: dict[str, str] = {}
@@ -402,11 +374,7 @@ class _Frames:
         self._now: tuple[int, Frame] | None = None
 
     def at(self, number: int) -> Frame:
-        """Returns a frame.
-
-        Raises:
-            SourceError: the file ends before it.
-        """
+        """Returns a frame."""
         while self._now is None or self._now[0] < number:
             self._now = next(self._coming, None)
             if self._now is None:
@@ -448,11 +416,9 @@ def _rows(outcome: Outcome, folder: Path) -> list[dict[str, Any]]:
 
 
 def _left(name: str, outcome: Outcome, record: dict[str, Any]) -> list[Left]:
-    """Says what of a source is in no clip.
-
-    A file that was cut short may decode without an error: frames that the table counts and that are
-    not there are in the list, too.
-    """
+    """Says what of a source is in no clip."""
+    # A file that was cut short may decode without an error: frames that the table counts and that
+    # are not there are in the list, too.
     if outcome.problem is not None:
         return [Left(name, None, None, outcome.problem)]
     left = [Left(name, *one) for one in outcome.values["left"]]

@@ -1,13 +1,4 @@
-"""Copies among clips, however they were coded and scaled: found by hash, decided by picture.
-
-[Note: two stages]
-Perceptual hashes of eight moments are compared, each clip's with every other's, as products of
-matrices of +1 and -1: `512 - 2 x (bits that differ)`. It leaves few pairs, some of them wrong:
-clips of one scene, or plain ones. Of these the pictures are compared, reduced to 32 x 32 and freed
-of brightness and contrast, which copies may have changed: the correlation over all moments, and
-over the worst of them, decides. Clips that are copies of copies make one group, of which the best
-stays: most pixels, then most frames, then most bytes, then the first.
-"""
+"""Copies among clips, however they were coded and scaled: found by hash, decided by picture."""
 
 from __future__ import annotations
 
@@ -41,12 +32,18 @@ TILE = 4096
 """Clips on each side of a product of hashes."""
 
 
+# [Note: two stages] Perceptual hashes of eight moments are compared, each clip's with every
+# other's, as products of matrices of +1 and -1: `512 - 2 x (bits that differ)`. It leaves few
+# pairs, some of them wrong: clips of one scene, or plain ones. Of these the pictures are compared,
+# reduced to 32 x 32 and freed of brightness and contrast, which copies may have changed: the
+# correlation over all moments, and over the worst of them, decides. Clips that are copies of copies
+# make one group, of which the best stays: most pixels, then most frames, then most bytes, then the
+# first.
 @dataclass(frozen=True)
 class Pair:
-    """Two clips that are copies: the one that stays and the one that goes.
+    """Two clips that are copies: the one that stays and the one that goes."""
 
-    `bits` of the 512 of their hashes differ; `correlation` is that of their pictures.
-    """
+    # `bits` of the 512 of their hashes differ; `correlation` is that of their pictures.
 
     kept: str
     dropped: str
@@ -56,18 +53,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class Deduplicated:
-    """A table without copies.
+    """A table without copies."""
 
-    Attributes:
-        table: the table; clips that could not be read are in it still.
-        pairs: each copy that is left out, with the clip that stays for it.
-        listed: file with the pairs.
-        broken: name and reason of each clip that could not be read.
-    """
-
+    # The table; clips that could not be read are in it still.
     table: Table
+    # Each copy that is left out, with the clip that stays for it.
     pairs: list[Pair]
+    # File with the pairs.
     listed: Path
+    # Name and reason of each clip that could not be read.
     broken: list[tuple[str, str]]
 
 

@@ -95,18 +95,15 @@ class Planned:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Outcome of a call of `encode`.
+    """Outcome of a call of `encode`."""
 
-    Attributes:
-        windows: number of windows of the table that are kept.
-        made: number of those that this call has tried to encode, on all ranks.
-        broken: name and reason of each clip that could not be read.
-        finished: whether all is done; a signal ends a call before.
-    """
-
+    # Number of windows of the table that are kept.
     windows: int
+    # Number of those that this call has tried to encode, on all ranks.
     made: int
+    # Name and reason of each clip that could not be read.
     broken: list[tuple[str, str]] = field(default_factory=list)
+    # Whether all is done; a signal ends a call before.
     finished: bool = True
 
 
@@ -131,11 +128,7 @@ def encode(config: EncodeConfig) -> Encoded:
 
 
 def check_encode(config: EncodeConfig) -> EncodeConfig:
-    """Refuses options that no call could use.
-
-    Raises:
-        GulliverError: naming what is missing, or too much.
-    """
+    """Refuses options that no call could use."""
     if bool(config.shapes) == (config.buckets is not None):
         raise GulliverError(
             "name either --shapes, such as 17x64x64, or --buckets FILE: the shapes of the clips"

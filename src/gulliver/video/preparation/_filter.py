@@ -1,11 +1,4 @@
-"""Rows of a table for which a condition holds, such as ``fps >= 12 and motion > 2``: by DuckDB.
-
-[Note: a condition, and nothing else]
-The condition is SQL that a user writes, or copies from somewhere, so it is read before it is run:
-DuckDB's own parser turns ``SELECT (condition) FROM clips`` into a tree, which must be one SELECT of
-one expression whose parts are of the kinds in `ALLOWED`. Statements, subqueries and what would read
-a file have no place in it. It then runs in a database in memory that may not touch the outside.
-"""
+"""Rows of a table for which a condition holds, such as ``fps >= 12 and motion > 2``: by DuckDB."""
 
 from __future__ import annotations
 
@@ -28,18 +21,20 @@ ALLOWED = frozenset(_PARTS.split())
 SHAPE = "a condition over columns, such as 'fps >= 12 and motion > 2'"
 
 
+# [Note: a condition, and nothing else] The condition is SQL that a user writes, or copies from
+# somewhere, so it is read before it is run: DuckDB's own parser turns ``SELECT (condition) FROM
+# clips`` into a tree, which must be one SELECT of one expression whose parts are of the kinds in
+# `ALLOWED`. Statements, subqueries and what would read a file have no place in it. It then runs in
+# a database in memory that may not touch the outside.
 @dataclass(frozen=True)
 class Filtered:
-    """Rows that are kept, and how many were not.
+    """Rows that are kept, and how many were not."""
 
-    Attributes:
-        table: rows for which the condition holds.
-        dropped: number of rows for which it does not.
-        unknown: number of rows for which nobody knows, as a cell is empty; they are not kept.
-    """
-
+    # Rows for which the condition holds.
     table: Table
+    # Number of rows for which it does not.
     dropped: int
+    # Number of rows for which nobody knows, as a cell is empty; they are not kept.
     unknown: int
 
 
@@ -84,11 +79,9 @@ def _query(condition: str) -> str:
 
 
 def _compared(table: Table, names: list[str]) -> Any:
-    """Takes columns as they are compared.
-
-    Text of a CSV file is compared as numbers where each cell is spelt as Python spells its number:
-    then no two of them are one, and no text means a number that it does not say.
-    """
+    """Takes columns as they are compared."""
+    # Text of a CSV file is compared as numbers where each cell is spelt as Python spells its
+    # number: then no two of them are one, and no text means a number that it does not say.
     import pyarrow as pa
 
     data = without_nan(table.data.select(names))
@@ -124,13 +117,12 @@ def _texts_of(data: Any) -> str:
 
 
 class _Guard:
-    """Rewrites a condition so that a number that is none, as of 0 / 0, is unknown.
+    """Rewrites a condition so that a number that is none, as of 0 / 0, is unknown."""
 
-    [Note: NaN in a condition]
-    To DuckDB NaN is larger than all numbers, so `0 / 0 > 2` holds. Each outermost expression of
-    floating point is put into `CASE WHEN isnan(x) THEN NULL ELSE x END`: within arithmetic NaN
-    stays NaN, and to wrap each part would double the length of the condition with each level.
-    """
+    # [Note: NaN in a condition] To DuckDB NaN is larger than all numbers, so `0 / 0 > 2` holds.
+    # Each outermost expression of floating point is put into `CASE WHEN isnan(x) THEN NULL ELSE x
+    # END`: within arithmetic NaN stays NaN, and to wrap each part would double the length of the
+    # condition with each level.
 
     TESTS = ("isnan", "isinf", "isfinite")
 
@@ -198,11 +190,7 @@ def _filled(tree: Any, part: dict[str, Any]) -> Any:
 
 
 def _parsed(database: Any, condition: str) -> dict[str, Any]:
-    """Parses a condition into DuckDB's tree of one expression.
-
-    Raises:
-        GulliverError: it is anything else.
-    """
+    """Parses a condition into DuckDB's tree of one expression."""
     wanted, node = f"{condition!r} is no condition", {}
     asked = database.execute("SELECT json_serialize_sql(?)", [_query(condition)])
     ((text,),) = asked.fetchall()
@@ -229,11 +217,7 @@ def _parsed(database: Any, condition: str) -> dict[str, Any]:
 
 
 def _parts(tree: Any, condition: str) -> Iterator[list[str]]:
-    """Yields the names that a condition's columns have, after a look at each part's kind.
-
-    Raises:
-        GulliverError: a part is of a kind that no condition has.
-    """
+    """Yields the names that a condition's columns have, after a look at each part's kind."""
     if isinstance(tree, list):
         for part in tree:
             yield from _parts(part, condition)
@@ -250,11 +234,7 @@ def _parts(tree: Any, condition: str) -> Iterator[list[str]]:
 
 
 def _column(path: list[str], table: Table, condition: str) -> str:
-    """Finds the column of a table that a name means; capitals count as small letters, as in SQL.
-
-    Raises:
-        GulliverError: there is none.
-    """
+    """Finds the column of a table that a name means; capitals count as small letters, as in SQL."""
     known = {name.lower(): name for name in table.names}
     for name in path[:2] if path[0].lower() == "clips" else path[:1]:
         if name.lower() in known:
@@ -280,11 +260,7 @@ def _first(error: BaseException) -> str:
 
 
 def filter_file(path: Path, condition: str, out: Path) -> Filtered:
-    """Filters the table of a file into another.
-
-    Raises:
-        GulliverError: as `filter_table`; or `out` is the table itself.
-    """
+    """Filters the table of a file into another."""
     if out.absolute() == path.absolute():
         raise GulliverError(f"--out {out} is the table itself: name another, rows would be lost")
     check_suffix(out)

@@ -23,14 +23,7 @@ Busy = dict[Any, tuple[str, Any]]
 def in_processes(
     work: Work, jobs: Iterable[tuple[str, Path]], workers: int
 ) -> Iterator[tuple[str, Outcome]]:
-    """Works on files, and yields key and outcome of each as it is done.
-
-    Args:
-        work: outcome of a file, as a function that can be sent to another process; what it raises
-            ends everything.
-        jobs: key and path of each file.
-        workers: number of processes.
-    """
+    """Works on files, and yields key and outcome of each as it is done."""
     # Not fork: this process may have threads, of torch and of the display.
     context = get_context("forkserver")
     context.set_forkserver_preload([work_module(work)])

@@ -28,28 +28,20 @@ Scorer = Callable[[Samples], Any]
 
 @dataclass(frozen=True)
 class Scored:
-    """A table with scores.
+    """A table with scores."""
 
-    Attributes:
-        table: the table; scores that could not be had are null.
-        broken: name and reason of each file without some score, or of which a part was scored.
-        fresh: number of rows that were looked at now.
-        whole: number of those that have every score that was asked for.
-    """
-
+    # The table; scores that could not be had are null.
     table: Table
+    # Name and reason of each file without some score, or of which a part was scored.
     broken: list[tuple[str, str]]
+    # Number of rows that were looked at now.
     fresh: int
+    # Number of those that have every score that was asked for.
     whole: int
 
 
 def find_scorers(names: Sequence[str]) -> dict[str, Scorer]:
-    """Finds scorers by name.
-
-    Raises:
-        GulliverError: one is unknown, has the name of another or of a column of clips, or cannot be
-            imported.
-    """
+    """Finds scorers by name."""
     plugged = {point.name: point for point in entry_points(group=GROUP)}
     found: dict[str, Scorer] = {}
     for name in names:

@@ -44,20 +44,7 @@ li{overflow-wrap:anywhere}
 
 
 def show(table: Table, out: Path, most: int = 200, workers: int = 0) -> int:
-    """Writes the sheet of a table.
-
-    Args:
-        table: table of clips.
-        out: .html file to write.
-        most: most clips that are shown, evenly out of all; histograms are of all rows.
-        workers: threads; 0 takes one for each core.
-
-    Returns:
-        Number of clips shown.
-
-    Raises:
-        GulliverError: another suffix than .html.
-    """
+    """Writes the sheet of a table."""
     if out.suffix not in (".html", ".htm"):
         raise GulliverError(f"--out {out.name} is a web page: it must end in .html")
     taken = np.unique(np.linspace(0, len(table) - 1, min(most, len(table))).round().astype(int))

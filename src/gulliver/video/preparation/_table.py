@@ -35,11 +35,7 @@ Stamp = tuple[int, int, int]
 
 
 def arrow() -> Any:
-    """Imports PyArrow.
-
-    Raises:
-        GulliverError: it is not installed.
-    """
+    """Imports PyArrow."""
     try:
         import pyarrow
         import pyarrow.compute
@@ -222,16 +218,7 @@ def broken_path(table: Path) -> Path:
 
 
 def write_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> Path | None:
-    """Lists files that a step cannot use, beside a table; what other steps have listed stays.
-
-    Args:
-        table: table that the step writes.
-        step: name of the step; what an earlier run of it has listed goes.
-        broken: path and reason of each file.
-
-    Returns:
-        The list, with the columns path, step and reason; None where there is nothing to list.
-    """
+    """Lists files that a step cannot use, beside a table; what other steps have listed stays."""
     path = broken_path(table)
     rows = [row for row in read_broken(table) if row[1] != step]
     rows += [(name, step, reason) for name, reason in broken]
@@ -380,11 +367,7 @@ def _comes_back(cast: Any, text: Any) -> bool:
 
 
 def _fractions(path: Path, name: str, column: Any) -> Any:
-    """Reads numbers among which there are fractions, such as 30000/1001.
-
-    Raises:
-        GulliverError: a cell is no number.
-    """
+    """Reads numbers among which there are fractions, such as 30000/1001."""
     values: list[float | None] = []
     for row, cell in enumerate(column.to_pylist(), 1):
         try:

@@ -1,18 +1,4 @@
-"""One piece of work for each file of many: by threads, with progress, taken up where it was left.
-
-[Note: one step at a time]
-Steps read a table at their beginning and replace it at their end, so of two at once one would lose
-what the other has done. Whoever writes a table holds the file `.NAME.lock` beside it, in which he
-says what he does. A table that was read before the lock was had is noticed by `Table.write`.
-
-[Note: work that can be killed]
-A step over a table may take hours, and its table is written whole, at its end. Until then each
-result is a line of JSON in a journal beside the table, appended as soon as it is known: a process
-that is killed loses the files that it was at. The next one reads the journal, leaves out a torn
-last line, and does the rest. A result counts for a file of the same size and time of change only.
-The journal goes when the table is there; one that is left behind by a kill between the two says
-nothing that the table does not.
-"""
+"""One piece of work per file of many: by threads, with progress, resumable."""
 
 from __future__ import annotations
 
@@ -30,6 +16,17 @@ from gulliver.io import hold, named_errors, remove_leftovers
 from gulliver.jobs import Display
 
 
+# [Note: one step at a time] Steps read a table at their beginning and replace it at their end, so
+# of two at once one would lose what the other has done. Whoever writes a table holds the file
+# `.NAME.lock` beside it, in which he says what he does. A table that was read before the lock was
+# had is noticed by `Table.write`.
+#
+# [Note: work that can be killed] A step over a table may take hours, and its table is written
+# whole, at its end. Until then each result is a line of JSON in a journal beside the table,
+# appended as soon as it is known: a process that is killed loses the files that it was at. The next
+# one reads the journal, leaves out a torn last line, and does the rest. A result counts for a file
+# of the same size and time of change only. The journal goes when the table is there; one that is
+# left behind by a kill between the two says nothing that the table does not.
 @dataclass(frozen=True)
 class Outcome:
     """Values of a file by column, and why others could not be had.
@@ -57,21 +54,7 @@ def work_on(
     each: Each | None = None,
     within: bool = False,
 ) -> Iterator[list[Outcome]]:
-    """Yields the outcome of each file; the block writes the table, after which the journal goes.
-
-    Args:
-        clips: name and path of each file.
-        work: values of a file, or its outcome; a `GulliverError` that it raises is its problem.
-        table: table that is being made: the journal lies beside it.
-        step: name of what is done, which names the journal and is shown with the progress.
-        settings: what the values depend on besides the file; a journal of others starts anew.
-        workers: threads; 0 takes one for each core.
-        each: way to work on all files, which yields key and outcome of each; by default in threads.
-        within: whether the caller holds the table already.
-
-    Raises:
-        GulliverError: another process is at a step of this table.
-    """
+    """Yields the outcome of each file; the block writes the table, after which the journal goes."""
     path = table.with_name(f".{table.name}.{step}.jsonl")
     with nullcontext() if within else held_table(table, step):
         remove_leftovers(path.parent)
@@ -84,11 +67,7 @@ def work_on(
 
 @contextmanager
 def held_table(table: Path, step: str) -> Iterator[None]:
-    """Keeps a table for one step, from before it is worked on until it is written.
-
-    Raises:
-        GulliverError: another process has it; it says which step of it.
-    """
+    """Keeps a table for one step, from before it is worked on until it is written."""
     path = table.with_name(f".{table.name}.lock")
     with ExitStack() as stack:
         while True:
