@@ -256,7 +256,9 @@ def test_guidance_that_cannot_be_is_refused() -> None:
         (lambda: Guidance(1, math.inf), "a finite number, not inf"),
         (lambda: Guidance(3, text_oscillation=-1), "0 steps or more, not -1"),
         (
-            lambda: flow.sample(_linear, noise, {}, null_y=noise, cfg_scale=Guidance(2, 2)),
+            lambda: flow.sample(
+                _linear, noise, {}, null_inputs={"y": noise}, cfg_scale=Guidance(2, 2)
+            ),
             "image guidance 2 needs given frames",
         ),
         (

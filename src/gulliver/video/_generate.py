@@ -33,12 +33,12 @@ from gulliver.video._config import (
     from_plain,
     parse_shapes,
 )
+from gulliver.video._diffusion import Preview
 from gulliver.video._digits import FPS
 from gulliver.video._guidance import check_oscillation, guidance_of
 from gulliver.video._media import check_pixels, fit
 from gulliver.video._prompts import loop_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
-from gulliver.video._rectified_flow import Preview
 from gulliver.video._requests import (
     Piece,
     Request,

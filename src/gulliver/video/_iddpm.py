@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
+from gulliver.video._diffusion import (
+    Diffusion,
+    GivenFrames,
+    Model,
+    Preview,
+    SamplingStep,
+    conditions,
+)
 from gulliver.video._guidance import Guidance
-from gulliver.video._rectified_flow import Model, Preview, stacked
 
 SCHEDULES = ("linear", "cosine")
 LAST_NOISE = 0.999
@@ -86,7 +93,7 @@ def process_of(kept: Tensor) -> Process:
     return Process(kept, of_data, of_point, variance.log(), betas.log())
 
 
-class IDDPM:
+class IDDPM(Diffusion):
     """The noise process, its training loss and its sampler."""
 
     def __init__(
@@ -113,40 +120,14 @@ class IDDPM:
         kept = _at(self.process.kept, timesteps, x0)
         return kept.sqrt() * x0 + (1 - kept).sqrt() * noise
 
-    def loss(
-        self,
-        model: Model,
-        x0: Tensor,
-        model_inputs: dict[str, Any],
-        *,
-        noise: Tensor,
-        timesteps: Tensor,
-        mask: Tensor | None = None,
+    def _errors(
+        self, output: Tensor, x0: Tensor, x_t: Tensor, noise: Tensor, timesteps: Tensor
     ) -> Tensor:
-        """Computes each clip's mean square error of the noise and bound on the likelihood in bits.
-
-        The bound teaches the variance alone: the noise in it is taken as it is.
-
-        Args:
-            model: function called as model(x_t, timesteps, **model_inputs), which gives twice x0's
-                channels: noise and variance.
-            x0: latents [B, C, T, H, W].
-            model_inputs: conditions, by keyword of the model.
-            noise: noise of x0's shape.
-            timesteps: steps [B].
-            mask: mask [B, T], True for frames to generate. Given frames are shown without noise
-                and do not count; pass the same as x_mask in `model_inputs`.
-
-        Returns:
-            The losses [B].
-        """
-        x_t = self.add_noise(x0, noise, timesteps)
-        if mask is not None:
-            x_t = torch.where(_frames(mask), x_t, x0)
-        predicted, share = _halves(model(x_t, timesteps, **model_inputs), x0)
-        square = (noise - predicted).square()
+        """Square error of the noise, and the bound on the likelihood in bits."""
+        predicted, share = _halves(output, x0)
+        # The bound teaches the variance alone: the noise in it is taken as it is.
         bits = self._bits(x0, x_t, timesteps, predicted.detach(), share)
-        return _mean(square + bits, mask)
+        return (noise - predicted).square() + bits
 
     def _bits(
         self, x0: Tensor, x_t: Tensor, timesteps: Tensor, noise: Tensor, share: Tensor
@@ -174,7 +155,6 @@ class IDDPM:
         share = (share + 1) / 2
         return of_data * x0 + of_point * x_t, share * most + (1 - share) * least
 
-    @torch.no_grad()
     def sample(
         self,
         model: Model,
@@ -192,34 +172,41 @@ class IDDPM:
     ) -> Tensor:
         """Steps back from noise to data."""
         guidance = cfg_scale if isinstance(cfg_scale, Guidance) else Guidance(cfg_scale)
-        _check_sampling(guidance, null_inputs, given, mask)
+        if guidance.image != 1:
+            raise GulliverError(
+                f"image guidance {guidance.image:g} is for models of rectified flow: leave it out"
+            )
+        if mask is not None and bool(((mask > 0) & (mask < 1)).any()):
+            raise GulliverError(
+                "edit ratios are for models of rectified flow: give frames as they are, ratio 0"
+            )
+        branches = conditions(guidance, model_inputs, null_inputs)
+        frames = GivenFrames.of(self, given, noise, mask)
+        plan = self._steps(steps, guidance, step_noise)
+        return self._follow(model, noise, branches, plan, frames, progress, preview)
+
+    def _steps(
+        self, steps: int, guidance: Guidance, step_noise: Callable[[int], Tensor] | None
+    ) -> list[SamplingStep]:
         taken = spaced(self.num_timesteps, steps)
         process = process_of(self.process.kept[taken])
-        branches = [model_inputs, {**model_inputs, **(null_inputs or {})}][: guidance.branches]
-        inputs = stacked(branches)
-        x, generate = noise, None
-        if mask is not None and given is not None:
-            generate = mask >= 1
-            inputs["x_mask"] = torch.cat([generate] * len(branches))
-            x = torch.where(_frames(generate), x, given)
-        for done, number in enumerate(reversed(range(steps))):
-            told = noise.new_full((len(branches) * len(x),), float(taken[number]))
-            out = model(torch.cat([x] * len(branches)), told, **inputs)
-            answers = [_halves(answer, x) for answer in out.chunk(len(branches))]
-            predicted, share = self._guided(guidance, answers, done, steps)
-            step = torch.full((len(x),), number, device=x.device)
-            if preview is not None:
-                clean = _clean(_at(process.kept, step, x), x, predicted)
-                shown = clean if generate is None else torch.where(_frames(generate), clean, x)
-                preview(done + 1, steps, shown)
-            back, log_variance = self._back(process, x, step, predicted, share)
-            if number:
-                drawn = torch.randn_like(x) if step_noise is None else step_noise(number).to(x)
-                back = back + (0.5 * log_variance).exp() * drawn
-            x = back if generate is None else torch.where(_frames(generate), back, x)
-            if progress is not None:
-                progress(done + 1, steps)
-        return x
+
+        def step(number: int) -> SamplingStep:
+            def advance(x: Tensor, answers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+                halves = [_halves(answer, x) for answer in answers]
+                predicted, share = self._guided(guidance, halves, steps - 1 - number, steps)
+                at = torch.full((len(x),), number, device=x.device)
+                clean = _clean(_at(process.kept, at, x), x, predicted)
+                back, log_variance = self._back(process, x, at, predicted, share)
+                if number:
+                    drawn = torch.randn_like(x) if step_noise is None else step_noise(number).to(x)
+                    back = back + (0.5 * log_variance).exp() * drawn
+                return clean, back
+
+            # The model is told the step of the whole process.
+            return SamplingStep(float(taken[number]), advance)
+
+        return [step(number) for number in reversed(range(steps))]
 
     def _guided(
         self, guidance: Guidance, answers: Sequence[tuple[Tensor, Tensor]], step: int, steps: int
@@ -229,25 +216,6 @@ class IDDPM:
         led = noise.shape[1] if self.guided_channels is None else self.guided_channels
         away = guidance.combine([answer[:, :led] for answer, _ in answers], step, steps)
         return torch.cat([away, noise[:, led:]], dim=1), share
-
-
-def _check_sampling(
-    guidance: Guidance, null: Mapping[str, Any] | None, given: Tensor | None, mask: Tensor | None
-) -> None:
-    if guidance.image != 1:
-        raise GulliverError(
-            f"image guidance {guidance.image:g} is for models of rectified flow: leave it out"
-        )
-    if guidance.branches > 1 and not null:
-        raise GulliverError(
-            f"cfg_scale {guidance.text:g} needs null_inputs, what stands for no caption"
-        )
-    if (given is None) != (mask is None):
-        raise GulliverError("given frames need both `given` and `mask`")
-    if mask is not None and bool(((mask > 0) & (mask < 1)).any()):
-        raise GulliverError(
-            "edit ratios are for models of rectified flow: give frames as they are, with ratio 0"
-        )
 
 
 def _at(values: Tensor, steps: Tensor, like: Tensor) -> Tensor:
@@ -270,19 +238,6 @@ def _halves(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         )
     noise, share = output.to(x.dtype).chunk(2, dim=1)
     return noise, share
-
-
-def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Means of clips [B, C, T, H, W] over frames to generate: [B]."""
-    of_frames = values.mean(dim=(1, 3, 4))
-    if mask is None:
-        return of_frames.mean(dim=1)
-    weights = mask.to(of_frames.dtype)
-    return (of_frames * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
-
-
-def _frames(mask: Tensor) -> Tensor:
-    return mask[:, None, :, None, None]
 
 
 def _discrete_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:

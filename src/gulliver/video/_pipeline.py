@@ -30,6 +30,7 @@ from gulliver.models import MMDiT, STDiT
 from gulliver.video._build import build_model, make_text
 from gulliver.video._caches import Counts, cache_blocks
 from gulliver.video._config import SamplingConfig, check_clip
+from gulliver.video._diffusion import Preview
 from gulliver.video._fitting import check_latents, text_reader, text_size
 from gulliver.video._generate import VideoModel, latent_noise
 from gulliver.video._guidance import Guidance, check_oscillation, guidance_of
@@ -39,7 +40,6 @@ from gulliver.video._parts import Part, PartAutoencoder, PartEncoder, Room
 from gulliver.video._prompts import loop_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import load_model, outline_model
-from gulliver.video._rectified_flow import Preview
 from gulliver.video._releases import (
     Denoiser,
     denoiser_of,

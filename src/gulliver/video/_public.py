@@ -40,6 +40,7 @@ from gulliver.video._config import (
 )
 from gulliver.video._demo import demonstrate
 from gulliver.video._diffusers_autoencoders import DiffusersAutoencoder
+from gulliver.video._diffusion import Preview
 from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, compose, sentence
 from gulliver.video._encoded import with_encoded
 from gulliver.video._evaluate import Evaluation, evaluate
@@ -61,7 +62,7 @@ from gulliver.video._plugins import check_ranks
 from gulliver.video._prompts import loop_prompts, read_prompt, read_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import check_kind, load_model
-from gulliver.video._rectified_flow import Preview, RectifiedFlow
+from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._requests import Request, check_request, loop_seed
 from gulliver.video._run import Run
 from gulliver.video._shared import split_ranks
