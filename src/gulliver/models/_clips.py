@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError
 from gulliver.models._blocks import Grid, JointBlock
 from gulliver.models._embeddings import spatial_positions
-
-REFUSED_WHEN_SET = {
-    "enable_flash_attn": "attention always runs through torch's scaled_dot_product_attention",
-    "enable_flashattn": "attention always runs through torch's scaled_dot_product_attention",
-    "enable_layernorm_kernel": "layer norms always run through torch",
-    "enable_sequence_parallelism": "models know nothing of parallelism",
-    "skip_y_embedder": "captions are always embedded by the model",
-    "skip_temporal": "a model without temporal blocks is not supported",
-    "drop_path": "stochastic depth is not supported",
-    "no_temporal_pos_emb": "frames are always told apart as the public weights do it",
-    "freeze": "use requires_grad_ on the parameters to freeze",
-    "grad_ckpt_settings": "activations are recomputed by the booster, not by the model",
-}
-"""Fields of public configurations that change nothing here, or what is not supported."""
-
-
-def check_fields(model: str, known: Sequence[str], others: Mapping[str, Any]) -> None:
-    """Refuses fields of a configuration that a model does not have."""
-    for name, value in others.items():
-        if name not in REFUSED_WHEN_SET:
-            choices = [*(k for k in known if k not in ("self", "others")), *REFUSED_WHEN_SET]
-            raise GulliverError(f"{model} has no field {name!r}: {nearest(name, choices)}")
-        if value:
-            raise GulliverError(f"{name}={value!r} is refused: {REFUSED_WHEN_SET[name]}")
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:

@@ -5,7 +5,6 @@ Nothing here has to be filled: a transformer may be on meta, folders are looked 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from gulliver.errors import GulliverError
-from gulliver.models import CONFIGURATIONS, Autoencoder, MMDiT
+from gulliver.models import CONFIGS, CONFIGURATIONS, Autoencoder, MMDiT
 from gulliver.video._releases import release_of
 from gulliver.video._text_encoders import (
     ClipTextEncoder,
@@ -40,12 +39,8 @@ def compressions_of(model: nn.Module) -> set[tuple[int, int, int]]:
         one.compression
         for one in CONFIGURATIONS.values()
         if one.kind == type(model).__name__
-        and one.fields.get("in_channels", _default(type(model), "in_channels")) == model.in_channels
+        and one.fields.get("in_channels", CONFIGS[one.kind].in_channels) == model.in_channels
     }
-
-
-def _default(kind: type, name: str) -> Any:
-    return inspect.signature(kind.__init__).parameters[name].default
 
 
 def text_size(outline: Any) -> tuple[int, int]:

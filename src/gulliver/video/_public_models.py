@@ -9,7 +9,7 @@ beside them says the rest. Names are matched strictly, before any memory is fill
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from gulliver import models
 from gulliver.checkpoint import load_huggingface, open_weights, read_json
 from gulliver.errors import GulliverError
-from gulliver.models import CONFIGURATIONS, fields_of, look_of, make_of_fields
+from gulliver.models import CONFIGS, CONFIGURATIONS, fields_of, look_of, make_of_fields
 
 NO_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "type")
 """Entries of public configurations that say nothing of the model's sizes."""
@@ -142,7 +142,7 @@ def _configured(path: Path, kind: type[nn.Module]) -> dict[str, Any]:
             f"{file} says model_type {said!r}, the tensors beside it are of an {kind.__name__}: "
             "put the files of one model together"
         )
-    known = inspect.signature(kind.__init__).parameters
+    known = {field.name for field in dataclasses.fields(CONFIGS[kind.__name__])}
     return {
         name: value
         for name, value in content.items()
