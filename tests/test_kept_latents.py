@@ -259,7 +259,7 @@ def small(parts: Path, out: Path, **data: Any) -> TrainConfig:
 def losses(out: Path) -> list[list[float]]:
     run = Run(out)
     held = [[x for row in line["buckets"].values() for x in row] for line in run.validation.read()]
-    return [[line["loss"], line["grad_norm"]] for line in run.read_log()] + held
+    return [[line["loss"], line["grad_norm"]] for line in run.log.read()] + held
 
 
 def assert_same_curve(one: Path, other: Path) -> None:

@@ -91,7 +91,7 @@ def double(last: int):
 def _train_double(world: World, config: TrainConfig, last: int = STEPS) -> list[dict]:
     with double(last):
         train(config)
-    return Run(config.out).read_log()
+    return Run(config.out).log.read()
 
 
 def samples_of(out: Path) -> list[list[int]]:
@@ -132,7 +132,7 @@ def test_one_rank_trains_as_a_loop_over_single_clips(alone: Path, autoencoder: P
     optimizer, schedule = make_optimizer(config, model)
     coder.double()
     for number, (samples, line) in enumerate(
-        zip(samples_of(alone), Run(alone).read_log(), strict=True)
+        zip(samples_of(alone), Run(alone).log.read(), strict=True)
     ):
         shown = 0.0
         for index in samples:
@@ -169,7 +169,7 @@ def _assert_like(out: Path, alone: Path) -> None:
     """Holds curve, samples and validation of a run against those of one rank."""
     assert samples_of(out) == samples_of(alone)
     assert sorted(itertools.chain(*samples_of(out)[:3])) == list(range(20)), "an epoch"
-    for line, other in zip(Run(out).read_log(), Run(alone).read_log(), strict=True):
+    for line, other in zip(Run(out).log.read(), Run(alone).log.read(), strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-9)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
     (found,), (wanted,) = (Run(out).validation.read() for out in (out, alone))
@@ -221,8 +221,8 @@ def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path
             os.killpg(process.pid, signal.SIGKILL)
         _, errors = process.communicate(timeout=patient(200))
         assert ranks != 3 or process.returncode == 0, errors
-        done = len(Run(broken.out).read_log())
-    logs = [Run(config.out).read_log() for config in (whole, broken)]
+        done = len(Run(broken.out).log.read())
+    logs = [Run(config.out).log.read() for config in (whole, broken)]
     assert [line["step"] for line in logs[1]] == list(range(1, 25))
     for line, other in zip(*logs, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-3)

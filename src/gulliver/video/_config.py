@@ -26,8 +26,12 @@ from gulliver.options import (
     check_needs,
 )
 from gulliver.video._flow_config import FlowConfig
-from gulliver.video._planner_config import MAY_CHANGE as PLANS_MAY_CHANGE
-from gulliver.video._planner_config import PlannerConfig, check_planner, planner_needs
+from gulliver.video._planner_config import (
+    PLANS_MAY_CHANGE,
+    PlannerConfig,
+    check_planner,
+    planner_needs,
+)
 
 if TYPE_CHECKING:
     from gulliver.data import Bucket

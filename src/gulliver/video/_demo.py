@@ -64,7 +64,7 @@ def demonstrate(config: DemoConfig) -> dict[str, Any]:
     sampling = SamplingConfig()
     evaluation = evaluate(model, config.samples, sampling)
     contact_sheet(config.out / "sheet.gif", _rows(model, evaluation, sampling), SHEET_FPS)
-    log = run.read_log()
+    log = run.log.read()
     losses, norms = [line["loss"] for line in log], [line["grad_norm"] for line in log]
     loss_curve(config.out / "loss.png", [line["step"] for line in log], losses, norms)
     figures = _figures(config, run, evaluation, time.monotonic() - started)
@@ -132,7 +132,7 @@ def _figures(
     config: DemoConfig, run: Run, evaluation: Evaluation, seconds: float
 ) -> dict[str, Any]:
     main = asdict(evaluation.main)
-    log = run.read_log()
+    log = run.log.read()
     plan = (run.folder / "plan.yaml").read_text(encoding="utf-8")
     times = read_json(run.folder / "times.json")
     return {

@@ -102,7 +102,7 @@ def evaluate(
         held_out=bool(hidden),
         trained=scores[1] if hidden else None,
         shapes=others,
-        conditioned=_conditioned(model, judges, max(1, samples // 2), bucket, sampling),
+        conditioned=_score_conditioned(model, judges, max(1, samples // 2), bucket, sampling),
         clips=clips,
     )
 
@@ -135,7 +135,7 @@ def _score(
     return judges.score(clips, [d for d, _ in wanted], [w if moving else None for _, w in wanted])
 
 
-def _conditioned(
+def _score_conditioned(
     model: VideoModel,
     judges: Judges,
     samples: int,

@@ -49,7 +49,7 @@ class PlannerConfig(Options):
 
 
 NAMES = tuple(field.name for field in fields(PlannerConfig))
-MAY_CHANGE = frozenset(
+PLANS_MAY_CHANGE = frozenset(
     f"planner.{name}"
     for name in ("intra", "degree", "inter", "pac", "costs", "memory", "offload", "refine")
 )

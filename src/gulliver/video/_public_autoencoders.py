@@ -20,8 +20,7 @@ from gulliver import models
 from gulliver.checkpoint import load_huggingface, open_weights, read_json, read_metadata
 from gulliver.errors import GulliverError
 from gulliver.models import Autoencoder, autoencoder_fields_of, make_of_fields, public_name
-from gulliver.video._autoencoder_training import KIND
-from gulliver.video._autoencoder_training import load_autoencoder as load_trained
+from gulliver.video._autoencoder_training import KIND, load_trained
 from gulliver.video._diffusers_autoencoders import load_diffusers
 from gulliver.video._public_models import dtype_of_files
 

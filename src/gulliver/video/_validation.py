@@ -60,7 +60,7 @@ class Validation:
             if row[-1]
         }
 
-    def tell(
+    def report(
         self,
         found: dict[str, list[float]],
         step: int,

@@ -15,13 +15,13 @@ from typing import Any
 
 from gulliver.video.preparation._work import Outcome
 
-Work = Callable[[Path], Outcome]
+FileWork = Callable[[Path], Outcome]
 Busy = dict[Any, tuple[str, Any]]
 """Key and process of what is under way, by pipe."""
 
 
 def in_processes(
-    work: Work, jobs: Iterable[tuple[str, Path]], workers: int
+    work: FileWork, jobs: Iterable[tuple[str, Path]], workers: int
 ) -> Iterator[tuple[str, Outcome]]:
     """Works on files, and yields key and outcome of each as it is done."""
     # Not fork: this process may have threads, of torch and of the display.
@@ -49,7 +49,7 @@ def work_module(work: Any) -> str:
     return getattr(work, "func", work).__module__
 
 
-def _started(context: Any, work: Work) -> tuple[Any, Any]:
+def _started(context: Any, work: FileWork) -> tuple[Any, Any]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, work), daemon=True)
     process.start()
@@ -82,7 +82,7 @@ def _received(pipe: Any, process: Any) -> Outcome:
     return found
 
 
-def _serve(pipe: Connection, work: Work) -> None:
+def _serve(pipe: Connection, work: FileWork) -> None:
     """Works on what comes through a pipe until None does, or its other end is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
