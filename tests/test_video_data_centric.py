@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -63,8 +64,12 @@ class DoublePlanned(PlannedTrainer):
     def _loss_sum(self, batch: Batch) -> Any:
         return super()._loss_sum(doubled(batch))
 
-    def step(self, batch: Any, stop_wanted: bool = False) -> dict[str, float]:
-        found = super().step(batch, stop_wanted or self.step_number + 1 == self.last)
+    def forward_backward(self, batch: Any) -> Mapping[str, Any]:
+        self.stop.wanted = self.stop.wanted or self.step_number + 1 == self.last
+        return super().forward_backward(batch)
+
+    def after_update(self) -> Mapping[str, float]:
+        batch = self._running
         if self.world.is_main:
             told = {
                 "step": self.step_number,
@@ -73,7 +78,7 @@ class DoublePlanned(PlannedTrainer):
             }
             with (self.run.folder / "samples_of_steps").open("a") as file:
                 file.write(json.dumps(told) + "\n")
-        return found
+        return super().after_update()
 
 
 @contextmanager

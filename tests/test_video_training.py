@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -450,8 +451,8 @@ def _train_until_the_clips_are_gone(world: World, config: TrainConfig, after: in
     assert table is not None
 
     class Mover(training.Trainer):
-        def step(self, batch, stop_wanted: bool = False) -> dict[str, float]:  # type: ignore[no-untyped-def]
-            figures = super().step(batch, stop_wanted)
+        def after_update(self) -> Mapping[str, float]:
+            figures = super().after_update()
             if self.step_number == after and self.world.is_main:
                 for clip in table.parent.glob("*.mp4"):
                     clip.rename(clip.with_suffix(".away"))

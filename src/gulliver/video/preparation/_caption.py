@@ -16,7 +16,7 @@ from gulliver.checkpoint import read_json
 from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.video.preparation._samples import take_samples
 from gulliver.video.preparation._table import Table, check_suffix, write_broken
-from gulliver.video.preparation._work import work_on
+from gulliver.video.preparation._work import fill_columns
 
 PLACE = "{path}"
 """Where a command has the path of the clip; without it the path comes last."""
@@ -56,16 +56,10 @@ def caption(
         work = command_captioner(command or "", seconds)
     texts = table.column("text") if "text" in table.names else [None] * len(table)
     left = [row for row, text in enumerate(texts) if again or not (text or "").strip()]
-    clips = table.clips()
     settings = json.dumps([command, str(model), prompt, tokens])
-    with work_on([clips[row] for row in left], work, out, "caption", settings, workers) as outcomes:
-        broken = []
-        for row, outcome in zip(left, outcomes, strict=True):
-            if outcome.problem:
-                broken.append((clips[row][0], outcome.problem))
-            else:
-                texts[row] = outcome.values["text"]
-        captioned = table.with_columns({"text": texts}).write(out)
+    columns = {"text": texts}
+    with fill_columns(table, left, work, out, "caption", columns, settings, workers) as broken:
+        captioned = table.with_columns(columns).write(out)
         write_broken(out, "caption", broken)
     return Captioned(captioned, broken, len(left))
 

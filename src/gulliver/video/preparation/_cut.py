@@ -6,9 +6,7 @@ their clips (`_reencode.py`), from its first frame on, as seeking is exact in so
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -33,7 +31,7 @@ from gulliver.video.preparation._scan import FACTS, FPS
 from gulliver.video.preparation._scenes import Footage, SourceError, source_frames, survey
 from gulliver.video.preparation._score import GROUP
 from gulliver.video.preparation._scorers import IN_THE_BOX
-from gulliver.video.preparation._table import COLUMNS, Table, check_suffix
+from gulliver.video.preparation._table import COLUMNS, Table, check_other, write_list
 from gulliver.video.preparation._work import Outcome, usable_cores, work_on
 
 SOURCE = ("source", "source_first", "source_end")
@@ -169,9 +167,7 @@ def clips_folder(out: Path) -> Path:
 
 
 def _check(table: Table, out: Path, settings: CutSettings) -> None:
-    check_suffix(out)
-    if out.absolute() == table.path.absolute():
-        raise GulliverError(f"--out {out} is the table itself: name another, the sources stay")
+    check_other(out, table.path)
     if settings.max_seconds < settings.min_seconds:
         raise GulliverError(
             f"--max-seconds {settings.max_seconds:g} is less than --min-seconds "
@@ -435,9 +431,5 @@ def write_left_out(table: Path, left: Sequence[Left]) -> Path | None:
     if not left:
         path.unlink(missing_ok=True)
         return None
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("path", "first", "end", "reason"))
-    rows.writerows((one.path, one.first, one.end, one.reason) for one in left)
-    write_text(path, text.getvalue())
-    return path
+    rows = [(one.path, one.first, one.end, one.reason) for one in left]
+    return write_list(path, ("path", "first", "end", "reason"), rows)

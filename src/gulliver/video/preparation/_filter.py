@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gulliver.errors import GulliverError, missing_extra, nearest
-from gulliver.video.preparation._table import TEXTS, Table, check_suffix, without_nan
+from gulliver.video.preparation._table import TEXTS, Table, check_other, without_nan
 from gulliver.video.preparation._work import held_table
 
 _PARTS = (
@@ -192,9 +192,7 @@ def _first(error: BaseException) -> str:
 
 def filter_file(path: Path, condition: str, out: Path) -> Filtered:
     """Filters the table of a file into another."""
-    if out.absolute() == path.absolute():
-        raise GulliverError(f"--out {out} is the table itself: name another, rows would be lost")
-    check_suffix(out)
+    check_other(out, path)
     with held_table(out, "filter"):
         found = filter_table(Table.read(path), condition)
         return Filtered(found.table.write(out), found.dropped, found.unknown)

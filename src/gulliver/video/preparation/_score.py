@@ -19,7 +19,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.video.preparation._samples import Samples, take_samples
 from gulliver.video.preparation._scorers import IN_THE_BOX
 from gulliver.video.preparation._table import Table, check_suffix, write_broken
-from gulliver.video.preparation._work import Outcome, work_on
+from gulliver.video.preparation._work import Outcome, fill_columns
 
 GROUP = "gulliver.scorers"
 """Group of the entry points of plug-ins."""
@@ -93,19 +93,10 @@ def score(
     scorers, out = find_scorers(names), Path(out or table.path)
     check_suffix(out)
     have = {name: _column(table, name, again) for name in scorers}
-    clips = table.clips()
     left = [row for row in range(len(table)) if any(have[name][row] is None for name in scorers)]
     settings = json.dumps(sorted(scorers))
     work = partial(score_file, scorers=scorers)
-    with work_on([clips[row] for row in left], work, out, "score", settings, workers) as outcomes:
-        for row, outcome in zip(left, outcomes, strict=True):
-            for name in scorers:
-                have[name][row] = outcome.values.get(name)
-        broken = [
-            (clips[row][0], outcome.problem)
-            for row, outcome in zip(left, outcomes, strict=True)
-            if outcome.problem
-        ]
+    with fill_columns(table, left, work, out, "score", have, settings, workers) as broken:
         whole = sum(all(have[name][row] is not None for name in scorers) for row in left)
         scored = table.with_columns(have).write(out)
         write_broken(out, "score", broken)

@@ -212,6 +212,13 @@ def check_suffix(path: Path) -> None:
         raise GulliverError(f"table {path.name} must end in .parquet or .csv")
 
 
+def check_other(out: Path, table: Path) -> None:
+    """Refuses to write a step's new table in the place of the one that it reads."""
+    check_suffix(out)
+    if out.absolute() == table.absolute():
+        raise GulliverError(f"--out {out} is the table itself: name another, rows would be lost")
+
+
 def broken_path(table: Path) -> Path:
     """Names the list of files that a step on a table could not use."""
     return table.with_name(f"{table.stem}.broken.csv")
@@ -225,8 +232,13 @@ def write_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> P
     if not rows:
         path.unlink(missing_ok=True)
         return None
+    return write_list(path, ("path", "step", "reason"), rows)
+
+
+def write_list(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    """Writes a CSV file for people, whole or not at all."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([("path", "step", "reason"), *rows])
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
     write_text(path, text.getvalue())
     return path
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from typing import Any
 from gulliver.errors import GulliverError
 from gulliver.io import hold, named_errors, remove_leftovers
 from gulliver.jobs import Display
+from gulliver.video.preparation._table import Table
 
 
 # [Note: one step at a time] Steps read a table at their beginning and replace it at their end, so
@@ -63,6 +64,30 @@ def work_on(
         journal = _Journal(path, settings)
         yield _worked(clips, work, journal, step, workers, each or _in_threads)
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def fill_columns(
+    table: Table,
+    rows: Sequence[int],
+    work: Work,
+    out: Path,
+    step: str,
+    columns: Mapping[str, list[Any]],
+    settings: str = "",
+    workers: int = 0,
+) -> Iterator[list[tuple[str, str]]]:
+    """Fills cells of some rows with what is found of their files, as `work_on`.
+
+    Yields name and reason of each file with a problem; cells without a new value stay.
+    """
+    clips = table.clips()
+    with work_on([clips[row] for row in rows], work, out, step, settings, workers) as outcomes:
+        found = list(zip(rows, outcomes, strict=True))
+        for row, outcome in found:
+            for name, values in columns.items():
+                values[row] = outcome.values.get(name, values[row])
+        yield [(clips[row][0], outcome.problem) for row, outcome in found if outcome.problem]
 
 
 @contextmanager
