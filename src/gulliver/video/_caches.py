@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from gulliver.models import MMDiT, STDiT, STDiT2, STDiT3
 from gulliver.models.mmdit import DoubleBlock, SingleBlock
 from gulliver.models.stdit import Block
 from gulliver.models.stdit1 import JointBlock
-from gulliver.options import size_text
+from gulliver.options import AT_LEAST_1, Options, Range, size_text
 
 FORMS = "'none', 'broadcast[:SPATIAL,TEMPORAL,CROSS[,MLP][@LEAST-MOST]]' or 'first-block[:CHANGE]'"
 NOISE = 1000
@@ -43,37 +43,20 @@ Whole = Callable[[Tensor], Tensor]
 """Brings sums [rows, 2] of the parts on all ranks together: sums of the whole, of all rows."""
 
 
-# [Note: what is kept] Broadcast keeps outputs before their gates, so a gate is always that of the
-# noise level at hand; with attention over several ranks the exchange is saved, too. A method of a
-# module is replaced on the instance (`BlockCache._replace`), so it does not matter which class the
-# module was given (`booster/hybrid/_stdit.py` changes it) or which hooks it has.
-#
-# [Note: who decides] Broadcast decides by noise level and number of the call, alike everywhere. The
-# first block's change is a measurement, on several ranks of parts of it, and ranks that decide
-# differently wait for each other for ever: their sums are brought together first (`whole`). The
-# clips and the branches of guidance in a batch are re-used together, if the change of each of them
-# is below the threshold: none has more error for its neighbours' sake.
-#
-# What it does not know: samplers. Calls come with falling noise levels; a level that does not fall
-# begins another sampling. Inputs of another shape have a memory of their own.
 @dataclass(frozen=True)
-class Broadcast:
+class Broadcast(Options):
     """Re-uses outputs of attention and MLPs at noise levels inside a window."""
 
-    # Number of calls of which one computes spatial or joint attention; 1: all do.
-    spatial: int = 2
-    # The same of temporal attention, along time or in windows.
-    temporal: int = 4
-    # The same of attention to the caption.
-    cross: int = 6
-    # The same of MLPs.
-    mlp: int = 1
-    # Noise levels, 0 to 1000, strictly between which outputs are re-used.
+    # Numbers of calls of which one computes; with 1 all do.
+    spatial: Annotated[int, AT_LEAST_1] = 2
+    temporal: Annotated[int, AT_LEAST_1] = 4
+    cross: Annotated[int, AT_LEAST_1] = 6
+    mlp: Annotated[int, AT_LEAST_1] = 1
+    # Noise levels strictly between which outputs are re-used.
     window: tuple[float, float] = (450.0, 930.0)
 
     def __post_init__(self) -> None:
-        if min(self.every.values()) < 1:
-            raise GulliverError(f"cache {self}: one of n calls computes, n must be at least 1")
+        super().__post_init__()
         if not 0 <= self.window[0] < self.window[1] <= NOISE:
             raise GulliverError(
                 f"cache {self}: the window must be two noise levels between 0 and {NOISE}, the "
@@ -96,15 +79,11 @@ class Broadcast:
 
 
 @dataclass(frozen=True)
-class FirstBlock:
+class FirstBlock(Options):
     """Re-uses what all blocks but the first add, while what the first one adds hardly changes."""
 
     # Mean absolute change over mean absolute value below which they are; 0: never.
-    threshold: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold < math.inf:
-            raise GulliverError(f"cache {self}: the change must be a number of at least 0")
+    threshold: Annotated[float, Range(0, 1e9)] = 0.1
 
     def __str__(self) -> str:
         return f"first-block:{self.threshold:g}"
@@ -214,6 +193,19 @@ def cache_blocks(
     return BlockCache(model, rule, whole)
 
 
+# [Note: what is kept] Broadcast keeps outputs before their gates, so a gate is always that of the
+# noise level at hand; with attention over several ranks the exchange is saved, too. A method of a
+# module is replaced on the instance (`BlockCache._replace`), so it does not matter which class the
+# module was given (`booster/hybrid/_stdit.py` changes it) or which hooks it has.
+#
+# [Note: who decides] Broadcast decides by noise level and number of the call, alike everywhere. The
+# first block's change is a measurement, on several ranks of parts of it, and ranks that decide
+# differently wait for each other for ever: their sums are brought together first (`whole`). The
+# clips and the branches of guidance in a batch are re-used together, if the change of each of them
+# is below the threshold: none has more error for its neighbours' sake.
+#
+# What it does not know: samplers. Calls come with falling noise levels; a level that does not fall
+# begins another sampling. Inputs of another shape have a memory of their own.
 class BlockCache:
     """A model that caches, while the context lasts; see `cache_blocks`."""
 

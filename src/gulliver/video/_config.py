@@ -442,10 +442,3 @@ def check_clip(frames: int, height: int, width: int, scale: int = 1) -> None:
 def from_plain(values: dict[str, Any], kind: type = TrainConfig) -> Any:
     """Builds a configuration from plain values; see `gulliver.options.from_plain`."""
     return options.from_plain(values, kind)
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Lists the keys in which two resolved configurations differ, without `MAY_CHANGE`."""
-    # An option that is younger than a configuration has its default there.
-    old, new = (options.resolved(from_plain(values)) for values in (old, new))
-    return options.differences(old, new, MAY_CHANGE)

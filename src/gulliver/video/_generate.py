@@ -22,14 +22,14 @@ from gulliver.data import STILL_FPS, Bucket
 from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.models import STDiT3
-from gulliver.options import resolved
+from gulliver.options import differences, resolved
 from gulliver.video._build import build_model
 from gulliver.video._caches import Counts, cache_blocks
 from gulliver.video._config import (
+    MAY_CHANGE,
     SamplingConfig,
     TrainConfig,
     check_clip,
-    differences,
     from_plain,
     parse_shapes,
 )
@@ -105,7 +105,7 @@ class VideoModel:
         checkpoint = run.newest_checkpoint()
         with StepReader(checkpoint) as reader:
             trained = reader.value("run")["config"]
-        changed = differences(trained, resolved(config))
+        changed = differences(trained, resolved(config), MAY_CHANGE)
         if changed:
             raise GulliverError(
                 f"{checkpoint} was made with another configuration: {'; '.join(changed)}"
@@ -119,7 +119,7 @@ class VideoModel:
         model = build_model(from_plain(trained), autoencoder)
         load(checkpoint, {"ema": model})
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        # Runs on the digits, and those of before there was such a file, have none.
+        # Runs on the digits have no such file.
         told = read_json(run.clips_path)["fps"] if run.clips_path.is_file() else FPS
         return cls(config, model.to(device), autoencoder.to(device), told)
 

@@ -163,13 +163,13 @@ class KeptText:
 class Shard(NamedTuple):
     """A shard: its file, bucket, shape of its tensor, and clip and first frame of each row."""
 
-    # `sums` is the CRC-32 of the bytes of each row; shards of older versions have none.
+    # `sums` is the CRC-32 of the bytes of each row.
 
     file: str
     bucket: str
     shape: list[int]
     members: list[list[Any]]
-    sums: list[int] | None = None
+    sums: list[int]
 
 
 class KeptLatents:
@@ -223,7 +223,7 @@ class KeptLatents:
                 raise GulliverError(f"{path} is cut off, or another file: {AGAIN}")
             file.seek(8 + header + row * size)
             found = bytearray(file.read(size))
-        if shard.sums is not None and zlib.crc32(found) != shard.sums[row]:
+        if zlib.crc32(found) != shard.sums[row]:
             raise GulliverError(
                 f"{path} is damaged (window {row} has another checksum): remove it and {AGAIN}"
             )

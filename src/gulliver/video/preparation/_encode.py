@@ -338,7 +338,7 @@ class _Job:
             if told["members"]:
                 shape = [len(told["members"]), *self._latent_shape(plan.windows[0][1].bucket)]
                 shards.append(
-                    Shard(plan.file, told["bucket"], shape, told["members"], told.get("sums"))
+                    Shard(plan.file, told["bucket"], shape, told["members"], told["sums"])
                 )
             broken += [[clip, told["bucket"], start, why] for clip, start, why in told["broken"]]
         out, rows = self.config.out, self.table.rows
