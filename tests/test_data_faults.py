@@ -20,7 +20,7 @@ from gulliver.cli import main
 from gulliver.data import upright_frames
 from gulliver.errors import GulliverError
 from gulliver.video import preparation
-from gulliver.video._kept_latents import FORMAT, KeptLatents, Sample, Settings
+from gulliver.video._kept_latents import FORMAT, ClipWindow, KeptLatents, Settings
 from gulliver.video.preparation import (
     CutSettings,
     Table,
@@ -296,7 +296,7 @@ def test_a_flipped_bit_of_a_shard_is_refused_and_old_folders_are_read(tmp_path: 
         (tmp_path / "index.json").write_text(json.dumps(content))
         return KeptLatents(tmp_path)
 
-    one, two = (Sample(clip, "1x16x16", 0) for clip in ("one", "two"))
+    one, two = (ClipWindow(clip, "1x16x16", 0) for clip in ("one", "two"))
     assert torch.equal(opened().read(two), latents[1])
     flipped = bytearray(path.read_bytes())
     flipped[-3] ^= 1

@@ -31,7 +31,7 @@ from gulliver.video import (
 )
 from gulliver.video import _train as runs
 from gulliver.video import _training as training
-from gulliver.video._batches import Batch
+from gulliver.video._batches import VideoBatch
 from gulliver.video._optimizing import make_optimizer
 from gulliver.video._planned_host import check_host, host_of, with_moves
 from gulliver.video._planned_training import PlannedTrainer, budget_of
@@ -58,10 +58,10 @@ class DoublePlanned(PlannedTrainer):
         encode = coder.encode
         vars(coder)["encode"] = lambda videos: encode(videos.double())
 
-    def _clips(self, loaded: Any, epoch: int, step: int) -> Batch:
+    def _clips(self, loaded: Any, epoch: int, step: int) -> VideoBatch:
         return doubled(super()._clips(loaded, epoch, step))
 
-    def _loss_sum(self, batch: Batch) -> Any:
+    def _loss_sum(self, batch: VideoBatch) -> Any:
         return super()._loss_sum(doubled(batch))
 
     def forward_backward(self, batch: Any) -> Mapping[str, Any]:

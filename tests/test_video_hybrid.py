@@ -28,7 +28,7 @@ from gulliver.video import (
 )
 from gulliver.video import _train as runs
 from gulliver.video import _training as training
-from gulliver.video._batches import Batch
+from gulliver.video._batches import VideoBatch
 from gulliver.video._run import Run
 from tests.covering import some
 from tests.pool import Pool
@@ -46,7 +46,7 @@ __all__ = ["autoencoder"]  # a fixture
 STEPS = 5
 
 
-def doubled(batch: Batch) -> Batch:
+def doubled(batch: VideoBatch) -> VideoBatch:
     """The same in float64."""
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
     floats = {
@@ -69,11 +69,11 @@ class DoubleTrainer(Trainer):
         encode = autoencoder.encode
         vars(autoencoder)["encode"] = lambda videos: encode(videos.double())
 
-    def forward_backward(self, batch: Batch) -> Mapping[str, Any] | None:
+    def forward_backward(self, batch: VideoBatch) -> Mapping[str, Any] | None:
         self.stop.wanted = self.stop.wanted or self.step_number + 1 == self.last
         return super().forward_backward(doubled(batch))
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
+    def _loss_sum(self, batch: VideoBatch) -> Tensor:
         return super()._loss_sum(doubled(batch))
 
 

@@ -1,6 +1,7 @@
 """Blocks of the STDiT family: AdaLN-single, attention along an axis or in windows, final layer.
 
-Read `Block.forward` first. The models differ in which blocks they stack and in what modulates them.
+Read `STDiTBlock.forward` first. The models differ in which blocks they stack and in what modulates
+them.
 
 Shapes: B clips, T frames (temporal), S tokens of a frame (spatial), C channels, L caption tokens.
 """
@@ -103,7 +104,7 @@ def attend_in_windows(
     return done[0] if len(done) == 1 else torch.cat(done, dim)
 
 
-class Block(nn.Module):
+class STDiTBlock(nn.Module):
     """A transformer block: spatial or temporal attention, attention to the caption, an MLP.
 
     Args:

@@ -1,7 +1,7 @@
 """STDiT3, the spatial-temporal diffusion transformer of Open-Sora 1.2 and 1.3.
 
-Read `STDiT3.forward` first, then `Block.forward` of `_blocks.py`. Attention alternates between the
-tokens of one frame (spatial blocks) and the frames at one spatial position (temporal blocks), or,
+Read `STDiT3.forward` first, then `STDiTBlock.forward` of `_blocks.py`. Attention alternates between
+the tokens of one frame (spatial blocks) and the frames at one spatial position (temporal blocks), or,
 in the later release, all tokens of a window; each block then attends to the caption. Parameter
 names are those of the public weights, which load strictly and compute the same: quirks that trained
 weights depend on stand in `_quirks.py`.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.models._blocks import Block, FinalLayer, Given, Grid, modulation_of
+from gulliver.models._blocks import FinalLayer, Given, Grid, STDiTBlock, modulation_of
 from gulliver.models._clips import (
     PatchEmbedder,
     as_exact,
@@ -44,7 +44,7 @@ from gulliver.models._embeddings import (
 from gulliver.models._making import STDiT3Config, config_of
 from gulliver.models._quirks import checked_quirks
 
-__all__ = ["STDIT3_SIZES", "Block", "FinalLayer", "Given", "Grid", "STDiT3", "stdit3"]
+__all__ = ["STDIT3_SIZES", "FinalLayer", "Given", "Grid", "STDiT3", "STDiTBlock", "stdit3"]
 
 STDIT3_SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "depth": 3, "num_heads": 4},
@@ -127,7 +127,7 @@ class STDiT3(nn.Module):
 
         def blocks(temporal: bool, window: tuple[int, int, int] | None = None) -> nn.ModuleList:
             one = (hidden_size, num_heads, mlp_ratio, config.qk_norm, temporal, window)
-            return nn.ModuleList(Block(*one) for _ in range(config.depth))
+            return nn.ModuleList(STDiTBlock(*one) for _ in range(config.depth))
 
         self.spatial_blocks, self.temporal_blocks = blocks(False), blocks(True, self.window)
         self.final_layer = FinalLayer(

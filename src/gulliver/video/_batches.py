@@ -28,7 +28,7 @@ OF_NO_SAMPLE = "nothing"
 
 
 @dataclass(frozen=True)
-class Batch:
+class VideoBatch:
     """One rank's share of an optimizer step."""
 
     # `latents` and `noise` are [B, C, T, H, W]; `timesteps` [B]; `captions` [B, 1, L, D] with
@@ -107,7 +107,7 @@ def read_ahead(
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Makes a `Batch` of each step of a sampler."""
+    """Makes a `VideoBatch` of each step of a sampler."""
 
     dataset: Any
     sampler: BucketSampler
@@ -133,12 +133,12 @@ class BatchMaker:
         """Strategies of given frames."""
         return MaskStrategies.of(self.config)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[VideoBatch]:
         """Yields batches without end, epoch after epoch; clips are made ahead in a thread."""
         for step, clips, state in read_ahead(self.dataset, self.sampler, self.seed, self.device):
             yield self.make(step, clips, state)
 
-    def make(self, step: Step, clips: ClipBatch, state: dict[str, Any]) -> Batch:
+    def make(self, step: Step, clips: ClipBatch, state: dict[str, Any]) -> VideoBatch:
         """Makes the batch of a step; ranks of one model keep the clips that all of them could read.
 
         Args:
@@ -166,7 +166,7 @@ class BatchMaker:
         fps: Tensor,
         kept: list[int],
         state: dict[str, Any],
-    ) -> Batch:
+    ) -> VideoBatch:
         bucket = step.bucket
         shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
         if videos is None:
@@ -181,7 +181,7 @@ class BatchMaker:
         timesteps, drop, generate = self._draws(step, shape[1])
         rows = torch.tensor([step.offset + position for position in kept]).clamp(max=step.total - 1)
         count = len(rows)
-        return Batch(
+        return VideoBatch(
             latents=latents,
             noise=self._noise(step, kept, shape).to(self.device),
             timesteps=timesteps[rows].to(self.device),

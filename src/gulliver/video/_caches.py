@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError, nearest
 from gulliver.models import MMDiT, STDiT, STDiT2, STDiT3
 from gulliver.models.mmdit import DoubleBlock, SingleBlock
-from gulliver.models.stdit import Block
+from gulliver.models.stdit import STDiTBlock
 from gulliver.models.stdit1 import JointBlock
 from gulliver.options import AT_LEAST_1, Options, Range, size_text
 
@@ -153,7 +153,7 @@ class Counts:
 
 
 @dataclass
-class _Memory:
+class _CallMemory:
     """Tensors kept between calls with inputs of one shape."""
 
     # Number of the call under way; the first is 0.
@@ -214,8 +214,8 @@ class BlockCache:
         # Numbers of calls computed and saved.
         self.counts = Counts()
         self._undo: list[Callable[[], object]] = []
-        self._memories: dict[torch.Size, _Memory] = {}
-        self._memory = _Memory()
+        self._memories: dict[torch.Size, _CallMemory] = {}
+        self._memory = _CallMemory()
         self._levels = (math.inf, math.inf)
         # Of the call under way: whether the first block has hardly changed; what it has added, and
         # the tokens after it.
@@ -254,7 +254,7 @@ class BlockCache:
         kept = sum(memory.nbytes for memory in self._memories.values())
         self.counts.nbytes = max(self.counts.nbytes, kept)
         self._memories.clear()
-        self._memory = _Memory()
+        self._memory = _CallMemory()
 
     def _replace(self, owner: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Replaces a method of one module until the context is left."""
@@ -281,7 +281,7 @@ class BlockCache:
         if most >= self._levels[1]:
             self._forget()
         self._levels = least, most
-        self._memory = self._memories.setdefault(x.shape, _Memory())
+        self._memory = self._memories.setdefault(x.shape, _CallMemory())
         self._memory.number += 1
 
     def _keep_outputs(self, rule: Broadcast) -> None:
@@ -368,7 +368,7 @@ def _outputs(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
     """Lists methods whose outputs broadcast may re-use, as module, name and kind."""
     found: list[tuple[nn.Module, str, str]] = []
     for block in _blocks(model):
-        if isinstance(block, Block):
+        if isinstance(block, STDiTBlock):
             attention = "temporal" if block.temporal else "spatial"
             found += [(block, "attend", attention), (block, "read", "cross")]
             found.append((block.mlp, "forward", "mlp"))

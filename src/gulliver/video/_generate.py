@@ -40,7 +40,7 @@ from gulliver.video._media import check_pixels, fit
 from gulliver.video._prompts import loop_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._requests import (
-    Piece,
+    ClipPiece,
     Request,
     check_frames,
     check_request,
@@ -49,7 +49,7 @@ from gulliver.video._requests import (
     made_by_loops,
 )
 from gulliver.video._run import Run
-from gulliver.video._shared import Shared, ranks_alike, share, share_coding, split_ranks
+from gulliver.video._shared import SharedModel, ranks_alike, share, share_coding, split_ranks
 from gulliver.video._sources import make_flow, vocabulary
 from gulliver.video._words import WordEncoder
 
@@ -90,7 +90,7 @@ class VideoModel:
         self.text = WordEncoder(config.model.text_channels, config.model.text_length)
         self.flow = make_flow(config.flow, autoencoder)
         self.known_words = vocabulary(config)
-        self.shared = Shared(model)
+        self.shared = SharedModel(model)
         self.counts = Counts()
 
     @classmethod
@@ -240,7 +240,7 @@ class VideoModel:
         self.shared.check_guidance(sampling.guidance != 1, sampling.guidance_image != 1)
         self.shared.agree([described(r) for r in requests] + [sampling])
 
-        def sample(pieces: list[Piece]) -> list[Tensor]:
+        def sample(pieces: list[ClipPiece]) -> list[Tensor]:
             return self._sample(pieces, sampling, preview)
 
         unit = self.autoencoder.compression[0]
@@ -251,7 +251,7 @@ class VideoModel:
 
     @torch.no_grad()
     def _sample(
-        self, pieces: list[Piece], sampling: SamplingConfig, preview: Preview | None
+        self, pieces: list[ClipPiece], sampling: SamplingConfig, preview: Preview | None
     ) -> list[Tensor]:
         """Samples pieces of one bucket, all with or all without given frames."""
         device = next(self.model.parameters()).device
@@ -284,7 +284,7 @@ class VideoModel:
         videos = self.autoencoder.decode(latents, bucket.frames).clamp(-1, 1).cpu()
         return list(videos.unbind())
 
-    def _captions(self, pieces: list[Piece]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _captions(self, pieces: list[ClipPiece]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Returns vectors and mask of the captions, and those without caption."""
         # Without a negative prompt the learnt null caption stands there, as long as the caption.
         negative = [n for n, piece in enumerate(pieces) if piece.negative_prompt]

@@ -53,7 +53,7 @@ AGAIN = "run gulliver data encode again"
 # not a SIGBUS.
 #
 # Read `KeptLatents`, then `EncodedTable`. What writes all this is `preparation/_encode.py`.
-class Sample(NamedTuple):
+class ClipWindow(NamedTuple):
     """A window of a clip: the digest of its file, its bucket, and its first frame."""
 
     clip: str
@@ -187,9 +187,9 @@ class KeptLatents:
         self.settings = Settings(**content["settings"])
         self.content = content
         self.shards = [Shard(**shard) for shard in content["shards"]]
-        self.broken = {Sample(*sample): reason for *sample, reason in content["broken"]}
+        self.broken = {ClipWindow(*sample): reason for *sample, reason in content["broken"]}
         self._places = {
-            Sample(clip, shard.bucket, start): (shard, row)
+            ClipWindow(clip, shard.bucket, start): (shard, row)
             for shard in self.shards
             for row, (clip, start) in enumerate(shard.members)
         }
@@ -205,10 +205,10 @@ class KeptLatents:
         name = self.content["buckets"]
         return self.folder / name if name else None
 
-    def __contains__(self, sample: Sample) -> bool:
+    def __contains__(self, sample: ClipWindow) -> bool:
         return sample in self._places
 
-    def read(self, sample: Sample) -> Tensor:
+    def read(self, sample: ClipWindow) -> Tensor:
         """Reads the latents of a window, [C, t, h, w] in float32."""
         if sample not in self._places:
             raise GulliverError(self.broken.get(sample, f"no latents are kept in {self.folder}"))
@@ -284,10 +284,10 @@ class EncodedTable(ClipTable):
             raise GulliverError(f"{kept.folder} keeps no clip that fits the shapes of this run")
         self._deal_rows()
 
-    def sample(self, index: int, bucket: Bucket, seed: int) -> Sample:
+    def sample(self, index: int, bucket: Bucket, seed: int) -> ClipWindow:
         """Returns the window of a row that a seed chooses."""
         start = self.first_frame(index, bucket, seed)
-        return Sample(self.clips[self.rows[index].name], str(bucket), start)
+        return ClipWindow(self.clips[self.rows[index].name], str(bucket), start)
 
     def _content(self, index: int, bucket: Bucket, seed: int) -> Tensor:
         return self.kept.read(self.sample(index, bucket, seed))

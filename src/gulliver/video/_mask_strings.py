@@ -39,7 +39,7 @@ SHORT_FORMS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Rule:
+class MaskRule:
     """One rule of a mask strategy; negative numbers count from the end."""
 
     loop: int = 0
@@ -55,7 +55,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Placement:
+class FramePlacement:
     """Frames of a reference in a clip, all numbers from the start."""
 
     reference: int
@@ -70,7 +70,7 @@ class Placement:
         return range(self.target_start, self.target_start + self.length)
 
 
-def parse_mask_strategy(text: str) -> tuple[Rule, ...]:
+def parse_mask_strategy(text: str) -> tuple[MaskRule, ...]:
     """Reads a mask strategy, or a short form; an empty text has no rules."""
     text = text.strip()
     if not text:
@@ -83,7 +83,7 @@ def parse_mask_strategy(text: str) -> tuple[Rule, ...]:
     return tuple(_rule(part.strip()) for part in text.split(";"))
 
 
-def _rule(text: str) -> Rule:
+def _rule(text: str) -> MaskRule:
     fields = text.split(",")
     try:
         if "_" in text or not text.isascii():  # Python reads 1_0 as 10.
@@ -97,7 +97,7 @@ def _rule(text: str) -> Rule:
             f"mask strategy {text!r} is not {SHAPE}, such as 0,0,0,0,1,0: whole numbers, and a "
             "ratio at the end"
         )
-    rule = Rule(*numbers, *DEFAULTS[len(numbers) :], edit_ratio=ratios[0] if ratios else 0.0)
+    rule = MaskRule(*numbers, *DEFAULTS[len(numbers) :], edit_ratio=ratios[0] if ratios else 0.0)
     if not 0 <= rule.edit_ratio <= 1:
         raise GulliverError(
             f"mask strategy {text!r}: an edit ratio is between 0 (keep) and 1 (make anew), not "
@@ -111,7 +111,7 @@ def _rule(text: str) -> Rule:
     return rule
 
 
-def check_rules(rules: Sequence[Rule], references: int, loops: int) -> None:
+def check_rules(rules: Sequence[MaskRule], references: int, loops: int) -> None:
     """Refuses rules of loops or references that are not there, and references without a rule."""
     if references and not rules:
         raise GulliverError(
@@ -143,11 +143,11 @@ def numbered(noun: str, count: int) -> str:
 
 
 def place(
-    rules: Sequence[Rule],
+    rules: Sequence[MaskRule],
     lengths: Sequence[int],
     frames: int,
     align: int | None = None,
-) -> list[Placement]:
+) -> list[FramePlacement]:
     """Finds which frames the rules of a loop put where."""
     found = []
     for rule in rules:
@@ -159,11 +159,11 @@ def place(
                 ("the clip", frames, rule.target_start),
             )
         ]
-        found.append(Placement(number, starts[0], starts[1], rule.length, rule.edit_ratio))
+        found.append(FramePlacement(number, starts[0], starts[1], rule.length, rule.edit_ratio))
     return found
 
 
-def _start_in(what: str, size: int, start: int, rule: Rule, align: int | None) -> int:
+def _start_in(what: str, size: int, start: int, rule: MaskRule, align: int | None) -> int:
     """Returns the frame of a reference, or of the clip, at which a rule begins."""
     begin = start + size if start < 0 else start
     if align is not None and 0 <= begin < size:

@@ -32,15 +32,15 @@ class Room:
 
     def __init__(self, device: torch.device, keep: bool = False) -> None:
         self.device, self.keep = device, keep
-        self._parts: list[Part[Any]] = []
+        self._parts: list[PipelinePart[Any]] = []
 
-    def part(self, load: Callable[[torch.device], T]) -> Part[T]:
+    def part(self, load: Callable[[torch.device], T]) -> PipelinePart[T]:
         """Adds a network, by the function that fills it on a device."""
-        made = Part(self, load)
+        made = PipelinePart(self, load)
         self._parts.append(made)
         return made
 
-    def make_way(self, part: Part[Any]) -> None:
+    def make_way(self, part: PipelinePart[Any]) -> None:
         """Frees all networks but one."""
         if self.keep:
             return
@@ -51,7 +51,7 @@ class Room:
             torch.cuda.empty_cache()
 
 
-class Part(Generic[T]):
+class PipelinePart(Generic[T]):
     """A network of a `Room`; call it to have it filled."""
 
     def __init__(self, room: Room, load: Callable[[torch.device], T]) -> None:
@@ -77,7 +77,7 @@ class Part(Generic[T]):
 class PartEncoder:
     """A text encoder of a room, which says each caption once."""
 
-    def __init__(self, part: Part[TextEncoder], channels: int, max_length: int) -> None:
+    def __init__(self, part: PipelinePart[TextEncoder], channels: int, max_length: int) -> None:
         self._part = part
         self.channels, self.max_length = channels, max_length
         self._said: dict[str, dict[str, Tensor]] = {}
@@ -99,7 +99,7 @@ class PartEncoder:
 class PartAutoencoder:
     """An autoencoder of a room: its sizes are known at once, it is filled to encode and decode."""
 
-    def __init__(self, part: Part[Any], outline: Any, memory: int | None = None) -> None:
+    def __init__(self, part: PipelinePart[Any], outline: Any, memory: int | None = None) -> None:
         if memory is not None and not memory >= 1:
             raise GulliverError(
                 f"memory is {memory}: expected bytes for decoding a clip, 1 at least, or None"

@@ -36,7 +36,7 @@ from gulliver.video._generate import VideoModel, latent_noise
 from gulliver.video._guidance import Guidance, check_oscillation, guidance_of
 from gulliver.video._iddpm import IDDPM
 from gulliver.video._mask_strings import parse_mask_strategy
-from gulliver.video._parts import Part, PartAutoencoder, PartEncoder, Room
+from gulliver.video._parts import PartAutoencoder, PartEncoder, PipelinePart, Room
 from gulliver.video._prompts import loop_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import load_model, outline_model
@@ -48,7 +48,7 @@ from gulliver.video._releases import (
     told,
 )
 from gulliver.video._requests import (
-    Piece,
+    ClipPiece,
     Request,
     check_frames,
     check_request,
@@ -57,7 +57,7 @@ from gulliver.video._requests import (
     made_by_loops,
 )
 from gulliver.video._run import Run
-from gulliver.video._shared import Shared, ranks_alike, share, share_coding, split_ranks
+from gulliver.video._shared import SharedModel, ranks_alike, share, share_coding, split_ranks
 from gulliver.video._sources import make_flow, own_autoencoder
 from gulliver.video._text_encoders import KeptTexts, TextEncoder, check_encoder
 
@@ -69,7 +69,7 @@ class Filled:
     # The model's denoiser.
     denoiser: Denoiser
     # The same on the ranks that make clips together.
-    shared: Shared
+    shared: SharedModel
 
 
 class VideoPipeline:
@@ -108,11 +108,11 @@ class VideoPipeline:
         check_encoder(text, *text_size(outline))
         self.flow = self.release.flow(outline, autoencoder.compression)
         self.sampling = SamplingConfig(self.release.steps, self.release.guidance, batch_size=1)
-        self.shared = Shared(outline)
+        self.shared = SharedModel(outline)
         self._ranks, self._show = (1, 1), print
         self.counts = Counts()
         self._load = load
-        self._filled: Part[Filled] = room.part(self._fill)
+        self._filled: PipelinePart[Filled] = room.part(self._fill)
 
     @classmethod
     def load(
@@ -213,7 +213,7 @@ class VideoPipeline:
             )
         self._ranks, self._show = sizes, show or (lambda _: None)
         rank = dist.get_rank() if world > 1 else 0
-        self.shared = Shared(self.outline, world, rank)
+        self.shared = SharedModel(self.outline, world, rank)
         if world > 1:
             everybody = ranks_alike("all")
 
@@ -229,7 +229,7 @@ class VideoPipeline:
         model = self._load(device)
         denoiser = denoiser_of(model)
         if self._ranks == (1, 1):  # Whatever the world is: training samples on one of its ranks.
-            return Filled(denoiser, Shared(denoiser))
+            return Filled(denoiser, SharedModel(denoiser))
         return Filled(denoiser, share(model, *self._ranks, call=denoiser, show=self._show))
 
     def check(self, request: Request, sampling: SamplingConfig | None = None) -> None:
@@ -317,7 +317,7 @@ class VideoPipeline:
         said = [(p, r.negative_prompt) for r in requests for p in loop_prompts(r.prompt, r.loops)]
         self.text.encode(list({text for p, other in said for text in (p, self._other(p, other))}))
 
-        def sample(pieces: list[Piece]) -> list[Tensor]:
+        def sample(pieces: list[ClipPiece]) -> list[Tensor]:
             return self._made(pieces, sampling, guidance, preview)
 
         unit = self.autoencoder.compression[0]
@@ -332,7 +332,7 @@ class VideoPipeline:
     @torch.no_grad()
     def _made(
         self,
-        pieces: list[Piece],
+        pieces: list[ClipPiece],
         sampling: SamplingConfig,
         guidance: Guidance,
         preview: Preview | None,
@@ -351,7 +351,7 @@ class VideoPipeline:
         return self.autoencoder.decode(latent[None], frames)[0].clamp(-1, 1).cpu()
 
     def _batches(
-        self, pieces: Sequence[Piece], mask: Tensor | None, size: int
+        self, pieces: Sequence[ClipPiece], mask: Tensor | None, size: int
     ) -> Iterator[list[int]]:
         """Yields runs of pieces to sample together, with the same given frames where it matters."""
         run = list[int]()
@@ -370,7 +370,7 @@ class VideoPipeline:
 
     def _latents(
         self,
-        pieces: list[Piece],
+        pieces: list[ClipPiece],
         sampling: SamplingConfig,
         guidance: Guidance,
         preview: Preview | None,
@@ -422,7 +422,7 @@ class VideoPipeline:
         return latents
 
     def _captions(
-        self, pieces: list[Piece], denoiser: Denoiser
+        self, pieces: list[ClipPiece], denoiser: Denoiser
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns what captions say, and what stands where there are none."""
         prompts = [piece.prompt for piece in pieces]

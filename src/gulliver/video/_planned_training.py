@@ -34,7 +34,7 @@ from gulliver.hardware import SampleShape
 from gulliver.jobs import StopRequest, console, derive
 from gulliver.models import Autoencoder
 from gulliver.options import size_text
-from gulliver.video._batches import OF_NO_SAMPLE, Batch
+from gulliver.video._batches import OF_NO_SAMPLE, VideoBatch
 from gulliver.video._config import TrainConfig
 from gulliver.video._planned_clips import ClipOrder, StepClips, stack_clips
 from gulliver.video._planned_costs import ClipShapes, ready_costs
@@ -152,7 +152,7 @@ class PlannedTrainer(Trainer):
         step.run(partial(stage_loss, flow, 1.0), prepare)
 
     @torch.no_grad()
-    def _clips(self, loaded: LoadedBatch, epoch: int, step: int) -> Batch:
+    def _clips(self, loaded: LoadedBatch, epoch: int, step: int) -> VideoBatch:
         """The micro-batch with its noise, levels, hidden captions and masks."""
         # Clips that are lost are left out; where all are, one of zeros weighs nothing.
         maker, data, bucket = self.maker, loaded.data, self.shapes.buckets[loaded.shape]
@@ -170,7 +170,7 @@ class PlannedTrainer(Trainer):
         masks = [mask for *_, mask in drawn]
         whole = torch.ones(shape[1], dtype=torch.bool)
         more = told(bucket, 0, torch.ones(count, device=device))
-        return Batch(
+        return VideoBatch(
             latents=latents,
             noise=torch.stack([noise for noise, *_ in drawn]).to(device),
             timesteps=torch.cat([level for _, level, *_ in drawn]).to(device),

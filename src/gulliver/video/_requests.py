@@ -1,7 +1,7 @@
 """What is asked for: a clip from a sentence, with given frames, negative prompt and loops.
 
-A `Request` is one clip. It is made in *loops*: each loop samples a `Piece` of the bucket's length,
-which begins with the last frames of the clip so far; so a clip of L loops has
+A `Request` is one clip. It is made in *loops*: each loop samples a `ClipPiece` of the bucket's
+length, which begins with the last frames of the clip so far; so a clip of L loops has
 c + L (F - c) frames, F those of the bucket and c those of the condition. Which frames of a piece
 are given follows from the mask strategy (`_mask_strings.py`), from `given` and from the condition.
 
@@ -26,8 +26,8 @@ from gulliver.models import VideoAutoencoder
 from gulliver.video._config import SamplingConfig
 from gulliver.video._guidance import guidance_of
 from gulliver.video._mask_strings import (
-    Placement,
-    Rule,
+    FramePlacement,
+    MaskRule,
     check_rules,
     cut_references,
     parse_mask_strategy,
@@ -73,7 +73,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ClipPiece:
     """Part of a request that one loop samples."""
 
     # Sentence to show.
@@ -87,7 +87,7 @@ class Piece:
     # Pictures and clips that the rules place.
     references: tuple[Tensor, ...] = ()
     # Rules of this loop.
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[MaskRule, ...] = ()
     # Number of latent frames at whose multiples the rules begin; None: anywhere.
     align: int | None = None
     # Frames that the piece begins with, or None; no rule names them.
@@ -106,11 +106,11 @@ def loop_seed(seed: int, loop: int) -> int:
     return derive(seed, 5, loop) if loop else seed
 
 
-def piece_of(request: Request, loop: int, clip: Tensor | None, unit: int) -> Piece:
+def piece_of(request: Request, loop: int, clip: Tensor | None, unit: int) -> ClipPiece:
     """Returns what a loop samples."""
     rules = [rule for rule in parse_mask_strategy(request.mask_strategy) if rule.loop == loop]
     head = request.given if clip is None else clip[:, -(request.condition_frames or 1) :]
-    return Piece(
+    return ClipPiece(
         prompt=loop_prompts(request.prompt, request.loops)[loop],
         negative_prompt=request.negative_prompt,
         bucket=request.bucket,
@@ -125,7 +125,7 @@ def piece_of(request: Request, loop: int, clip: Tensor | None, unit: int) -> Pie
 
 def made_by_loops(
     requests: Sequence[Request],
-    sample: Callable[[list[Piece]], list[Tensor]],
+    sample: Callable[[list[ClipPiece]], list[Tensor]],
     batch_size: int,
     unit: int,
     show: bool = False,
@@ -146,8 +146,8 @@ def made_by_loops(
 
 
 def _in_batches(
-    pieces: list[Piece],
-    sample: Callable[[list[Piece]], list[Tensor]],
+    pieces: list[ClipPiece],
+    sample: Callable[[list[ClipPiece]], list[Tensor]],
     batch_size: int,
     advance: Callable[[int], None],
 ) -> list[Tensor]:
@@ -164,7 +164,7 @@ def _in_batches(
 
 
 def given_latents(
-    pieces: Sequence[Piece], autoencoder: VideoAutoencoder, device: torch.device
+    pieces: Sequence[ClipPiece], autoencoder: VideoAutoencoder, device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Encodes what is given and puts it in its place."""
     if not pieces[0].conditioned:
@@ -185,12 +185,12 @@ def given_latents(
     return latents, mask
 
 
-def _placements(piece: Piece, lengths: Sequence[int], frames: int) -> list[Placement]:
+def _placements(piece: ClipPiece, lengths: Sequence[int], frames: int) -> list[FramePlacement]:
     """Finds what goes where."""
     references = len(piece.references)
     found = place(piece.rules, lengths[:references], frames, piece.align)
     if piece.head is not None:
-        found.append(Placement(references, 0, 0, lengths[-1], piece.head_edit))
+        found.append(FramePlacement(references, 0, 0, lengths[-1], piece.head_edit))
     return found
 
 
@@ -303,7 +303,7 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
             )
 
 
-def _check_head(piece: Piece, placements: Sequence[Placement], loop: int) -> None:
+def _check_head(piece: ClipPiece, placements: Sequence[FramePlacement], loop: int) -> None:
     """Refuses rules for the frames that a piece begins with, which would replace them unseen."""
     *placed, head = placements
     for rule, p in zip(piece.rules, placed, strict=True):

@@ -20,7 +20,7 @@ from gulliver.video._pipeline import VideoPipeline, open_run
 from gulliver.video._prompts import read_prompt, read_prompts
 from gulliver.video._requests import Request
 from gulliver.video._run import Run
-from gulliver.video._sheet import Row, still_sheet
+from gulliver.video._sheet import SheetRow, still_sheet
 from gulliver.video._words import WordEncoder
 
 State = Literal["going", "made", "stopped"]
@@ -47,7 +47,7 @@ class _StoppedError(Exception):
 
 
 @dataclass(frozen=True)
-class Samples:
+class RunSamples:
     """Clips that a run makes of its averaged weights, step after step.
 
     Args:
@@ -125,17 +125,17 @@ class Samples:
         display.console.print(f"step {step}: {count} in {seconds:.0f} s, {sheet}")
 
 
-def _row(prompt: str, clip: Any) -> Row:
+def _row(prompt: str, clip: Any) -> SheetRow:
     """Lays frames of a clip, evenly spread over its time, in a row."""
     length = clip.shape[1]
     shown = np.linspace(0, length - 1, min(length, STILLS)).round().astype(int).tolist()
     frames = [f"frame {n}" for n in shown] if length > 1 else [""]
-    return Row(prompt, [clip[:, n : n + 1] for n in shown], frames)
+    return SheetRow(prompt, [clip[:, n : n + 1] for n in shown], frames)
 
 
 def make_samples(
     config: TrainConfig, run: Run, world: World, dataset: Any, held_out: Any
-) -> Samples | None:
+) -> RunSamples | None:
     """Decides what a run shows of itself; None where that is nothing."""
     samples = config.samples
     if not samples.every:
@@ -155,7 +155,7 @@ def make_samples(
     if not config.model.public:  # Now, and not when the first samples are due.
         WordEncoder(config.model.text_channels, config.model.text_length).encode(prompts)
     requests = [Request(text, shape, samples.seed + n) for n, text in enumerate(prompts)]
-    return Samples(samples, run, world, requests)
+    return RunSamples(samples, run, world, requests)
 
 
 def _shape(config: TrainConfig, dataset: Any) -> Bucket:

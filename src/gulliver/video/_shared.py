@@ -8,7 +8,7 @@ neighbours. Noise,
 conditions and Euler steps are computed on every rank, and are the same on all. Clips are decoded by
 all ranks together (`share_coding`).
 
-Read `split_ranks`, `share`, `Shared`.
+Read `split_ranks`, `share`, `SharedModel`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def split_ranks(
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedModel:
     """The ranks that make clips together."""
 
     # Function called as the model is, with both branches of guidance in one batch.
@@ -151,13 +151,13 @@ def share(
     call: Callable[..., Tensor] | None = None,
     scheme: str | None = None,
     show: Callable[[str], None] | None = None,
-) -> Shared:
+) -> SharedModel:
     """Makes all ranks of the world make each clip together; every rank calls it, once."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     split_ranks(world, sequence, guidance_ranks)
     own: Callable[..., Tensor] = model if call is None else call
     if world == 1:
-        return Shared(own)
+        return SharedModel(own)
     axes = make_axes({"branch": guidance_ranks, "sequence": sequence})
     branches = axes.rank_group("branch") if guidance_ranks > 1 else ALONE
     if sequence > 1:
@@ -168,7 +168,7 @@ def share(
         told = show if dist.get_rank() == 0 else None
         wire_stdit(model, groups, "all_to_all", scheme=scheme, show=told)
     called = OneBranch(own, branches) if branches.size > 1 else own
-    return Shared(called, world, dist.get_rank(), branches)
+    return SharedModel(called, world, dist.get_rank(), branches)
 
 
 class OneBranch:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gulliver.booster import Booster
 from gulliver.parallel import BoostedOptimizer
-from gulliver.video._batches import Batch
+from gulliver.video._batches import VideoBatch
 from gulliver.video._rectified_flow import RectifiedFlow
 
 TARGET, COUNTS = "target", "counts"
@@ -32,7 +32,7 @@ def run_stages(
     model: nn.Module,
     optimizer: BoostedOptimizer | None,
     flow: RectifiedFlow,
-    batch: Batch,
+    batch: VideoBatch,
     micro_batches: int,
     scale: float,
 ) -> Tensor:
@@ -48,7 +48,7 @@ def run_stages(
     return done["loss"].double() / scale
 
 
-def stage_inputs(flow: RectifiedFlow, batch: Batch, rows: Tensor) -> dict[str, Any]:
+def stage_inputs(flow: RectifiedFlow, batch: VideoBatch, rows: Tensor) -> dict[str, Any]:
     """What stages are called with, and what the loss reads: some clips of a batch, by number."""
     shown = flow.point(batch.latents, batch.noise, batch.timesteps, batch.generate)
     return {

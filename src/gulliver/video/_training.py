@@ -27,7 +27,7 @@ from gulliver.jobs import StopRequest, console
 from gulliver.jobs._loop import LoopOptions, Outcome, TrainingLoop
 from gulliver.models import Autoencoder
 from gulliver.options import resolved
-from gulliver.video._batches import Batch, BatchMaker
+from gulliver.video._batches import BatchMaker, VideoBatch
 from gulliver.video._build import build_model, flow_of, ready_texts
 from gulliver.video._config import TrainConfig
 from gulliver.video._ema import ExponentialAverage
@@ -35,7 +35,7 @@ from gulliver.video._optimizing import make_optimizer
 from gulliver.video._plugins import make_plugin
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
-from gulliver.video._samples import Samples
+from gulliver.video._samples import RunSamples
 from gulliver.video._shared import ranks_alike, share_coding
 from gulliver.video._skipped import SkippedClips, common_samples, listing
 from gulliver.video._sources import (
@@ -59,7 +59,7 @@ class Trainer(TrainingLoop):
         autoencoder: Autoencoder,
         world: World,
         held_out: Any = None,
-        samples: Samples | None = None,
+        samples: RunSamples | None = None,
     ) -> None:
         self.config, self.run, self.world, self.samples = config, run, world, samples
         begin = run.checkpoints.latest() is None
@@ -185,7 +185,7 @@ class Trainer(TrainingLoop):
             "and continue with --resume, or allow more with --data.unreadable-limit"
         )
 
-    def forward_backward(self, batch: Batch) -> Mapping[str, Tensor | float] | None:
+    def forward_backward(self, batch: VideoBatch) -> Mapping[str, Tensor | float] | None:
         """Runs backward for this rank's share; None where no rank could read a sample."""
         # Ranks that hold one model together have one share, and draw alike.
         count = self._count(batch)
@@ -196,7 +196,7 @@ class Trainer(TrainingLoop):
         self.average.update(self.plain_model)
         return {}
 
-    def _count(self, batch: Batch) -> int:
+    def _count(self, batch: VideoBatch) -> int:
         """Counts the samples of the batch in all shares, without those that could not be read."""
         if not isinstance(self.maker.dataset, ClipTable):
             return batch.total
@@ -207,7 +207,7 @@ class Trainer(TrainingLoop):
         self.skipped.count(batch.epoch, read, skipped)
         return read
 
-    def _backward(self, batch: Batch, count: int) -> Tensor:
+    def _backward(self, batch: VideoBatch, count: int) -> Tensor:
         """Runs backward for this rank's share of `count`; returns the sum of its losses."""
         if self.config.pp_size > 1:
             assert isinstance(self.flow, RectifiedFlow), "checked"
@@ -230,7 +230,7 @@ class Trainer(TrainingLoop):
             loss_sum += share.detach()
         return loss_sum
 
-    def _losses(self, batch: Batch, part: slice) -> Tensor:
+    def _losses(self, batch: VideoBatch, part: slice) -> Tensor:
         return self.flow.loss(
             self.model,
             batch.latents[part],
@@ -241,7 +241,7 @@ class Trainer(TrainingLoop):
         )
 
     @torch.no_grad()
-    def _loss_sum(self, batch: Batch) -> Tensor:
+    def _loss_sum(self, batch: VideoBatch) -> Tensor:
         """Computes the sum of a share's losses, forward only."""
         if self.config.pp_size > 1:
             assert isinstance(self.flow, RectifiedFlow), "checked"

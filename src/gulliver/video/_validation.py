@@ -19,7 +19,7 @@ from torch import Tensor
 from gulliver.comm import all_reduce
 from gulliver.data import Bucket, Step, collate
 from gulliver.jobs import Display
-from gulliver.video._batches import Batch, BatchMaker
+from gulliver.video._batches import BatchMaker, VideoBatch
 from gulliver.video._config import ValidationConfig
 from gulliver.video._run import Run
 
@@ -40,7 +40,7 @@ class Validation:
     batch_size: int
 
     def losses(
-        self, loss_sum: Callable[[Batch], Tensor], ranks_of_a_model: int
+        self, loss_sum: Callable[[VideoBatch], Tensor], ranks_of_a_model: int
     ) -> dict[str, list[float]]:
         """Computes the mean loss of each bucket's clips at each level; every rank calls it."""
         buckets = self._members()
@@ -85,7 +85,7 @@ class Validation:
                 members.setdefault(bucket, []).append(index)
         return {bucket: members[bucket][: self.config.clips] for bucket in sorted(members)}
 
-    def _batches(self, bucket: Bucket, members: list[int]) -> Iterator[Batch]:
+    def _batches(self, bucket: Bucket, members: list[int]) -> Iterator[VideoBatch]:
         """Yields this rank's share of each batch; all ranks have as many."""
         rank, ranks = self.place
         for start in range(0, len(members), self.batch_size):
@@ -95,7 +95,7 @@ class Validation:
             clips = collate(self.dataset, step.indices, [WINDOW] * (end - first), bucket)
             yield self.maker.make(step, clips, {})
 
-    def _at(self, batch: Batch, number: int) -> Batch:
+    def _at(self, batch: VideoBatch, number: int) -> VideoBatch:
         """Puts all samples of a batch at a level, with their captions and no given frames."""
         level = (number + 1) / (self.config.levels + 1) * self.maker.flow.num_timesteps
         return replace(

@@ -35,7 +35,7 @@ DECODED_TOGETHER = 16
 """Frames that are scaled together where whole clips are kept."""
 
 
-class Window(NamedTuple):
+class FrameWindow(NamedTuple):
     """A run of frames of a table's row: its first frame lies in [first, first + starts)."""
 
     row: int
@@ -49,7 +49,7 @@ class ClipWindows:
     def __init__(
         self,
         table: ClipTable,
-        windows: Sequence[Window],
+        windows: Sequence[FrameWindow],
         kept: dict[int, Tensor | BrokenClip] | None = None,
     ) -> None:
         self.table, self.windows, self._kept = table, windows, kept
@@ -191,8 +191,8 @@ def split_table(
     draw = np.random.Generator(np.random.Philox(key=[seed % 2**63, 1]))
     count = round(config.held_out_clips * len(table))
     left_out = set(draw.permutation(len(table))[:count].tolist())
-    training: list[Window] = []
-    held_out: list[Window] = []
+    training: list[FrameWindow] = []
+    held_out: list[FrameWindow] = []
     for number, row in enumerate(table.rows):
         if row.bucket is None:
             continue
@@ -201,8 +201,8 @@ def split_table(
         if cut and (cut < span or frames - cut < span):
             cut = frames
         if cut:
-            training.append(Window(number, 0, max(1, cut - span + 1)))
-        held_out += [Window(number, at, 1) for at in range(cut, frames - span + 1, span)]
+            training.append(FrameWindow(number, 0, max(1, cut - span + 1)))
+        held_out += [FrameWindow(number, at, 1) for at in range(cut, frames - span + 1, span)]
     if not training or not held_out:
         what = "held out" if training else "left to train on"
         right = "--data.held-out-clips 0.1, which holds whole clips out" if training else "less"

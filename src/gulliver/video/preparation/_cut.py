@@ -32,7 +32,7 @@ from gulliver.video.preparation._scenes import Footage, SourceError, source_fram
 from gulliver.video.preparation._score import GROUP
 from gulliver.video.preparation._scorers import IN_THE_BOX
 from gulliver.video.preparation._table import COLUMNS, Table, check_other, write_list
-from gulliver.video.preparation._work import Outcome, usable_cores, work_on
+from gulliver.video.preparation._work import FileOutcome, usable_cores, work_on
 
 SOURCE = ("source", "source_first", "source_end")
 """Columns of a clip: path of its source, its first frame there, and the frame after its last."""
@@ -189,13 +189,13 @@ def _rank(path: Path) -> tuple[bool, bool]:
 # --- one source ----------------------------------------------------------------------------------
 
 
-def cut_source(path: Path, folder: Path, settings: CutSettings) -> Outcome:
+def cut_source(path: Path, folder: Path, settings: CutSettings) -> FileOutcome:
     """Cuts a video, but for what is there already."""
     try:
         plan = _planned(path, folder, settings)
         failed = write_clips(path, plan, folder, settings)
     except SourceError as error:
-        return Outcome(problem=str(error))
+        return FileOutcome(problem=str(error))
     rate = float(plan.rate)
     cuts = [
         [clip.name, clip.first, clip.end, len(clip.frames), *clip.size, rate]
@@ -204,7 +204,7 @@ def cut_source(path: Path, folder: Path, settings: CutSettings) -> Outcome:
     ]
     left = [*plan.left]
     left += [(c.first, c.end, failed[c.name]) for c in plan.clips if c.name in failed]
-    return Outcome({"frames": plan.frames, "cuts": cuts, "left": [list(one) for one in left]})
+    return FileOutcome({"frames": plan.frames, "cuts": cuts, "left": [list(one) for one in left]})
 
 
 def _planned(path: Path, folder: Path, settings: CutSettings) -> Plan:
@@ -388,7 +388,7 @@ def _is_inherited(name: str) -> bool:
     return name == "text" or (name not in told and name not in plugged)
 
 
-def _rows(outcome: Outcome, folder: Path) -> list[dict[str, Any]]:
+def _rows(outcome: FileOutcome, folder: Path) -> list[dict[str, Any]]:
     """Makes the cells of the clips of a source that it has not got from it."""
     rows: list[dict[str, Any]] = [
         {
@@ -411,7 +411,7 @@ def _rows(outcome: Outcome, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _left(name: str, outcome: Outcome, record: dict[str, Any]) -> list[Left]:
+def _left(name: str, outcome: FileOutcome, record: dict[str, Any]) -> list[Left]:
     """Says what of a source is in no clip."""
     # A file that was cut short may decode without an error: frames that the table counts and that
     # are not there are in the list, too.

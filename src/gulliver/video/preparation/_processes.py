@@ -13,16 +13,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from gulliver.video.preparation._work import Outcome
+from gulliver.video.preparation._work import FileOutcome
 
-FileWork = Callable[[Path], Outcome]
+FileWork = Callable[[Path], FileOutcome]
 Busy = dict[Any, tuple[str, Any]]
 """Key and process of what is under way, by pipe."""
 
 
 def in_processes(
     work: FileWork, jobs: Iterable[tuple[str, Path]], workers: int
-) -> Iterator[tuple[str, Outcome]]:
+) -> Iterator[tuple[str, FileOutcome]]:
     """Works on files, and yields key and outcome of each as it is done."""
     # Not fork: this process may have threads, of torch and of the display.
     context = get_context("forkserver")
@@ -69,13 +69,13 @@ def _give(worker: tuple[Any, Any], left: Iterator[tuple[str, Path]], busy: Busy)
     busy[pipe] = job[0], process
 
 
-def _received(pipe: Any, process: Any) -> Outcome:
+def _received(pipe: Any, process: Any) -> FileOutcome:
     """Receives an outcome; a process that died has none."""
     try:
         found = pipe.recv()
     except (EOFError, ConnectionResetError):
         process.join()
-        return Outcome(problem=f"crashed its decoder (exit code {process.exitcode})")
+        return FileOutcome(problem=f"crashed its decoder (exit code {process.exitcode})")
     if isinstance(found, BaseException):
         process.kill()
         raise found

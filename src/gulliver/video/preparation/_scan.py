@@ -22,7 +22,7 @@ from gulliver.video.preparation._table import (
     stamp_of,
     write_broken,
 )
-from gulliver.video.preparation._work import Outcome, work_on
+from gulliver.video.preparation._work import FileOutcome, work_on
 
 _VIDEOS = (
     ".3gp .asf .avi .f4v .flv .gif .m2ts .m4v .mkv .mov .mp4 .mpeg .mpg .mts .mxf .ogv .ts .vob "
@@ -103,7 +103,9 @@ def _rows_of(table: Table) -> dict[str, dict[str, Any]]:
     return {str(row["path"]): row for row in table.data.to_pylist()}
 
 
-def _row(name: str, before: dict[str, dict[str, Any]], fresh: dict[str, Outcome]) -> dict[str, Any]:
+def _row(
+    name: str, before: dict[str, dict[str, Any]], fresh: dict[str, FileOutcome]
+) -> dict[str, Any]:
     """Returns the row of a file; none where it cannot be used."""
     if name not in fresh:
         return before[name]

@@ -19,7 +19,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.video.preparation._samples import Samples, take_samples
 from gulliver.video.preparation._scorers import IN_THE_BOX
 from gulliver.video.preparation._table import Table, check_suffix, write_broken
-from gulliver.video.preparation._work import Outcome, fill_columns
+from gulliver.video.preparation._work import FileOutcome, fill_columns
 
 GROUP = "gulliver.scorers"
 """Group of the entry points of plug-ins."""
@@ -108,7 +108,7 @@ def _column(table: Table, name: str, again: bool) -> list[Any]:
     return table.column(name) if known else [None] * len(table)
 
 
-def score_file(path: Path, scorers: dict[str, Scorer]) -> Outcome:
+def score_file(path: Path, scorers: dict[str, Scorer]) -> FileOutcome:
     """Scores a clip; what a scorer raises is the clip's problem, and the others are kept."""
     samples = take_samples(path)
     values: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def score_file(path: Path, scorers: dict[str, Scorer]) -> Outcome:
             values[name] = _plain(name, scorer(samples))
         except Exception as error:
             problems.append(f"{name}: {_told(error)}")
-    return Outcome(values, "; ".join(problems) or None)
+    return FileOutcome(values, "; ".join(problems) or None)
 
 
 def _plain(name: str, value: Any) -> Any:

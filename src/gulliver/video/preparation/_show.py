@@ -20,7 +20,7 @@ from gulliver.errors import GulliverError
 from gulliver.io import write_text
 from gulliver.video.preparation._samples import take_samples
 from gulliver.video.preparation._table import Table, read_broken
-from gulliver.video.preparation._work import Outcome, work_on
+from gulliver.video.preparation._work import FileOutcome, work_on
 
 FRAMES = 3
 """Frames of a clip that are shown: of its beginning, middle and end."""
@@ -124,7 +124,7 @@ def _strip(path: Path) -> dict[str, Any]:
     return {"jpeg": base64.b64encode(content.getvalue()).decode()}
 
 
-def _card(row: dict[str, Any], outcome: Outcome) -> str:
+def _card(row: dict[str, Any], outcome: FileOutcome) -> str:
     facts = ", ".join(
         f"{name} {_short(value)}"
         for name, value in row.items()

@@ -29,7 +29,7 @@ from gulliver.video.preparation._table import Table
 # of the same size and time of change only. The journal goes when the table is there; one that is
 # left behind by a kill between the two says nothing that the table does not.
 @dataclass(frozen=True)
-class Outcome:
+class FileOutcome:
     """Values of a file by column, and why others could not be had.
 
     A file that cannot be read has a problem and no values.
@@ -40,8 +40,8 @@ class Outcome:
 
 
 Clips = Sequence[tuple[str, Path]]
-Work = Callable[[Path], dict[str, Any] | Outcome]
-Each = Callable[[Any, Iterable[tuple[str, Path]], int], Iterator[tuple[str, Outcome]]]
+Work = Callable[[Path], dict[str, Any] | FileOutcome]
+Each = Callable[[Any, Iterable[tuple[str, Path]], int], Iterator[tuple[str, FileOutcome]]]
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def work_on(
     workers: int = 0,
     each: Each | None = None,
     within: bool = False,
-) -> Iterator[list[Outcome]]:
+) -> Iterator[list[FileOutcome]]:
     """Yields the outcome of each file; the block writes the table, after which the journal goes."""
     path = table.with_name(f".{table.name}.{step}.jsonl")
     with nullcontext() if within else held_table(table, step):
@@ -125,7 +125,7 @@ def _worked(
     step: str,
     workers: int,
     each: Each,
-) -> list[Outcome]:
+) -> list[FileOutcome]:
     keys = [_key(name, path) for name, path in clips]
     left = [place for place, key in enumerate(keys) if key not in journal.found]
     done = len(keys) - len(left)
@@ -147,11 +147,11 @@ def usable_cores() -> int:
 
 def _in_threads(
     work: Work, jobs: Iterable[tuple[str, Path]], workers: int
-) -> Iterator[tuple[str, Outcome]]:
+) -> Iterator[tuple[str, FileOutcome]]:
     """Works on files in threads, which decoders leave each other, and yields what is ready."""
     pool = ThreadPoolExecutor(workers, "clips")
     try:
-        keys: dict[Future[Outcome], str] = {}
+        keys: dict[Future[FileOutcome], str] = {}
         for key, path in jobs:
             keys[pool.submit(_tried, work, path)] = key
         for future in as_completed(keys):
@@ -160,12 +160,12 @@ def _in_threads(
         pool.shutdown(cancel_futures=True)
 
 
-def _tried(work: Work, path: Path) -> Outcome:
+def _tried(work: Work, path: Path) -> FileOutcome:
     try:
         found = work(path)
-        return found if isinstance(found, Outcome) else Outcome(found)
+        return found if isinstance(found, FileOutcome) else FileOutcome(found)
     except GulliverError as error:
-        return Outcome(problem=str(error))
+        return FileOutcome(problem=str(error))
 
 
 def _key(name: str, path: Path) -> str:
@@ -180,13 +180,13 @@ class _Journal:
 
     def __init__(self, path: Path, settings: str) -> None:
         self.path, self.settings = path, settings
-        self.found: dict[str, Outcome] = {}
+        self.found: dict[str, FileOutcome] = {}
         head, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
         self._begins = head != json.dumps(settings)
         for line in [] if self._begins else lines:
             with suppress(ValueError):
                 key, values, problem = json.loads(line)
-                self.found[key] = Outcome(values, problem)
+                self.found[key] = FileOutcome(values, problem)
 
     def __enter__(self) -> _Journal:
         with named_errors(self.path):
@@ -195,7 +195,7 @@ class _Journal:
             self._file.write(json.dumps(self.settings) + "\n" if self._begins else "\n")
         return self
 
-    def add(self, key: str, outcome: Outcome) -> None:
+    def add(self, key: str, outcome: FileOutcome) -> None:
         """Keeps the outcome of a file."""
         self.found[key] = outcome
         with named_errors(self.path):
