@@ -1,8 +1,8 @@
 """STDiT3, the spatial-temporal diffusion transformer of Open-Sora 1.2 and 1.3.
 
 Read `STDiT3.forward` first, then `STDiTBlock.forward` of `_blocks.py`. Attention alternates between
-the tokens of one frame (spatial blocks) and the frames at one spatial position (temporal blocks), or,
-in the later release, all tokens of a window; each block then attends to the caption. Parameter
+the tokens of one frame (spatial blocks) and the frames at one spatial position (temporal blocks),
+or, in the later release, all tokens of a window; each block then attends to the caption. Parameter
 names are those of the public weights, which load strictly and compute the same: quirks that trained
 weights depend on stand in `_quirks.py`.
 
