@@ -162,7 +162,7 @@ def test_a_run_needs_its_weights_no_more_and_is_sampled_as_a_pipeline(
     train(replace(config, steps=2))
     shutil.rmtree(tmp_path / "weights")
     assert len(list((tmp_path / "run" / "texts").iterdir())) == 4
-    with pytest.raises(GulliverError, match="another configuration: steps"):
+    with pytest.raises(GulliverError, match="other options: steps"):
         train(replace(config, resume=True))
     pipeline = open_run(tmp_path / "run")
     assert isinstance(pipeline, VideoPipeline)
