@@ -272,7 +272,7 @@ def test_a_rate_that_training_refuses_is_left_empty_and_no_clip_is_too_long(
 # --- latents -------------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_of_a_shard_is_refused_and_old_folders_are_read(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_shard_is_refused(tmp_path: Path) -> None:
     import zlib
     from dataclasses import asdict
 
@@ -304,5 +304,3 @@ def test_a_flipped_bit_of_a_shard_is_refused_and_old_folders_are_read(tmp_path: 
     assert torch.equal(opened().read(one), latents[0])
     with pytest.raises(GulliverError, match=r"s\.safetensors is damaged"):
         opened().read(two)
-    del shard["sums"]
-    opened().read(two)
