@@ -64,19 +64,15 @@ class Autoencoder(Protocol):
 class AutoencoderConfiguration:
     """A public autoencoder."""
 
-    # Releases that use it.
     release: str
     # Name of its class, of `gulliver.models` or of diffusers.
     kind: str
     # Frames, rows and columns of pixels that a latent stands for.
     compression: tuple[int, int, int]
-    # Number of channels of its latents.
     latent_channels: int
     # Frames, height and width of a usual clip, in pixels.
     clip: tuple[int, int, int]
-    # Arguments of the class.
     fields: Mapping[str, Any] = field(default_factory=dict)
-    # What is particular to it.
     note: str = ""
 
     @property

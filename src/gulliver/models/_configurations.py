@@ -25,11 +25,9 @@ T5 = "t5-v1_1-xxl"
 class Configuration:
     """A public model."""
 
-    # Release that published it.
     release: str
     # Name of its class in `gulliver.models`.
     kind: str
-    # Arguments of the class.
     fields: Mapping[str, Any]
     # Frames, rows and columns of pixels that a latent stands for.
     compression: tuple[int, int, int]
@@ -41,7 +39,6 @@ class Configuration:
     text: tuple[str, ...] = (T5,)
     # What it can be given besides the text.
     conditions: tuple[str, ...] = ()
-    # What is particular to it.
     note: str = ""
 
     def latent(self, frames: int, height: int, width: int) -> tuple[int, int, int]:

@@ -21,7 +21,6 @@ class Look(NamedTuple):
 
     # Class of `gulliver.models`; empty for what is none of them.
     kind: str
-    # Words for it.
     told: str
     # Name of a tensor by which it is known, as a pattern.
     mark: str

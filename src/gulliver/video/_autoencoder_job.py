@@ -41,7 +41,6 @@ from gulliver.video.autoencoders import (
 class AutoencoderOutcome:
     """Outcome of a call of `run_autoencoder`."""
 
-    # Last step that was done.
     step: int
     # Whether it was the last of the run.
     finished: bool

@@ -126,9 +126,7 @@ def _broadcast(text: str) -> Broadcast:
 class Counts:
     """Numbers of calls, by what is called."""
 
-    # Calls that were computed.
     ran: Counter[str] = field(default_factory=Counter)
-    # Calls that were saved.
     reused: Counter[str] = field(default_factory=Counter)
     # Bytes that were kept between calls on this rank, at most.
     nbytes: int = 0
@@ -158,7 +156,6 @@ class _CallMemory:
 
     # Number of the call under way; the first is 0.
     number: int = -1
-    # Outputs of methods, by method.
     outputs: dict[Any, Tensor] = field(default_factory=dict)
     # What the first block has added, and what the others have, in the last call that computed them.
     added: tuple[Tensor, Any] | None = None

@@ -26,15 +26,12 @@ from gulliver.video._tasks import TASKS, latent_frames, real_clips, requests_of
 class Evaluation:
     """Figures of an evaluation."""
 
-    # Number of prompts of the main figures, at the most trained shape.
     samples: int
     # Time for generating and judging those, in seconds.
     seconds: float
-    # Scores of real held-out clips.
     ceiling: Scores
     # Scores of sentences that were kept from training, or of all where none were.
     main: Scores
-    # Whether sentences were kept from training.
     held_out: bool
     # Scores of as many trained sentences; None where none were kept from training.
     trained: Scores | None
@@ -43,7 +40,6 @@ class Evaluation:
     # Scores of the made frames of clips that had frames of real held-out clips, with their
     # sentences, by the name of the task; none for a model of stills.
     conditioned: dict[str, Scores]
-    # Clips of `main` and of `trained` with their sentences, for showing.
     clips: list[list[tuple[str, Tensor]]]
 
     @property

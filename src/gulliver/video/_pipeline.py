@@ -66,7 +66,6 @@ from gulliver.video._text_encoders import KeptTexts, TextEncoder, check_encoder
 class Filled:
     """A filled transformer, as the sampler calls it."""
 
-    # The model's denoiser.
     denoiser: Denoiser
     # The same on the ranks that make clips together.
     shared: SharedModel

@@ -60,9 +60,7 @@ def kinds_of(model: Any) -> dict[str, str]:
 class ClipShapes:
     """Shapes of a run's clips as costs know them."""
 
-    # Shape of each bucket.
     of: dict[Bucket, SampleShape]
-    # Bucket of each shape.
     buckets: dict[SampleShape, Bucket]
 
     @property

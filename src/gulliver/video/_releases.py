@@ -38,7 +38,6 @@ Flow = RectifiedFlow | IDDPM
 class Release:
     """Sampling of a public model, as its release published it."""
 
-    # Release that published it.
     name: str
     # Function from the model and the autoencoder's compression to its diffusion.
     flow: Callable[[nn.Module, tuple[int, int, int]], Flow]
@@ -46,7 +45,6 @@ class Release:
     steps: int
     # Weight of the caption that was published.
     guidance: float
-    # Frame rate that it is told.
     fps: float
     # How it is told of given frames: nowhere, among the latents, or beside them.
     given: str = "among"

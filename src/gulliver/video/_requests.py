@@ -80,13 +80,10 @@ class ClipPiece:
     prompt: str
     # Sentence to lead away from; empty: no caption.
     negative_prompt: str
-    # Shape of the piece.
     bucket: Bucket
-    # Seed of its noise.
     seed: int
     # Pictures and clips that the rules place.
     references: tuple[Tensor, ...] = ()
-    # Rules of this loop.
     rules: tuple[MaskRule, ...] = ()
     # Number of latent frames at whose multiples the rules begin; None: anywhere.
     align: int | None = None

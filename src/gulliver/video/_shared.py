@@ -81,9 +81,7 @@ class SharedModel:
 
     # Function called as the model is, with both branches of guidance in one batch.
     model: Callable[..., Tensor]
-    # Number of ranks.
     ranks: int = 1
-    # Number of this rank.
     rank: int = 0
     # Rank group that shares the branches of guidance.
     branches: RankGroup = ALONE

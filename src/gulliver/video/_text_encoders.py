@@ -355,9 +355,7 @@ def check_encoder(encoder: TextEncoder, width: int, length: int) -> None:
 class EncoderLook(NamedTuple):
     """Kind and sizes of a text encoder, as its folder says."""
 
-    # Name of the kind, T5 or CLIP.
     kind: str
-    # Width of a token's vector.
     channels: int
     # Most tokens of a caption; None for any number.
     longest: int | None

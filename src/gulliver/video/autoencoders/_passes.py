@@ -24,7 +24,6 @@ class Passes:
     model: VideoAutoencoder
     # Latent frames of a segment that is streamed; 0 runs clips whole.
     segment: int = 0
-    # Networks that are shared, or None.
     shared: SharedNetworks | None = None
 
     def encode(self, videos: Tensor) -> Posterior:

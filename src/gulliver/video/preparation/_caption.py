@@ -30,7 +30,6 @@ class Captioned:
     table: Table
     # Name and reason of each clip that got none.
     broken: list[tuple[str, str]]
-    # Number of rows that were looked at now.
     fresh: int
 
 

@@ -68,9 +68,7 @@ class CutReport:
     """Clips that were cut, and all that was left out."""
 
     table: Table
-    # Number of sources that clips were cut from.
     sources: int
-    # What is in no clip.
     left_out: list[Left]
     # File that lists it; None where there is nothing.
     listed: Path | None
@@ -80,13 +78,10 @@ class CutReport:
 class PlannedClip:
     """A clip to write."""
 
-    # Name of its file.
     name: str
-    # First frame of the source.
     first: int
     # Frame after the last.
     end: int
-    # Height and width.
     size: tuple[int, int]
     # Frames of the source that it shows, one for each of its own.
     frames: tuple[int, ...]

@@ -56,7 +56,6 @@ class Deduplicated:
     table: Table
     # Each copy that is left out, with the clip that stays for it.
     pairs: list[Pair]
-    # File with the pairs.
     listed: Path
     # Name and reason of each clip that could not be read.
     broken: list[tuple[str, str]]

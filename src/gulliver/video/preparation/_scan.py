@@ -46,9 +46,7 @@ FPS = 0.1, 1000.0
 class Scanned:
     """What became of the files of a folder."""
 
-    # Files that can be used.
     table: Table
-    # Name and reason of each that cannot.
     broken: list[tuple[str, str]]
     # How many files are no clips by their suffix, by suffix.
     ignored: Counter[str]

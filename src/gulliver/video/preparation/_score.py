@@ -34,7 +34,6 @@ class Scored:
     table: Table
     # Name and reason of each file without some score, or of which a part was scored.
     broken: list[tuple[str, str]]
-    # Number of rows that were looked at now.
     fresh: int
     # Number of those that have every score that was asked for.
     whole: int
