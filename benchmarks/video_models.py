@@ -23,7 +23,7 @@ from benchmarks._harness import Report, alternate, at_most, finish
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, places_of
 from gulliver.models.mmdit import MMDiT
-from gulliver.models.stdit import Block, Grid
+from gulliver.models.stdit import Grid, STDiTBlock
 
 NOT_SLOWER = 1.03
 """Most of the peer's time, up to what clocks show."""
@@ -64,7 +64,7 @@ class Pair(nn.Module):
     def __init__(self, qk_norm: bool, rotary: bool) -> None:
         super().__init__()
         sizes = (XL["hidden_size"], XL["num_heads"], 4.0, qk_norm)
-        self.spatial, self.temporal = Block(*sizes, False), Block(*sizes, True)
+        self.spatial, self.temporal = STDiTBlock(*sizes, False), STDiTBlock(*sizes, True)
         self.rope = STDiT3(**XL, depth=0, caption_channels=8).rope if rotary else None
 
     def forward(self, x: Tensor, y: Tensor, t: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Picture(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, t: Tensor) -> Tensor:
         """Computes it on one frame, [B, 1, S, C]."""
-        if isinstance(self.spatial, Block):
+        if isinstance(self.spatial, STDiTBlock):
             return self.spatial(x, y, None, t, None, Grid(1, x.shape[2], 1, x.shape[2]))
         time_ = t[:, :, 0, 0].transpose(0, 1).flatten(1)
         return self.spatial(x[:, 0], encoder_hidden_states=y, timestep=time_)[:, None]

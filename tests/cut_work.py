@@ -7,13 +7,13 @@ import signal
 from pathlib import Path
 
 from gulliver.errors import GulliverError
-from gulliver.video.preparation import Outcome
+from gulliver.video.preparation import FileOutcome
 
 
-def odd_work(path: Path) -> Outcome:
+def odd_work(path: Path) -> FileOutcome:
     """Crashes, raises, or tells the process, as the name of the file says."""
     if path.name == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     if path.name == "full":
         raise GulliverError("no space left")
-    return Outcome({"process": os.getpid(), "name": path.name})
+    return FileOutcome({"process": os.getpid(), "name": path.name})

@@ -16,6 +16,7 @@ from gulliver.models.autoencoder import CausalConv3d, fold, unfold
 from gulliver.video import (
     AutoencoderConfig,
     MovingDigits,
+    Run,
     load_autoencoder,
     save_autoencoder,
     train_autoencoder,
@@ -85,10 +86,10 @@ def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, int, int], message:
 def test_training_learns_normalises_and_survives_a_file(tmp_path: Path) -> None:
     shapes = {Bucket(5, 32, 32): 1.0, Bucket(1, 32, 32): 1.0}
     dataset = MovingDigits("train", 600, shapes=shapes)
-    losses: list[float] = []
     config = AutoencoderConfig(steps=120, batch_size=8)
     world = World(0, 1, 0, torch.device("cpu"))
-    model, figures = train_autoencoder(config, dataset, world, 0, losses.append)
+    model, figures = train_autoencoder(config, dataset, world, 0, tmp_path / "run")
+    losses = [line["loss"] for line in Run(tmp_path / "run").log.read()]
     assert len(losses) == 120
     assert sum(losses[-10:]) < 0.4 * sum(losses[:10])
     assert figures["psnr"] > 16

@@ -20,7 +20,7 @@ from gulliver.cli._main import main
 from gulliver.comm import World
 from gulliver.data import Bucket, BucketSampler, ClipTable
 from gulliver.errors import GulliverError
-from gulliver.jobs import derive
+from gulliver.jobs import Log, derive
 from gulliver.models import VideoAutoencoder
 from gulliver.video import (
     AutoencoderConfig,
@@ -41,6 +41,7 @@ from gulliver.video._sources import make_dataset
 from gulliver.video.autoencoders import AutoencoderTrainer, PatchDiscriminator, make_sources
 from tests.pool import Pool
 from tests.test_video_training import final_tensors
+from tests.video_steps import all_steps
 
 STEPS = 4
 SHAPES = ("9x16x24:2", "1x16x16:1")
@@ -76,9 +77,10 @@ def curve(world: World, config: TrainAutoencoderConfig) -> list[dict[str, float]
     """Figures of each step, in float64."""
     sources = make_sources(make_dataset(config.data, 100), config.data, config.seed)
     trainer = AutoencoderTrainer(config, tiny(config), sources, world)
-    figures = list(trainer.steps())
+    lines = all_steps(trainer)
     trainer.passes.off()
-    return figures
+    drop = ("step", "learning_rate")
+    return [{n: v for n, v in line.items() if n not in drop} for line in lines]
 
 
 def naive_curve(config: TrainAutoencoderConfig) -> list[dict[str, float]]:
@@ -161,19 +163,18 @@ def test_whole_streamed_and_shared_steps_have_the_curve_of_plain_torch(
         replace(config, share_ranks=2),
         replace(config, share_ranks=2, share_dim="time"),
     ]
-    for found in pool.run(_curves, 2, ways):
-        for way in found:
-            assert_same_curve(way, wanted)
+    for way in pool.run(_curves, 2, ways)[0]:
+        assert_same_curve(way, wanted)
 
 
-def test_training_inside_a_run_is_this_loop_with_its_defaults() -> None:
+def test_training_inside_a_run_is_this_loop_with_its_defaults(tmp_path: Path) -> None:
     """The losses of the demonstration's autoencoder, from plain torch."""
     shapes = {Bucket(5, 16, 16): 1.0, Bucket(1, 16, 16): 1.0}
     dataset = MovingDigits("train", 40, shapes=shapes)
-    losses: list[float] = []
     world = World(0, 1, 0, torch.device("cpu"))
     config = AutoencoderConfig(steps=8, batch_size=6)
-    _, figures = train_autoencoder(config, dataset, world, 5, losses.append)
+    _, figures = train_autoencoder(config, dataset, world, 5, tmp_path)
+    losses = [line["loss"] for line in Run(tmp_path).log.read()]
     assert figures["clips"] == "held-out handwriting"
     assert 0 < figures["ssim"] < 1
     torch.manual_seed(5)
@@ -213,14 +214,14 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_bytes(
     outcome = run_autoencoder(config)
     assert outcome.finished
     assert outcome.path.name == "autoencoder.safetensors"
-    content, log = read_tensors(outcome.path), Run(config.out).read_log()
+    content, log = read_tensors(outcome.path), Run(config.out).log.read()
     first = all_tensors(config.out)
     assert {name.split(":")[0] for name in first} >= {"discriminator", "discriminator_optimizer"}
     assert [line["step"] for line in log] == [1, 2, 3, 4, 4, 5, 6, 6]
     assert (config.out / "reconstruction.png").stat().st_size > 100
     broken = replace(config, out=tmp_path / "broken")
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "append_log", _stopping_at(3, Run.append_log))
+        patched.setattr(Log, "append", _stopping_at(3, Log.append))
         stopped = run_autoencoder(broken)
     assert (stopped.step, stopped.finished, stopped.path.exists()) == (3, False, False)
     with pytest.raises(GulliverError, match="already holds a run"):
@@ -232,7 +233,7 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_bytes(
     second = all_tensors(broken.out)
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
-    for old, new in zip(log, Run(broken.out).read_log(), strict=True):
+    for old, new in zip(log, Run(broken.out).log.read(), strict=True):
         assert {**old, "seconds": 0} == {**new, "seconds": 0}
     with pytest.raises(GulliverError, match=r"cannot be resumed.*loss\.kl was 0\.01"):
         run_autoencoder(replace(broken, resume=True, loss=replace(config.loss, kl=1.0)))
@@ -249,11 +250,11 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_bytes(
         run_autoencoder(pulled)
 
 
-def _stopping_at(step: int, append: Callable[[Run, dict[str, Any]], None]) -> Any:
+def _stopping_at(step: int, append: Callable[[Log, dict[str, Any]], None]) -> Any:
     """Appends a line, and asks this process to stop at the line of a step."""
 
-    def stopping(run: Run, line: dict[str, Any]) -> None:
-        append(run, line)
+    def stopping(log: Log, line: dict[str, Any]) -> None:
+        append(log, line)
         if line["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -320,12 +321,12 @@ def test_a_clip_that_cannot_be_read_is_left_out_and_too_many_end_the_run(
     (tmp_path / "grey.png").write_bytes(b"")
     trainer = AutoencoderTrainer(config, tiny(config), sources, World(0, 1, 0, torch.device("cpu")))
     with pytest.raises(GulliverError, match=r"4 of the 12 clips.*--data.unreadable-limit"):
-        list(trainer.steps())
+        all_steps(trainer)
     allowed = replace(config, data=replace(data, unreadable_limit=1.0), steps=6)
     trainer = AutoencoderTrainer(
         allowed, tiny(config), sources, World(0, 1, 0, torch.device("cpu"))
     )
-    assert len(list(trainer.steps())) == 6
+    assert len(all_steps(trainer)) == 6
 
 
 def test_the_command_trains_and_its_result_is_taken_by_a_run(

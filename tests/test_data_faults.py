@@ -20,7 +20,7 @@ from gulliver.cli import main
 from gulliver.data import upright_frames
 from gulliver.errors import GulliverError
 from gulliver.video import preparation
-from gulliver.video._kept_latents import FORMAT, KeptLatents, Sample, Settings
+from gulliver.video._kept_latents import FORMAT, ClipWindow, KeptLatents, Settings
 from gulliver.video.preparation import (
     CutSettings,
     Table,
@@ -102,9 +102,8 @@ def test_text_that_is_compared_with_a_number_is_named(tmp_path: Path) -> None:
         "aes / flow > 2",
         "not (aes / flow <= 2)",
         "aes / flow + 1 between 2 and 9",
-        "sqrt(aes - 1) > 0 and true",
         "case when aes / flow > 2 then true else aes / flow > 2 end",
-        "cast('nan' as float) * (aes + 1) / 0 > 1 or aes / flow > 2",
+        "aes // flow > 2 and aes % flow < 1",
     ],
 )
 def test_what_is_no_number_is_unknown(tmp_path: Path, condition: str) -> None:
@@ -273,7 +272,7 @@ def test_a_rate_that_training_refuses_is_left_empty_and_no_clip_is_too_long(
 # --- latents -------------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_of_a_shard_is_refused_and_old_folders_are_read(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_shard_is_refused(tmp_path: Path) -> None:
     import zlib
     from dataclasses import asdict
 
@@ -297,7 +296,7 @@ def test_a_flipped_bit_of_a_shard_is_refused_and_old_folders_are_read(tmp_path: 
         (tmp_path / "index.json").write_text(json.dumps(content))
         return KeptLatents(tmp_path)
 
-    one, two = (Sample(clip, "1x16x16", 0) for clip in ("one", "two"))
+    one, two = (ClipWindow(clip, "1x16x16", 0) for clip in ("one", "two"))
     assert torch.equal(opened().read(two), latents[1])
     flipped = bytearray(path.read_bytes())
     flipped[-3] ^= 1
@@ -305,5 +304,3 @@ def test_a_flipped_bit_of_a_shard_is_refused_and_old_folders_are_read(tmp_path: 
     assert torch.equal(opened().read(one), latents[0])
     with pytest.raises(GulliverError, match=r"s\.safetensors is damaged"):
         opened().read(two)
-    del shard["sums"]
-    opened().read(two)

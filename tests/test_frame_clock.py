@@ -19,7 +19,7 @@ from gulliver.data import Bucket, Clip, ClipTable, upright_frames
 from gulliver.video.preparation import CutSettings, Table, cut, read_facts, scan, take_samples
 from gulliver.video.preparation._cut import cut_source, make_plan
 from gulliver.video.preparation._scenes import Footage, survey
-from gulliver.video.preparation._work import Outcome
+from gulliver.video.preparation._work import FileOutcome
 from tests.messy_clips import LOSSLESS, write_film
 from tests.numbered_clips import CODINGS, SIDE, Numbered, clip, numbered, numbers_of
 
@@ -144,7 +144,7 @@ def test_every_frame_of_any_times_is_shown_or_listed() -> None:
 def test_of_a_file_and_links_the_one_with_a_caption_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def in_this_process(work: Any, items: Any, _workers: int) -> Iterator[tuple[str, Outcome]]:
+    def in_this_process(work: Any, items: Any, _workers: int) -> Iterator[tuple[str, FileOutcome]]:
         yield from ((name, work(path)) for name, path in items)
 
     monkeypatch.setattr("gulliver.video.preparation._cut.in_processes", in_this_process)

@@ -39,7 +39,7 @@ from gulliver.video import (
     write_clip,
 )
 from gulliver.video._media import fit, to_frames
-from gulliver.video._sheet import Row, contact_sheet, loss_curve
+from gulliver.video._sheet import SheetRow, contact_sheet, loss_curve
 from gulliver.video._tasks import TASKS, real_clips, requests_of
 from tests.pool import Pool
 from tests.references import computed_once
@@ -185,7 +185,7 @@ def test_planted_links_are_replaced_not_followed(tmp_path: Path) -> None:
     clip = torch.zeros(3, 1, 16, 16)
     for suffix in (".gif", ".mp4", ".png"):
         write_clip(out / f"x{suffix}", clip, fps=8)
-    contact_sheet(out / "sheet.gif", [Row("title", [clip], ["a"])], 8)
+    contact_sheet(out / "sheet.gif", [SheetRow("title", [clip], ["a"])], 8)
     loss_curve(out / "loss.png", [1, 2], [0.5, 0.4], [1.0, 1.0])
     save_autoencoder(out / "a.safetensors", VideoAutoencoder(width=8))
     assert victim.read_text() == "precious"
@@ -216,7 +216,7 @@ def test_pictures_are_scaled_and_cut_to_the_clip() -> None:
 def test_a_sheet_holds_every_clip_in_its_place(tmp_path: Path) -> None:
     clips = [torch.full((3, 2, 8, 8), -1.0), torch.ones(3, 4, 8, 8)]
     clips[1][:, :, 0] = torch.linspace(-1, 1, 4)[:, None]  # readers join frames that are equal
-    path = contact_sheet(tmp_path / "s.gif", [Row("title", clips, ["a", "b"])], 8, scale=2)
+    path = contact_sheet(tmp_path / "s.gif", [SheetRow("title", clips, ["a", "b"])], 8, scale=2)
     frames = to_frames(read_frames(path))
     assert len(frames) == 4
     assert np.abs(frames[0, 44:56, 14:26].astype(int)).max() < 8

@@ -60,7 +60,7 @@ def _sampled(model: Any, case: Case, guidance: float | Guidance) -> Tensor:
         model,
         noise,
         inputs,
-        null_y=null,
+        null_inputs={"y": null},
         steps=4,
         cfg_scale=guidance,
         given=None if mask is None else noise.cos(),

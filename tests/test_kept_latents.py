@@ -40,7 +40,7 @@ from gulliver.video import (
     save_autoencoder,
     train,
 )
-from gulliver.video._kept_latents import Sample, file_digest
+from gulliver.video._kept_latents import ClipWindow, file_digest
 from gulliver.video._run import Run
 from gulliver.video.preparation import Encoded, encode
 from tests.pool import Pool
@@ -113,7 +113,7 @@ def test_what_is_kept_is_what_the_autoencoder_says_of_each_window(parts: Path, k
             clip: Any = table.read(index, start)
             with torch.no_grad():
                 wanted = coder.encode(clip.video[None])[0]
-            sample = Sample(file_digest(parts / f"{number}.mp4"), str(bucket), start)
+            sample = ClipWindow(file_digest(parts / f"{number}.mp4"), str(bucket), start)
             assert torch.equal(latents.read(sample), wanted)
             seen += 1
     # The twin has the windows of its first; one cannot be read, in each of its windows.
@@ -213,13 +213,13 @@ def test_a_table_that_grows_keeps_what_is_there_and_half_precision_rounds(
     exact, rounded = KeptLatents(kept), KeptLatents(config.out)
     for shard in exact.shards:
         for clip, start in shard.members:
-            sample = Sample(clip, shard.bucket, start)
+            sample = ClipWindow(clip, shard.bucket, start)
             assert torch.equal(rounded.read(sample), exact.read(sample).bfloat16().float())
     path = config.out / "shards" / rounded.shards[0].file
     path.write_bytes(path.read_bytes()[:-10])
     clip, start = rounded.shards[0].members[-1]
     with pytest.raises(GulliverError, match="is cut off, or another file: run gulliver"):
-        rounded.read(Sample(clip, rounded.shards[0].bucket, start))
+        rounded.read(ClipWindow(clip, rounded.shards[0].bucket, start))
 
 
 def test_a_signal_ends_a_call_after_a_shard_and_two_calls_do_not_meet(
@@ -259,7 +259,7 @@ def small(parts: Path, out: Path, **data: Any) -> TrainConfig:
 def losses(out: Path) -> list[list[float]]:
     run = Run(out)
     held = [[x for row in line["buckets"].values() for x in row] for line in run.validation.read()]
-    return [[line["loss"], line["grad_norm"]] for line in run.read_log()] + held
+    return [[line["loss"], line["grad_norm"]] for line in run.log.read()] + held
 
 
 def assert_same_curve(one: Path, other: Path) -> None:

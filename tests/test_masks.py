@@ -11,9 +11,7 @@ import torch
 
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
-from gulliver.options import resolved
 from gulliver.video import FlowConfig, TrainConfig, check_config
-from gulliver.video._config import differences
 from gulliver.video._masks import STRATEGIES, MaskStrategies
 from gulliver.video._tasks import TASKS, latent_frames
 
@@ -137,14 +135,6 @@ def test_a_list_beside_short_forms_of_nothing_is_the_list() -> None:
         check_config(TrainConfig(flow=flow))
         assert MaskStrategies.of(flow).ratios == {"random": 0.1}
     check_config(TrainConfig(flow=FlowConfig(shift_by_size=True, shift_rule="2.0")))
-
-
-def test_a_run_that_was_saved_before_there_was_a_list_is_the_same_run() -> None:
-    new = resolved(TrainConfig())
-    old = {**new, "flow": {k: v for k, v in new["flow"].items() if k != "masks"}}
-    assert differences(old, new) == []
-    other = resolved(TrainConfig(flow=FlowConfig(masks=("random:0.1",))))
-    assert differences(old, other) == ["flow.masks was [], is ['random:0.1']"]
 
 
 def test_tasks_make_the_frames_that_are_not_given() -> None:

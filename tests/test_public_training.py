@@ -39,6 +39,7 @@ from gulliver.video._build import describe_start
 from gulliver.video._run import Run
 from gulliver.video._sources import make_dataset
 from tests.test_text_encoders import WORDS, save_t5
+from tests.video_steps import one_step
 
 SMALL = {
     "in_channels": 8, "hidden_size": 48, "depth": 1, "num_heads": 2, "caption_channels": 16,
@@ -139,7 +140,7 @@ def test_the_first_step_is_that_of_the_weights_on_what_the_encoders_say(
         else:
             # Its bound in bits is held to its formula elsewhere; here it only comes on top.
             losses.append(float((out[:8] - noise).square().mean()))
-    loss = trainer.step(batch)["loss"]
+    loss = one_step(trainer, batch)["loss"]
     mean = sum(losses) / 3
     if kind == "STDiT3":
         assert loss == pytest.approx(mean, rel=1e-4)
@@ -161,7 +162,7 @@ def test_a_run_needs_its_weights_no_more_and_is_sampled_as_a_pipeline(
     train(replace(config, steps=2))
     shutil.rmtree(tmp_path / "weights")
     assert len(list((tmp_path / "run" / "texts").iterdir())) == 4
-    with pytest.raises(GulliverError, match="another configuration: steps"):
+    with pytest.raises(GulliverError, match="other options: steps"):
         train(replace(config, resume=True))
     pipeline = open_run(tmp_path / "run")
     assert isinstance(pipeline, VideoPipeline)

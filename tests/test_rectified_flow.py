@@ -136,12 +136,12 @@ def test_guidance_moves_away_from_the_captionless_velocity() -> None:
     null = torch.tensor([1.0, 1.0]).view(2, 1, 1, 1)
     inputs = {"y": y, "mask": None, **SIDES}
     flow = RectifiedFlow()
-    x = flow.sample(model, noise, inputs, null_y=null, steps=4, cfg_scale=2.5)
+    x = flow.sample(model, noise, inputs, null_inputs={"y": null}, steps=4, cfg_scale=2.5)
     torch.testing.assert_close(x.flatten(), torch.tensor([1 + 2.5 * 2, 1 + 2.5 * 4]))
     assert calls[0].flatten().tolist() == [3, 5, 1, 1]
     plain = flow.sample(model, noise, inputs, steps=4)
     torch.testing.assert_close(plain.flatten(), torch.tensor([3.0, 5.0]))
-    with pytest.raises(GulliverError, match="null_y"):
+    with pytest.raises(GulliverError, match="null_inputs"):
         flow.sample(model, noise, inputs, cfg_scale=2.0)
 
 

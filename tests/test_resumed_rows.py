@@ -100,7 +100,7 @@ def test_tables_with_other_rows_are_refused(films: Path, tmp_path: Path, begin: 
         with pytest.raises(GulliverError, match=rf"rows of \S*{named} are no longer"):
             begin(films, tmp_path / "run", change)
     begin(films, tmp_path / "run", "same")  # put back
-    assert Run(tmp_path / "run").read_log()[-1]["step"] == 1
+    assert Run(tmp_path / "run").log.read()[-1]["step"] == 1
 
 
 def texts(path: Path, change: str, rows: list[Any]) -> None:

@@ -251,12 +251,14 @@ def test_levels_may_be_those_of_another_schedule() -> None:
 def test_guidance_that_cannot_be_is_refused() -> None:
     flow, noise = RectifiedFlow(), torch.zeros(1, 1, 1, 1, 1)
     for asked, message in (
-        (lambda: Guidance(rescale=1.5), "between 0 and 1, not 1.5"),
-        (lambda: Guidance(math.nan), "a weight of guidance is a finite number, not nan"),
-        (lambda: Guidance(1, math.inf), "a finite number, not inf"),
-        (lambda: Guidance(3, text_oscillation=-1), "0 steps or more, not -1"),
+        (lambda: Guidance(rescale=1.5), "rescale is 1.5"),
+        (lambda: Guidance(math.nan), "text is nan"),
+        (lambda: Guidance(1, math.inf), "image is inf"),
+        (lambda: Guidance(3, text_oscillation=-1), "text_oscillation is -1"),
         (
-            lambda: flow.sample(_linear, noise, {}, null_y=noise, cfg_scale=Guidance(2, 2)),
+            lambda: flow.sample(
+                _linear, noise, {}, null_inputs={"y": noise}, cfg_scale=Guidance(2, 2)
+            ),
             "image guidance 2 needs given frames",
         ),
         (

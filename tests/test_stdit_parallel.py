@@ -32,7 +32,7 @@ from gulliver.errors import GulliverError
 from gulliver.hardware import Axis, Cluster, Device, Link, described
 from gulliver.memory import region_of
 from gulliver.models import STDiT3
-from gulliver.models.stdit import Block
+from gulliver.models.stdit import STDiTBlock
 from gulliver.parallel.pipeline import Pipeline, cut, deal, make_stage, stack_of
 from gulliver.parallel.sequence import SequencePlan, make_groups
 from gulliver.parallel.tensor import apply_tensor, plan_tensor
@@ -139,7 +139,7 @@ def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tupl
 
 def recompute(model: STDiT3) -> None:
     """Activation checkpointing of every block, from outside."""
-    for block in [m for m in model.modules() if isinstance(m, Block)]:
+    for block in [m for m in model.modules() if isinstance(m, STDiTBlock)]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # pyright: ignore
 
 

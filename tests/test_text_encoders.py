@@ -244,7 +244,7 @@ def test_files_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match=r"says model_type 'STDiT2', the .* an STDiT3"):
         load_model(folder)
     (folder / "config.json").write_text('{"depth": "two"}')
-    with pytest.raises(GulliverError, match="folder: depth of STDiT3 is 'two': expected whole"):
+    with pytest.raises(GulliverError, match=r"folder: .*depth is 'two'"):
         load_model(folder)
     save_t5(tmp_path / "t5")
     with pytest.raises(GulliverError, match="looks like a T5 text encoder"):

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from gulliver.video import (
 )
 from gulliver.video import _train as runs
 from gulliver.video import _training as training
-from gulliver.video._batches import Batch
+from gulliver.video._batches import VideoBatch
 from gulliver.video._optimizing import make_optimizer
 from gulliver.video._planned_host import check_host, host_of, with_moves
 from gulliver.video._planned_training import PlannedTrainer, budget_of
@@ -57,14 +58,18 @@ class DoublePlanned(PlannedTrainer):
         encode = coder.encode
         vars(coder)["encode"] = lambda videos: encode(videos.double())
 
-    def _clips(self, loaded: Any, epoch: int, step: int) -> Batch:
+    def _clips(self, loaded: Any, epoch: int, step: int) -> VideoBatch:
         return doubled(super()._clips(loaded, epoch, step))
 
-    def _loss_sum(self, batch: Batch) -> Any:
+    def _loss_sum(self, batch: VideoBatch) -> Any:
         return super()._loss_sum(doubled(batch))
 
-    def step(self, batch: Any, stop_wanted: bool = False) -> dict[str, float]:
-        found = super().step(batch, stop_wanted or self.step_number + 1 == self.last)
+    def forward_backward(self, batch: Any) -> Mapping[str, Any]:
+        self.stop.wanted = self.stop.wanted or self.step_number + 1 == self.last
+        return super().forward_backward(batch)
+
+    def after_update(self) -> Mapping[str, float]:
+        batch = self._running
         if self.world.is_main:
             told = {
                 "step": self.step_number,
@@ -73,7 +78,7 @@ class DoublePlanned(PlannedTrainer):
             }
             with (self.run.folder / "samples_of_steps").open("a") as file:
                 file.write(json.dumps(told) + "\n")
-        return found
+        return super().after_update()
 
 
 @contextmanager
@@ -91,7 +96,7 @@ def double(last: int):
 def _train_double(world: World, config: TrainConfig, last: int = STEPS) -> list[dict]:
     with double(last):
         train(config)
-    return Run(config.out).read_log()
+    return Run(config.out).log.read()
 
 
 def samples_of(out: Path) -> list[list[int]]:
@@ -132,7 +137,7 @@ def test_one_rank_trains_as_a_loop_over_single_clips(alone: Path, autoencoder: P
     optimizer, schedule = make_optimizer(config, model)
     coder.double()
     for number, (samples, line) in enumerate(
-        zip(samples_of(alone), Run(alone).read_log(), strict=True)
+        zip(samples_of(alone), Run(alone).log.read(), strict=True)
     ):
         shown = 0.0
         for index in samples:
@@ -169,7 +174,7 @@ def _assert_like(out: Path, alone: Path) -> None:
     """Holds curve, samples and validation of a run against those of one rank."""
     assert samples_of(out) == samples_of(alone)
     assert sorted(itertools.chain(*samples_of(out)[:3])) == list(range(20)), "an epoch"
-    for line, other in zip(Run(out).read_log(), Run(alone).read_log(), strict=True):
+    for line, other in zip(Run(out).log.read(), Run(alone).log.read(), strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-9)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
     (found,), (wanted,) = (Run(out).validation.read() for out in (out, alone))
@@ -221,8 +226,8 @@ def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path
             os.killpg(process.pid, signal.SIGKILL)
         _, errors = process.communicate(timeout=patient(200))
         assert ranks != 3 or process.returncode == 0, errors
-        done = len(Run(broken.out).read_log())
-    logs = [Run(config.out).read_log() for config in (whole, broken)]
+        done = len(Run(broken.out).log.read())
+    logs = [Run(config.out).log.read() for config in (whole, broken)]
     assert [line["step"] for line in logs[1]] == list(range(1, 25))
     for line, other in zip(*logs, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-3)

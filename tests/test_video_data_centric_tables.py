@@ -110,7 +110,7 @@ def alone(
 def _assert_like(out: Path, alone: Path, within: float = 1e-9) -> None:
     """Holds curve, samples and validation of a run against those of one rank."""
     assert samples_of(out) == samples_of(alone)
-    for line, other in zip(Run(out).read_log(), Run(alone).read_log(), strict=True):
+    for line, other in zip(Run(out).log.read(), Run(alone).log.read(), strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=within)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=within)
     (found,), (wanted,) = (Run(out).validation.read() for out in (out, alone))
@@ -141,7 +141,7 @@ def _assert_like_a_loop(out: Path, autoencoder: Path) -> None:
     in_epoch = math.ceil(len(dataset) / config.data.batch_size)
     assert sorted(itertools.chain(*steps[:in_epoch])) == list(range(len(dataset))), "an epoch"
     lost = 0
-    for number, (rows, line) in enumerate(zip(steps, run.read_log(), strict=True)):
+    for number, (rows, line) in enumerate(zip(steps, run.log.read(), strict=True)):
         epoch, losses = number // in_epoch, []
         for row in rows:
             clip, bucket = dataset.read(row, derive(config.seed, 8, epoch, row)), None
@@ -310,7 +310,7 @@ def test_broken_and_misstated_clips_are_named_and_limited(
     few = replace(config, out=tmp_path / "few", data=replace(config.data, unreadable_limit=0.1))
     with pytest.raises(GulliverError, match=r"2 of the \d+ clips of epoch 0 could not be read"):
         train(few)
-    assert 1 <= len(Run(few.out).read_log()) < STEPS
+    assert 1 <= len(Run(few.out).log.read()) < STEPS
 
 
 def test_steps_without_a_clip_are_passed_over_until_the_data_is_gone(

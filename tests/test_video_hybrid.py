@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from gulliver.video import (
 )
 from gulliver.video import _train as runs
 from gulliver.video import _training as training
-from gulliver.video._batches import Batch
+from gulliver.video._batches import VideoBatch
 from gulliver.video._run import Run
 from tests.covering import some
 from tests.pool import Pool
@@ -45,7 +46,7 @@ __all__ = ["autoencoder"]  # a fixture
 STEPS = 5
 
 
-def doubled(batch: Batch) -> Batch:
+def doubled(batch: VideoBatch) -> VideoBatch:
     """The same in float64."""
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
     floats = {
@@ -68,10 +69,11 @@ class DoubleTrainer(Trainer):
         encode = autoencoder.encode
         vars(autoencoder)["encode"] = lambda videos: encode(videos.double())
 
-    def step(self, batch: Batch, stop_wanted: bool = False) -> dict[str, float]:
-        return super().step(doubled(batch), stop_wanted or self.step_number + 1 == self.last)
+    def forward_backward(self, batch: VideoBatch) -> Mapping[str, Any] | None:
+        self.stop.wanted = self.stop.wanted or self.step_number + 1 == self.last
+        return super().forward_backward(doubled(batch))
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
+    def _loss_sum(self, batch: VideoBatch) -> Tensor:
         return super()._loss_sum(doubled(batch))
 
 
@@ -91,7 +93,7 @@ def double(last: int):
 def _train_double(world: World, config: TrainConfig, last: int = STEPS) -> list[dict]:
     with double(last):
         train(config)
-    return Run(config.out).read_log()
+    return Run(config.out).log.read()
 
 
 def _errors(out: Path, expected: Path) -> dict[str, float]:
@@ -150,7 +152,7 @@ def test_a_grid_trains_the_model_of_one_rank(
     (held_out,), (other,) = (Run(out).validation.read() for out in (config.out, alone))
     for bucket, losses in other["buckets"].items():
         assert held_out["buckets"][bucket] == pytest.approx(losses, rel=1e-9)
-    expected = Run(alone).read_log()
+    expected = Run(alone).log.read()
     assert [line["step"] for line in log] == list(range(1, STEPS + 1))
     for line, other in zip(log, expected, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-9)
@@ -174,7 +176,7 @@ def test_a_run_goes_on_at_other_degrees(
         resumed = replace(config, resume=last > 2, **changes)
         log = pool.run(_train_double, ranks, resumed, last)[0]
         assert log[-1]["step"] == last
-    for line, other in zip(log, Run(alone).read_log(), strict=True):
+    for line, other in zip(log, Run(alone).log.read(), strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-9)
     errors = _errors(config.out, alone)
     assert max(errors.values()) <= 1e-9, errors
@@ -210,7 +212,7 @@ def test_what_tensor_ranks_have_trained_is_generated_from_as_a_whole(
 
 def _train(world: World, config: TrainConfig) -> list[dict]:
     train(config)
-    return Run(config.out).read_log()
+    return Run(config.out).log.read()
 
 
 @pytest.mark.full

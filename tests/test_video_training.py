@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from gulliver.video._sources import make_dataset
 from tests.patience import patient
 from tests.pool import Pool
 from tests.programs import Program, module
+from tests.video_steps import one_step
 
 SHAPES = ("9x32x32:2", "5x24x40:1", "1x32x32:1")
 
@@ -88,12 +90,12 @@ def assert_same_bytes(one: Path, other: Path) -> None:
     assert different == []
     states = [position(out) for out in (one, other)]
     assert states[0]["step"] == states[1]["step"]
-    assert states[0]["sampler"] == states[1]["sampler"]
+    assert states[0]["position"] == states[1]["position"]
 
 
 def _train_in_world(world: World, config: TrainConfig) -> list[dict]:
     train(config)
-    return Run(config.out).read_log()
+    return Run(config.out).log.read()
 
 
 def test_one_two_and_four_ranks_train_the_same_model(
@@ -165,7 +167,7 @@ def test_killed_and_resumed_ends_with_the_same_bytes(
     else:
         pool.run(_train_in_world, 2, replace(broken, resume=True))
     assert_same_bytes(whole.out, broken.out)
-    assert [line["step"] for line in Run(broken.out).read_log()] == list(range(1, 9))
+    assert [line["step"] for line in Run(broken.out).log.read()] == list(range(1, 9))
 
 
 def test_sigterm_saves_and_resuming_continues_bit_for_bit(
@@ -224,13 +226,13 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_change(
 ) -> None:
     trainer = _trainer(small(tmp_path, autoencoder), autoencoder)
     batches = trainer.maker.batches()
-    trainer.step(next(batches))
+    one_step(trainer, next(batches))
     trainer.save()
     before = {n: p.detach().clone() for n, p in trainer.plain_model.named_parameters()}
     batch = next(batches)
     spoiled = replace(batch, latents=batch.latents * float("nan"))
     with pytest.raises(GulliverError, match=r"loss nan.*step-00000001.*lower"):
-        trainer.step(spoiled)
+        one_step(trainer, spoiled)
     batches.close()
     for name, parameter in trainer.plain_model.named_parameters():
         assert torch.equal(parameter, before[name])
@@ -242,7 +244,7 @@ def test_the_average_follows_its_definition(tmp_path: Path, autoencoder: Path) -
     expected = trainer.plain_model.state_dict()[name].detach().clone()
     batches = trainer.maker.batches()
     for k in range(1, 4):
-        trainer.step(next(batches))
+        one_step(trainer, next(batches))
         decay = min(0.995, (1 + k) / (10 + k))
         expected = decay * expected + (1 - decay) * trainer.plain_model.state_dict()[name]
     batches.close()
@@ -276,7 +278,7 @@ def test_a_run_goes_on_from_the_step_that_is_named(tmp_path: Path, autoencoder: 
     back = replace(config, resume=True, resume_step=1)
     assert train(back).finished
     # Three steps again, of which this call made two, to the same bytes.
-    assert [line["step"] for line in Run(config.out).read_log()] == [1, 2, 3]
+    assert [line["step"] for line in Run(config.out).log.read()] == [1, 2, 3]
     for name, value in final_tensors(config.out).items():
         assert torch.equal(value, first[name]), name
     with pytest.raises(GulliverError, match=r"no complete step 7: it has \[1, 2, 3\]"):
@@ -390,7 +392,7 @@ def test_training_on_a_table_counts_what_it_cannot_use(tmp_path: Path, autoencod
     assert process.returncode == 0, errors
     assert "3 clips used, 1 skipped" in errors
     assert "bad.mp4: cannot be decoded" in errors
-    assert len(Run(config.out).read_log()) == 3
+    assert len(Run(config.out).log.read()) == 3
     for shape in ("8x32x32", "9x36x32"):
         odd = replace(config, out=tmp_path / "odd", data=replace(data, shapes=(shape,)))
         with pytest.raises(GulliverError, match=rf"{shape}: frames must be 4 k \+ 1"):
@@ -421,7 +423,7 @@ def test_clips_that_break_during_training_are_left_out_and_listed(
     assert process.returncode == 0, errors
     assert "1 clip could not be read" in errors
     assert "b.mp4: cannot be decoded" in errors
-    one = Run(config.out).read_log()
+    one = Run(config.out).log.read()
     two = pool.run(_train_in_world, 2, replace(config, out=tmp_path / "two"))[0]
     # The mean is over the two clips that could be read, on any number of ranks.
     assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=2e-5)
@@ -449,8 +451,8 @@ def _train_until_the_clips_are_gone(world: World, config: TrainConfig, after: in
     assert table is not None
 
     class Mover(training.Trainer):
-        def step(self, batch, stop_wanted: bool = False) -> dict[str, float]:  # type: ignore[no-untyped-def]
-            figures = super().step(batch, stop_wanted)
+        def after_update(self) -> Mapping[str, float]:
+            figures = super().after_update()
             if self.step_number == after and self.world.is_main:
                 for clip in table.parent.glob("*.mp4"):
                     clip.rename(clip.with_suffix(".away"))
@@ -462,7 +464,7 @@ def _train_until_the_clips_are_gone(world: World, config: TrainConfig, after: in
             train(config)
     finally:
         training.Trainer = before
-    return [str(stopped.value), *Run(config.out).read_log()]  # type: ignore[list-item]
+    return [str(stopped.value), *Run(config.out).log.read()]  # type: ignore[list-item]
 
 
 def test_a_run_that_loses_its_clips_stops_and_keeps_what_it_has_learnt(
@@ -493,16 +495,16 @@ def test_a_batch_without_a_sample_is_no_step(tmp_path: Path, autoencoder: Path) 
     data = DataConfig(table=table, shapes=("5x32x32",), batch_size=2, unreadable_limit=1.0)
     trainer = _trainer(small(tmp_path / "run", autoencoder, data=data), autoencoder)
     batches = trainer.maker.batches()
-    trainer.step(next(batches))
+    one_step(trainer, next(batches))
     before = {n: p.detach().clone() for n, p in trainer.plain_model.named_parameters()}
     shadow = {n: v.clone() for n, v in trainer.average.shadow.items()}
-    rate, position = trainer.scheduler.get_last_lr(), trainer.sampler_state
+    rate, position = trainer.scheduler.get_last_lr(), trainer.position
     empty = replace(next(batches), latents=torch.zeros(1, 8, 2, 8, 8), weight=0.0, skipped=2)
-    figures = trainer.step(empty)
+    figures = one_step(trainer, empty)
     batches.close()
-    assert figures["samples"] == 0
+    assert figures == {}
     assert (trainer.step_number, trainer.scheduler.get_last_lr()) == (1, rate)
-    assert trainer.sampler_state == position
+    assert trainer.position == position
     for name, parameter in trainer.plain_model.named_parameters():
         assert torch.equal(parameter, before[name])
     assert all(torch.equal(v, shadow[n]) for n, v in trainer.average.shadow.items())
@@ -529,12 +531,12 @@ def test_a_torn_log_ends_no_resumption_and_no_step_is_logged_twice(
     tmp_path: Path, autoencoder: Path
 ) -> None:
     config = small(tmp_path / "run", autoencoder, steps=2, save_every=1)
-    log = Run(config.out).log_path
+    log = Run(config.out).log.path
     log.parent.mkdir()
     # Killed before its first checkpoint, in the middle of a line.
     log.write_bytes(b'{"step": 1, "loss": 9, "seconds": 1}\n{"step": 2, "lo')
     train(config)
-    assert [line["step"] for line in Run(config.out).read_log()] == [1, 2]
+    assert [line["step"] for line in Run(config.out).log.read()] == [1, 2]
     assert "9," not in log.read_text()
     with log.open("ab") as file:
         file.write(b'{"step": 3, "loss": 1.0, "sec\xff\x00')
@@ -545,5 +547,5 @@ def test_a_torn_log_ends_no_resumption_and_no_step_is_logged_twice(
     log.unlink()
     log.symlink_to(tmp_path / "victim")
     with pytest.raises(GulliverError, match=r"log\.jsonl cannot be written"):
-        Run(config.out).append_log({"step": 1})
+        Run(config.out).log.append({"step": 1})
     assert not (tmp_path / "victim").exists()

@@ -42,7 +42,7 @@ def look(folder: Path) -> View:
     try:
         config = run.read_config()
         newest = run.checkpoints.latest()
-        lines, held_out = run.read_log(), run.validation.read()
+        lines, held_out = run.log.read(), run.validation.read()
     except (GulliverError, OSError, ValueError, TypeError, KeyError) as error:
         return View(f"{folder} cannot be read now: {error}", [], [])
     losses = [*_curve(lines, "training"), *_curve(held_out, "held out")]
@@ -76,7 +76,7 @@ def _summary(
         if isinstance(loss, int | float):
             told += f", loss {loss:.4f}"
         if step < config.steps:
-            told += f", {_age(run.log_path)} since the last line of its log"
+            told += f", {_age(run.log.path)} since the last line of its log"
     checkpoint = "no checkpoint yet" if newest is None else f"newest checkpoint {newest.name}"
     return f"{run.folder}: {told}; {checkpoint}"
 

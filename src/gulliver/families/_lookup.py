@@ -1,15 +1,6 @@
 """The one place to ask which family a model is of.
 
-    family_of(model).blocks
-
-[Note: the rule] A model is of the family that the first of these names leads to: the model type of
-its configuration; then, along the method resolution order of its class, the name of each class and
-the model type of the configuration which that class is made for; then the model types along the
-order of the configuration's class. So a subclass of a known class is treated as that class,
-whatever its own configuration calls itself, and a subclass of a subclass finds the nearest one.
-Model types count only for models of transformers, and for what wraps one directly. What PEFT has
-put adapters into is the model inside. What no name leads to is `HUGGING_FACE`, for a model of
-transformers, or `UNKNOWN`.
+family_of(model).blocks
 """
 
 from __future__ import annotations
@@ -33,6 +24,14 @@ UNKNOWN = Family("unknown")
 _added: list[Family] = []
 
 
+# [Note: the rule] A model is of the family that the first of these names leads to: the model type
+# of its configuration; then, along the method resolution order of its class, the name of each class
+# and the model type of the configuration which that class is made for; then the model types along
+# the order of the configuration's class. So a subclass of a known class is treated as that class,
+# whatever its own configuration calls itself, and a subclass of a subclass finds the nearest one.
+# Model types count only for models of transformers, and for what wraps one directly. What PEFT has
+# put adapters into is the model inside. What no name leads to is `HUGGING_FACE`, for a model of
+# transformers, or `UNKNOWN`.
 @cache
 def _shipped() -> tuple[Family, ...]:
     """The records of all files of this folder."""

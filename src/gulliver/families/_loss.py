@@ -25,14 +25,11 @@ from gulliver.families._record import Experts
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """A cross-entropy that is the mean over labels that are not ignored.
+    """A cross-entropy that is the mean over labels that are not ignored."""
 
-    Attributes:
-        shifted: the output of each token is compared with the next label.
-        items: whether it divides by ``num_items_in_batch`` where that is given; None: not known.
-    """
-
+    # The output of each token is compared with the next label.
     shifted: bool = False
+    # Whether it divides by ``num_items_in_batch`` where that is given; None: not known.
     items: bool | None = False
 
 
@@ -63,12 +60,7 @@ def hugging_face_of(model: nn.Module) -> nn.Module:
 
 
 def own_loss(model: nn.Module, routers: bool = False) -> OwnLoss | None:
-    """The loss that a model computes of its labels; None where that is not known.
-
-    Args:
-        model: module of any kind.
-        routers: leave the routers' loss out, for a caller that adds it.
-    """
+    """The loss that a model computes of its labels; None where that is not known."""
     model = hugging_face_of(model)
     owner, code = _known_forward(model)
     if code is None:
@@ -106,14 +98,7 @@ def asks_routers(model: nn.Module, given: Mapping[str, Any]) -> bool:
 def router_loss(
     model: nn.Module, experts: Experts, logits: tuple[Tensor, ...], mask: Tensor | None
 ) -> Tensor:
-    """The load-balancing loss of a mixture of experts, by the function that its class uses.
-
-    Args:
-        model: mixture of experts, with its head.
-        experts: record of its family.
-        logits: logits of the routers of all layers, ``[batch x length, experts]`` each.
-        mask: 0 for padding, ``[batch, length]``; None where all tokens count.
-    """
+    """The load-balancing loss of a mixture of experts, by the function that its class uses."""
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
     function = next(f for m in modules if (f := getattr(m, experts.loss, None)) is not None)
     return function(logits, getattr(model, experts.count), getattr(model, experts.chosen), mask)

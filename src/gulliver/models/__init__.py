@@ -22,7 +22,14 @@ from gulliver.models._embeddings import CaptionEmbedder
 from gulliver.models._frames import OnFrames
 from gulliver.models._identify import Look, fields_of, look_of
 from gulliver.models._identify_autoencoders import autoencoder_fields_of, public_name
-from gulliver.models._making import make_of_fields
+from gulliver.models._making import (
+    CONFIGS,
+    MMDiTConfig,
+    STDiT2Config,
+    STDiT3Config,
+    STDiTConfig,
+    make_of_fields,
+)
 from gulliver.models._packing import pack_latents, places_of, unpack_latents
 from gulliver.models._quirks import QUIRKS, QUIRKS_OF
 from gulliver.models.autoencoder import AUTOENCODER_SIZES, VideoAutoencoder
@@ -37,6 +44,7 @@ from gulliver.models.stdit2 import STDiT2
 __all__ = [
     "AUTOENCODERS",
     "AUTOENCODER_SIZES",
+    "CONFIGS",
     "CONFIGURATIONS",
     "QUIRKS",
     "QUIRKS_OF",
@@ -49,12 +57,16 @@ __all__ = [
     "FrameAutoencoder",
     "Look",
     "MMDiT",
+    "MMDiTConfig",
     "Mix",
     "OnFrames",
     "PipelineAutoencoder",
     "STDiT",
     "STDiT2",
+    "STDiT2Config",
     "STDiT3",
+    "STDiT3Config",
+    "STDiTConfig",
     "VideoAutoencoder",
     "autoencoder_fields_of",
     "build",

@@ -15,16 +15,10 @@ Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim, with a learnt scale and no shift.
+    """Root-mean-square norm over the last dim, with a learnt scale and no shift."""
 
-    Statistics are taken in float32 (float64 for float64 inputs): the sum of squares of a bfloat16
-    row would lose most of its digits. Source: Zhang and Sennrich, 2019 (arXiv 1910.07467).
-
-    Args:
-        size: width of the last dim.
-        eps: number added to the mean square, so that a row of zeros stays finite.
-        name: name of the learnt scale in public weights.
-    """
+    # Statistics are taken in float32 (float64 for float64 inputs): the sum of squares of a bfloat16
+    # row would lose most of its digits. Source: Zhang and Sennrich, 2019 (arXiv 1910.07467).
 
     def __init__(self, size: int, eps: float = 1e-6, name: str = "weight") -> None:
         super().__init__()
@@ -38,15 +32,7 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention among the tokens of each row of [R, N, C].
-
-    Args:
-        hidden_size: width C of the tokens.
-        num_heads: attention heads; they divide C.
-        qk_norm: whether queries and keys are RMS-normed per head before the rotation, which keeps
-            logits bounded in low precision (Dehghani et al., 2023, arXiv 2302.05442).
-        rotate_first: whether the rotation comes before that norm.
-    """
+    """Multi-head attention among the tokens of each row of [R, N, C]."""
 
     def __init__(
         self, hidden_size: int, num_heads: int, qk_norm: bool, rotate_first: bool = False
@@ -65,17 +51,7 @@ class SelfAttention(nn.Module):
         rotation: Rotation | None = None,
         mix: Mix = F.scaled_dot_product_attention,
     ) -> Tensor:
-        """Attends among the tokens of each row.
-
-        Args:
-            x: tokens [R, N, C].
-            rotation: cosine and sine of the angles, each [N, head size / 2]; None: no rotation.
-            mix: softmax attention of q, k and v [R, heads, N, head size]. It is an argument so that
-                a wrapper can attend over tokens that lie on other ranks.
-
-        Returns:
-            Tokens [R, N, C].
-        """
+        """Attends among the tokens of each row."""
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = heads.unbind(0)
         if rotation is not None and self.rotate_first:
@@ -87,12 +63,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention from a clip's tokens [B, N, C] to its caption's [B, L, C].
-
-    Args:
-        hidden_size: width C of tokens and captions.
-        num_heads: attention heads; they divide C.
-    """
+    """Multi-head attention from a clip's tokens [B, N, C] to its caption's [B, L, C]."""
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
@@ -102,11 +73,7 @@ class CrossAttention(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
-        """Attends to the caption tokens that `mask` [B, 1, 1, L] allows; None allows all.
-
-        Returns:
-            Tokens [B, N, C], without the residual.
-        """
+        """Attends to the caption tokens that `mask` [B, 1, 1, L] allows; None allows all."""
         q = self.q_linear(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         pairs = self.kv_linear(y).unflatten(-1, (2, self.num_heads, -1))
         k, v = pairs.permute(2, 0, 3, 1, 4).unbind(0)

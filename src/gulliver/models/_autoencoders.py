@@ -62,22 +62,15 @@ class Autoencoder(Protocol):
 
 @dataclass(frozen=True)
 class AutoencoderConfiguration:
-    """A public autoencoder.
-
-    Attributes:
-        release: releases that use it.
-        kind: name of its class, of `gulliver.models` or of diffusers.
-        compression: frames, rows and columns of pixels that a latent stands for.
-        latent_channels: number of channels of its latents.
-        clip: frames, height and width of a usual clip, in pixels.
-        fields: arguments of the class.
-        note: what is particular to it.
-    """
+    """A public autoencoder."""
 
     release: str
+    # Name of its class, of `gulliver.models` or of diffusers.
     kind: str
+    # Frames, rows and columns of pixels that a latent stands for.
     compression: tuple[int, int, int]
     latent_channels: int
+    # Frames, height and width of a usual clip, in pixels.
     clip: tuple[int, int, int]
     fields: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
@@ -198,11 +191,7 @@ def build_autoencoder(name: str, **overrides: Any) -> nn.Module:
 
 
 def check_space(what: Autoencoder, height: int, width: int) -> tuple[int, int]:
-    """Returns rows and columns of the latents of such pictures.
-
-    Raises:
-        GulliverError: the sizes do not divide.
-    """
+    """Returns rows and columns of the latents of such pictures."""
     _, *steps = what.compression
     sizes = (height, width)
     if any(size < step or size % step for size, step in zip(sizes, steps, strict=True)):
@@ -217,11 +206,7 @@ def check_space(what: Autoencoder, height: int, width: int) -> tuple[int, int]:
 
 
 def check_causal(what: Autoencoder, frames: int) -> int:
-    """Returns the latent frames of a clip whose first frame stands alone.
-
-    Raises:
-        GulliverError: there are not k steps and one frame.
-    """
+    """Returns the latent frames of a clip whose first frame stands alone."""
     step = what.compression[0]
     if frames < 1 or (frames - 1) % step:
         right = max(0, round((frames - 1) / step)) * step + 1
@@ -232,11 +217,7 @@ def check_causal(what: Autoencoder, frames: int) -> int:
 
 
 def check_latents(what: Autoencoder, latents: Tensor) -> None:
-    """Refuses what cannot be latents of this autoencoder.
-
-    Raises:
-        GulliverError: they have other dims or channels.
-    """
+    """Refuses what cannot be latents of this autoencoder."""
     if latents.dim() != 5 or latents.shape[1] != what.latent_channels:
         raise GulliverError(
             f"latents of shape {tuple(latents.shape)} are of another autoencoder: this one's are "
@@ -245,11 +226,7 @@ def check_latents(what: Autoencoder, latents: Tensor) -> None:
 
 
 def check_length(what: Autoencoder, latents: Tensor, num_frames: int | None) -> None:
-    """Refuses latents that a clip of so many frames does not have.
-
-    Raises:
-        GulliverError: naming both numbers.
-    """
+    """Refuses latents that a clip of so many frames does not have."""
     if num_frames is None:
         return
     _, rows, columns = what.compression
@@ -265,14 +242,7 @@ def check_length(what: Autoencoder, latents: Tensor, num_frames: int | None) -> 
 def regrouped(
     parts: Iterable[Tensor], size: int, overlap: int = 0, first: int | None = None
 ) -> Iterator[Tensor]:
-    """Yields stretches of a clip as pieces of one length, the last one perhaps shorter.
-
-    Args:
-        parts: stretches ``[B, C, T, H, W]`` of any lengths.
-        size: number of frames of a piece.
-        overlap: number of frames that a piece shares with the one before it.
-        first: number of frames of the first piece; None for `size`.
-    """
+    """Yields stretches of a clip as pieces of one length, the last one perhaps shorter."""
     import torch
 
     held, due = None, first or size

@@ -1,13 +1,9 @@
 """Blocks of the STDiT family: AdaLN-single, attention along an axis or in windows, final layer.
 
-Read `Block.forward` first. The models differ in which blocks they stack and in what modulates them.
+Read `STDiTBlock.forward` first. The models differ in which blocks they stack and in what modulates
+them.
 
 Shapes: B clips, T frames (temporal), S tokens of a frame (spatial), C channels, L caption tokens.
-
-[Note: windows at the border] Public code pads the grid to whole windows and masks what it added.
-Here the windows at the border are smaller instead: the same attention without a mask, for a token
-of the padding is no key, and its own row is thrown away. The places in a window count from its
-first token, so the rotary code of a smaller window is the beginning of a whole one's.
 """
 
 from __future__ import annotations
@@ -22,6 +18,10 @@ from gulliver.models._attention import CrossAttention, Mix, SelfAttention
 from gulliver.models._embeddings import Mlp, Rotation
 
 
+# [Note: windows at the border] Public code pads the grid to whole windows and masks what it added.
+# Here the windows at the border are smaller instead: the same attention without a mask, for a token
+# of the padding is no key, and its own row is thrown away. The places in a window count from its
+# first token, so the rotary code of a smaller window is the beginning of a whole one's.
 class Grid(NamedTuple):
     """Sizes of a whole clip in tokens; S is rows times columns."""
 
@@ -32,16 +32,13 @@ class Grid(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Frames that are given to the model, which read another caption than the others.
+    """Frames that are given to the model, which read another caption than the others."""
 
-    Attributes:
-        captions: caption tokens [B, L, C].
-        mask: caption tokens to attend to [B, 1, 1, L], or None for all.
-        frames: numbers of them, on the whole clip.
-    """
-
+    # Caption tokens [B, L, C].
     captions: Tensor
+    # Caption tokens to attend to [B, 1, 1, L], or None for all.
     mask: Tensor | None
+    # Numbers of them, on the whole clip.
     frames: tuple[int, ...]
 
 
@@ -58,18 +55,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 def modulation_of(
     project: nn.Module, t: Tensor, t0: Tensor | None, x_mask: Tensor | None, parts: int
 ) -> Tensor:
-    """Projects embeddings of time to what modulates the blocks.
-
-    Args:
-        project: projection of [B, C] to [B, parts * C].
-        t: embedding of the noise level [B, C].
-        t0: embedding of noise level 0 [B, C]; None without `x_mask`.
-        x_mask: True for frames to generate, False for given ones [B, T]; None: all True.
-        parts: number of shifts, scales and gates.
-
-    Returns:
-        [parts, B, 1 or T, 1, C].
-    """
+    """Projects embeddings of time to what modulates the blocks."""
     found = project(t).view(len(t), 1, parts, 1, -1)
     if x_mask is not None and t0 is not None:
         still = project(t0).view(len(t), 1, parts, 1, -1)
@@ -98,19 +84,7 @@ def attend_in_windows(
     mix: Mix = F.scaled_dot_product_attention,
     dim: int = 1,
 ) -> Tensor:
-    """Attends among the tokens of each window.
-
-    Args:
-        attn: attention among the tokens of a row.
-        x: tokens [R, T, H, W, C].
-        rotation: cosine and sine of a whole window, each [t, h, w, head size / 2].
-        window: frames, rows and columns of a window; -1 for all.
-        mix: attention function.
-        dim: first dim of `x` that is not cut into windows yet.
-
-    Returns:
-        Tokens [R, T, H, W, C].
-    """
+    """Attends among the tokens of each window."""
     if dim == 4:
         frames, rows, columns = x.shape[1:4]
         cos, sin = (angles[:frames, :rows, :columns].flatten(0, 2) for angles in rotation)
@@ -130,7 +104,7 @@ def attend_in_windows(
     return done[0] if len(done) == 1 else torch.cat(done, dim)
 
 
-class Block(nn.Module):
+class STDiTBlock(nn.Module):
     """A transformer block: spatial or temporal attention, attention to the caption, an MLP.
 
     Args:
@@ -232,17 +206,7 @@ class Block(nn.Module):
 
 
 class JointBlock(nn.Module):
-    """A block of the first two forms: spatial, then temporal attention, caption and MLP.
-
-    Args:
-        hidden_size: width C.
-        num_heads: attention heads.
-        mlp_ratio: hidden width of the MLP over C.
-        qk_norm: whether queries and keys are RMS-normed.
-        rotate_first: whether they are rotated before that norm.
-        own_table: whether temporal attention is normed, modulated and gated by itself, as in the
-            second form; else it takes the tokens as they are and the gate of spatial attention.
-    """
+    """A block of the first two forms: spatial, then temporal attention, caption and MLP."""
 
     scale_shift_table_temporal: nn.Parameter | None
 
@@ -277,20 +241,7 @@ class JointBlock(nn.Module):
         rotation: Rotation | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """Computes one block.
-
-        Args:
-            x: tokens [B, T, S, C].
-            y: caption tokens [B, L, C].
-            y_mask: caption tokens to attend to [B, 1, 1, L], or None for all.
-            modulation: shift, scale and gate of spatial attention and of the MLP, as of `Block`.
-            temporal: shift, scale and gate of temporal attention, [3, B, 1 or T, 1, C].
-            rotation: cosine and sine of temporal attention, each [T, head size / 2].
-            places: codes of the frames [T, 1, C] that temporal attention sees.
-
-        Returns:
-            Tokens [B, T, S, C].
-        """
+        """Computes one block."""
         table = self.scale_shift_table.view(6, 1, 1, 1, -1) + modulation
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = table.unbind(0)
         attended = attend_along(self.attn, modulate(layer_norm(x), shift_msa, scale_msa), False)
@@ -307,13 +258,7 @@ class JointBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """The modulated norm and the projection of tokens to patches.
-
-    Args:
-        hidden_size: width C.
-        outputs: width of a patch.
-        twice: whether given frames are normed once more after their first modulation.
-    """
+    """The modulated norm and the projection of tokens to patches."""
 
     def __init__(self, hidden_size: int, outputs: int, twice: bool = True) -> None:
         super().__init__()
@@ -324,18 +269,7 @@ class FinalLayer(nn.Module):
     def forward(
         self, x: Tensor, t: Tensor, t0: Tensor | None, x_mask: Tensor | None, grid: Grid
     ) -> Tensor:
-        """Projects tokens to patches; given frames are modulated with the embedding of time 0.
-
-        Args:
-            x: tokens [B, T, S, C].
-            t: embedding of the noise level [B, C].
-            t0: embedding of noise level 0 [B, C]; None without `x_mask`.
-            x_mask: True for frames to generate, False for given ones [B, T]; None: all True.
-            grid: sizes of the whole clip; for wrappers that hold a part of it.
-
-        Returns:
-            Patches [B, T, S, outputs].
-        """
+        """Projects tokens to patches; given frames are modulated with the embedding of time 0."""
         normed = layer_norm(x)
         out = modulate(normed, *self._table(t))
         if x_mask is not None and t0 is not None:

@@ -9,16 +9,7 @@ from torch import Tensor, nn
 
 
 class CausalConv(nn.Module):
-    """A 3-D convolution that sees the present and earlier frames.
-
-    Args:
-        inputs: channels in.
-        outputs: channels out.
-        kernel: frames, rows and columns that an output sees; odd.
-        stride: frames, rows and columns between outputs.
-        before: frames of zeros before the clip; None for those that the kernel sees earlier.
-        bias: whether a bias is added.
-    """
+    """A 3-D convolution that sees the present and earlier frames."""
 
     def __init__(
         self,
@@ -40,16 +31,7 @@ class CausalConv(nn.Module):
 
 
 class CausalResidual(nn.Module):
-    """Norm, SiLU, convolution, twice, and a shortcut.
-
-    Args:
-        inputs: channels in.
-        outputs: channels out.
-        groups: groups of the norms.
-        eps: number added to the variances of the norms.
-        bias: whether convolutions have one.
-        shortcut: public name of the convolution of the shortcut, where channels change.
-    """
+    """Norm, SiLU, convolution, twice, and a shortcut."""
 
     def __init__(
         self, inputs: int, outputs: int, groups: int, eps: float, bias: bool, shortcut: str

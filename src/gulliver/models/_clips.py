@@ -3,57 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError
 from gulliver.models._blocks import Grid, JointBlock
 from gulliver.models._embeddings import spatial_positions
 
-REFUSED_WHEN_SET = {
-    "enable_flash_attn": "attention always runs through torch's scaled_dot_product_attention",
-    "enable_flashattn": "attention always runs through torch's scaled_dot_product_attention",
-    "enable_layernorm_kernel": "layer norms always run through torch",
-    "enable_sequence_parallelism": "models know nothing of parallelism",
-    "skip_y_embedder": "captions are always embedded by the model",
-    "skip_temporal": "a model without temporal blocks is not supported",
-    "drop_path": "stochastic depth is not supported",
-    "no_temporal_pos_emb": "frames are always told apart as the public weights do it",
-    "freeze": "use requires_grad_ on the parameters to freeze",
-    "grad_ckpt_settings": "activations are recomputed by the booster, not by the model",
-}
-"""Fields of public configurations that change nothing here, or what is not supported."""
-
-
-def check_fields(model: str, known: Sequence[str], others: Mapping[str, Any]) -> None:
-    """Refuses fields of a configuration that a model does not have.
-
-    Args:
-        model: name of the model.
-        known: fields that it has.
-        others: those that it was given besides.
-
-    Raises:
-        GulliverError: a field is unknown (the nearest is named), or set and not supported.
-    """
-    for name, value in others.items():
-        if name not in REFUSED_WHEN_SET:
-            choices = [*(k for k in known if k not in ("self", "others")), *REFUSED_WHEN_SET]
-            raise GulliverError(f"{model} has no field {name!r}: {nearest(name, choices)}")
-        if value:
-            raise GulliverError(f"{name}={value!r} is refused: {REFUSED_WHEN_SET[name]}")
-
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Refuses widths that do not divide.
-
-    Raises:
-        GulliverError: heads do not divide the width, or are odd.
-    """
+    """Refuses widths that do not divide."""
     if hidden_size % num_heads or hidden_size % 4 or (hidden_size // num_heads) % 2:
         raise GulliverError(
             f"hidden_size {hidden_size} must be a multiple of 4 and of num_heads {num_heads}, "
@@ -69,11 +32,7 @@ def check_inputs(
     channels: int,
     patch_size: Sequence[int],
 ) -> None:
-    """Refuses inputs of a model whose shapes do not fit each other.
-
-    Raises:
-        GulliverError: one does not, or a caption has no token.
-    """
+    """Refuses inputs of a model whose shapes do not fit each other."""
     if x.ndim != 5 or x.shape[1] != channels:
         raise GulliverError(f"x has shape {tuple(x.shape)}: expected [B, {channels}, T, H, W]")
     if y.ndim != 4 or len(y) != len(x) or y.shape[1] != 1:
@@ -95,11 +54,7 @@ def check_inputs(
 
 
 def needed(model: str, **given: Tensor | None) -> None:
-    """Refuses a call that lacks what the model is conditioned on.
-
-    Raises:
-        GulliverError: something is missing.
-    """
+    """Refuses a call that lacks what the model is conditioned on."""
     missing = [name for name, value in given.items() if value is None]
     if missing:
         raise GulliverError(f"{model} needs {' and '.join(missing)}: pass a tensor of shape [B]")
@@ -114,13 +69,7 @@ def caption_mask(mask: Tensor | None) -> Tensor | None:
 
 
 class PatchEmbedder(nn.Module):
-    """Embeds latents as tokens, zero-padded at the end to whole patches.
-
-    Args:
-        channels: channels of the latent.
-        hidden_size: width C of the tokens.
-        patch_size: latent frames, rows and columns of a token.
-    """
+    """Embeds latents as tokens, zero-padded at the end to whole patches."""
 
     def __init__(self, channels: int, hidden_size: int, patch_size: Sequence[int]) -> None:
         super().__init__()
@@ -153,14 +102,7 @@ def join_patches(
 
 
 def clip_scales(height: Any, width: Any, count: int, unscaled: float) -> list[float]:
-    """Returns the scale of positions of the first `count` clips; a single one where all agree.
-
-    Args:
-        height: rows of each clip in pixels.
-        width: columns of each clip in pixels.
-        count: number of clips that are asked.
-        unscaled: side in pixels of the resolution of scale 1.
-    """
+    """Returns the scale of positions of the first `count` clips; a single one where all agree."""
     scales = [math.sqrt(float(height[n]) * float(width[n])) / unscaled for n in range(count)]
     return scales[:1] if len(set(scales)) == 1 else scales
 
@@ -187,12 +129,7 @@ def initialise_linears(model: nn.Module) -> None:
 
 
 def initialise_as_pixart(model: nn.Module, projections: Sequence[str]) -> None:
-    """Draws the weights of the first two forms, which begin as a model of single pictures.
-
-    Args:
-        model: model with `blocks` of `JointBlock`.
-        projections: names of the projections of time.
-    """
+    """Draws the weights of the first two forms, which begin as a model of single pictures."""
     initialise_linears(model)
     patches = model.get_parameter("x_embedder.proj.weight")
     nn.init.xavier_uniform_(patches.view(len(patches), -1))

@@ -23,27 +23,21 @@ T5 = "t5-v1_1-xxl"
 
 @dataclass(frozen=True)
 class Configuration:
-    """A public model.
-
-    Attributes:
-        release: release that published it.
-        kind: name of its class in `gulliver.models`.
-        fields: arguments of the class.
-        compression: frames, rows and columns of pixels that a latent stands for.
-        chunk: frames that its autoencoder takes at once, each with a first latent of its own.
-        clip: frames, height and width of a usual clip, in pixels.
-        text: text encoders whose vectors it reads.
-        conditions: what it can be given besides the text.
-        note: what is particular to it.
-    """
+    """A public model."""
 
     release: str
+    # Name of its class in `gulliver.models`.
     kind: str
     fields: Mapping[str, Any]
+    # Frames, rows and columns of pixels that a latent stands for.
     compression: tuple[int, int, int]
+    # Frames, height and width of a usual clip, in pixels.
     clip: tuple[int, int, int]
+    # Frames that its autoencoder takes at once, each with a first latent of its own.
     chunk: int | None = None
+    # Text encoders whose vectors it reads.
     text: tuple[str, ...] = (T5,)
+    # What it can be given besides the text.
     conditions: tuple[str, ...] = ()
     note: str = ""
 

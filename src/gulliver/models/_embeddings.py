@@ -84,19 +84,7 @@ class CaptionEmbedder(nn.Module):
         self.drop = drop
 
     def forward(self, y: Tensor, drop_caption: Tensor | None) -> Tensor:
-        """Embeds captions.
-
-        Args:
-            y: caption vectors [B, L, channels].
-            drop_caption: whether to drop each caption, [B] bool; None: drawn in training, none is
-                dropped in evaluation. Ranks that share a sample must be given the same.
-
-        Returns:
-            Caption tokens [B, L, hidden_size].
-
-        Raises:
-            GulliverError: captions are longer than the null caption, or of another text encoder.
-        """
+        """Embeds captions."""
         if y.shape[2] != self.y_embedding.shape[1]:
             raise GulliverError(
                 f"captions are {y.shape[2]} wide, the model was made for caption_channels = "
@@ -131,21 +119,10 @@ def spatial_positions(
     dtype: torch.dtype,
     square: bool = True,
 ) -> Tensor:
-    """Sinusoidal codes of a height x width grid, row by row: [height * width, channels].
-
-    The first half of the channels encodes the column, the second the row, each as sin | cos. The
-    grid is stretched to the square of equal area and divided by `scale`, so that the codes span the
-    same range over resolutions and aspect ratios.
-
-    Args:
-        height: rows of the grid, in tokens.
-        width: columns of the grid, in tokens.
-        channels: width of the codes, a multiple of 4.
-        scale: resolution over the resolution at which positions are unscaled.
-        device: device of the result.
-        dtype: dtype of the result.
-        square: whether to stretch the grid; the first form of the model does not.
-    """
+    """Sinusoidal codes of a height x width grid, row by row: [height * width, channels]."""
+    # The first half of the channels encodes the column, the second the row, each as sin | cos. The
+    # grid is stretched to the square of equal area and divided by `scale`, so that the codes span
+    # the same range over resolutions and aspect ratios.
     precision = working_precision(dtype)
     side = round(math.sqrt(height * width))
 
@@ -180,14 +157,10 @@ def rotary_frequencies(
 
 
 class RotaryFrequencies(nn.Module):
-    """Frequencies of the rotary embedding, theta 10000.
+    """Frequencies of the rotary embedding, theta 10000."""
 
-    `freqs` [head_size / 2] is a parameter without a gradient because the public weights hold it as
-    one. Source: Su et al., RoFormer, 2021 (arXiv 2104.09864).
-
-    Args:
-        head_size: width that one axis turns: a head, or the third of one.
-    """
+    # `freqs` [head_size / 2] is a parameter without a gradient because the public weights hold it
+    # as one. Source: Su et al., RoFormer, 2021 (arXiv 2104.09864).
 
     def __init__(self, head_size: int) -> None:
         super().__init__()
@@ -200,11 +173,9 @@ class RotaryFrequencies(nn.Module):
         return rotation_of(places / scale, self.freqs)
 
     def box(self, frames: int, rows: int, columns: int, scale: float) -> Rotation:
-        """Returns cosine and sine of a box of tokens, each [frames, rows, columns, 3 * freqs].
-
-        The first third of a head turns by the frame, the second by the row and the last by the
-        column; rows and columns are divided by `scale`.
-        """
+        """Returns cosine and sine of a box of tokens, each [frames, rows, columns, 3 * freqs]."""
+        # The first third of a head turns by the frame, the second by the row and the last by the
+        # column; rows and columns are divided by `scale`.
         axes = (self(frames), self(rows, scale), self(columns, scale))
 
         def joined(which: int) -> Tensor:
@@ -219,14 +190,7 @@ class RotaryFrequencies(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Rotation, halves: bool = False) -> Tensor:
-    """Rotates pairs of the last dim of `x` [..., N, D] by the angles of its place.
-
-    Args:
-        x: queries or keys, D even.
-        rotation: cosine and sine, each [..., N, D / 2].
-        halves: whether element i pairs with i + D / 2, as Llama has it; else 0 with 1, 2 with 3
-            and so on, as most public weights of video models have it.
-    """
+    """Rotates pairs of the last dim of `x` [..., N, D] by the angles of its place."""
     cos, sin = rotation
     exact = x.to(cos.dtype)
     pairs = exact.unflatten(-1, (2, -1)).unbind(-2) if halves else _neighbours(exact)

@@ -173,14 +173,7 @@ class FrameDecoder(nn.Module):
 
 
 def on_frames(call: Callable[[Tensor], Tensor], clip: Tensor, at_once: int | None = None) -> Tensor:
-    """Calls what takes pictures on the frames of clips ``[B, C, T, H, W]``.
-
-    Args:
-        call: function of pictures ``[N, C, H, W]``.
-        clip: clips.
-        at_once: number of frames that are computed together where nothing is kept for backward;
-            None for all.
-    """
+    """Calls what takes pictures on the frames of clips ``[B, C, T, H, W]``."""
     frames = clip.transpose(1, 2).flatten(0, 1)
     # A part of a clip (`gulliver.parallel.convolution`) is cut along some dim already.
     if at_once and not has_torch_function((frames,)) and not torch.is_grad_enabled():
@@ -191,14 +184,9 @@ def on_frames(call: Callable[[Tensor], Tensor], clip: Tensor, at_once: int | Non
 
 
 class OnFrames(nn.Module):
-    """Calls modules of pictures, one after the other, on the frames of clips; see `on_frames`.
+    """Calls modules of pictures, one after the other, on the frames of clips; see `on_frames`."""
 
-    The modules belong to another one, under their public names, which this one is no part of.
-
-    Args:
-        parts: modules; None is left out.
-        at_once: number of frames that are computed together.
-    """
+    # The modules belong to another one, under their public names, which this one is no part of.
 
     def __init__(self, parts: Iterable[nn.Module | None], at_once: int) -> None:
         super().__init__()

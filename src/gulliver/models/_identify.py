@@ -17,16 +17,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Look(NamedTuple):
-    """What a state dict looks like.
+    """What a state dict looks like."""
 
-    Attributes:
-        kind: class of `gulliver.models`; empty for what is none of them.
-        told: words for it.
-        mark: name of a tensor by which it is known, as a pattern.
-    """
-
+    # Class of `gulliver.models`; empty for what is none of them.
     kind: str
     told: str
+    # Name of a tensor by which it is known, as a pattern.
     mark: str
 
 
@@ -57,14 +53,7 @@ def look_of(names: Iterable[str]) -> Look | None:
 
 
 def fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
-    """Returns the class of a state dict, and its configuration as far as shapes tell it.
-
-    Args:
-        shapes: shapes of the tensors by name.
-
-    Raises:
-        GulliverError: it is of none of the models here, naming what it looks like.
-    """
+    """Returns the class of a state dict, and its configuration as far as shapes tell it."""
     look = look_of(shapes)
     if look is None or not look.kind:
         found = f"looks like {look.told}" if look else "looks like nothing known"

@@ -11,7 +11,7 @@ from typing import Any
 from gulliver.errors import GulliverError
 from gulliver.models._identify import Look, Shapes, count_of, look_of
 
-LOOKS = (
+AUTOENCODER_LOOKS = (
     Look("PipelineAutoencoder", "the autoencoder of Open-Sora 1.2", r"temporal_vae\.encoder\."),
     Look("", "the picture half of Open-Sora 1.2's autoencoder", r"spatial_vae\."),
     Look(
@@ -35,19 +35,14 @@ RENAMED = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out
 
 
 def autoencoder_fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
-    """Returns the class of a state dict, and its configuration as far as shapes tell it.
-
-    Args:
-        shapes: shapes of the tensors by name.
-
-    Raises:
-        GulliverError: it is of none of the autoencoders here, naming what it looks like.
-    """
-    look = next((o for o in LOOKS if any(re.match(o.mark, n) for n in shapes)), look_of(shapes))
+    """Returns the class of a state dict, and its configuration as far as shapes tell it."""
+    look = next(
+        (o for o in AUTOENCODER_LOOKS if any(re.match(o.mark, n) for n in shapes)), look_of(shapes)
+    )
     if look is None or look.kind not in FIELDS:
         found = look.told if look else "nothing known"
         right = "AutoencoderKL, or an autoencoder of Open-Sora 1.2 or 1.3"
-        if look in LOOKS:
+        if look in AUTOENCODER_LOOKS:
             right += "; of a class of diffusers give the folder with its config.json"
         raise GulliverError(f"no video autoencoder: it looks like {found}; expected {right}")
     try:

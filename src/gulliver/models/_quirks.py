@@ -60,15 +60,7 @@ QUIRKS_OF = {
 
 
 def checked_quirks(model: str, compat: Collection[str] | None) -> frozenset[str]:
-    """Returns the quirks that a model shall have.
-
-    Args:
-        model: name of the model.
-        compat: names of quirks; None for those of its public weights.
-
-    Raises:
-        GulliverError: a model of this kind has no such quirk.
-    """
+    """Returns the quirks that a model shall have."""
     having = QUIRKS_OF[model]
     if isinstance(compat, str):
         compat = (compat,)

@@ -96,17 +96,7 @@ class TemporalDecoder(nn.Module):
 
 
 class TemporalAutoencoder(nn.Module):
-    """Encoder, decoder and the convolutions of one position between them.
-
-    Args:
-        channels: channels of the features of a frame.
-        latent_channels: channels of the latents.
-        filters: channels of the first resolution.
-        channel_multipliers: factors of the channels of each resolution.
-        num_res_blocks: residual blocks of each resolution.
-        temporal_downsample: whether the number of frames is halved after each but the last.
-        num_groups: groups of all norms.
-    """
+    """Encoder, decoder and the convolutions of one position between them."""
 
     def __init__(
         self,

@@ -42,18 +42,9 @@ RESIDUAL: dict[str, Any] = {"eps": EPS, "bias": True, "shortcut": "nin_shortcut"
 def frame_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, tokens: int, scale: float | None = None
 ) -> Tensor:
-    """Computes attention in which tokens see those of their own frame and of earlier ones.
-
-    `gulliver.parallel.convolution` knows a function of this name by its name, and computes it where
-    a process holds a part of the tokens.
-
-    Args:
-        q: queries ``[batch, heads, frames x tokens, head dim]``.
-        k: keys of the same shape.
-        v: values of the same shape.
-        tokens: number of tokens of a frame.
-        scale: factor of the scores; None is ``1 / sqrt(head dim)``.
-    """
+    """Computes attention in which tokens see those of their own frame and of earlier ones."""
+    # `gulliver.parallel.convolution` knows a function of this name by its name, and computes it
+    # where a process holds a part of the tokens.
     given = q, k, v
     if has_torch_function(given):
         return handle_torch_function(frame_causal_attention, given, q, k, v, tokens, scale)

@@ -6,17 +6,10 @@ column; text has zeros), which rotary codes tell. `_packing.py` is the way from 
 and back. Names are those of the public weights, which descend from FLUX.1.
 
 Shapes: B clips, N video tokens, L text tokens, C channels.
-
-[Note: two layouts of one model] The public weights exist with queries, keys and values in one
-matrix (``fused_qkv``, as FLUX has it) and in three, and with rotary pairs side by side or half a
-head apart (``use_liger_rope``, the layout of a fused kernel). Open-Sora 2.0 was trained with three
-and halves apart. Neither can be told from the other's values, so both are fields.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +19,7 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 from gulliver.models._attention import RMSNorm
 from gulliver.models._blocks import layer_norm, modulate
-from gulliver.models._clips import as_exact, check_fields
+from gulliver.models._clips import as_exact
 from gulliver.models._embeddings import (
     Rotation,
     rotary_frequencies,
@@ -35,9 +28,14 @@ from gulliver.models._embeddings import (
     sinusoid,
     working_precision,
 )
+from gulliver.models._making import MMDiTConfig, config_of
 from gulliver.models._quirks import checked_quirks
 
 
+# [Note: two layouts of one model] The public weights exist with queries, keys and values in one
+# matrix (``fused_qkv``, as FLUX has it) and in three, and with rotary pairs side by side or half a
+# head apart (``use_liger_rope``, the layout of a fused kernel). Open-Sora 2.0 was trained with
+# three and halves apart. Neither can be told from the other's values, so both are fields.
 class VectorEmbedder(nn.Module):
     """A two-layer MLP with SiLU: [B, inputs] to [B, hidden_size]."""
 
@@ -82,14 +80,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class StreamAttention(nn.Module):
-    """Projections of one stream, video or text, around the joint attention.
-
-    Args:
-        hidden_size: width C.
-        num_heads: attention heads.
-        qkv_bias: whether queries, keys and values have a bias.
-        fused_qkv: whether they are one matrix.
-    """
+    """Projections of one stream, video or text, around the joint attention."""
 
     def __init__(self, hidden_size: int, num_heads: int, qkv_bias: bool, fused_qkv: bool) -> None:
         super().__init__()
@@ -114,16 +105,7 @@ class StreamAttention(nn.Module):
 
 
 class DoubleBlock(nn.Module):
-    """A block with weights of its own for video and for text, which meet in one attention.
-
-    Args:
-        hidden_size: width C.
-        num_heads: attention heads.
-        mlp_ratio: hidden width of the MLPs over C.
-        qkv_bias: whether queries, keys and values have a bias.
-        fused_qkv: whether they are one matrix.
-        halves: whether rotary pairs are half a head apart.
-    """
+    """A block with weights of its own for video and for text, which meet in one attention."""
 
     def __init__(
         self,
@@ -151,17 +133,7 @@ class DoubleBlock(nn.Module):
     def forward(
         self, img: Tensor, txt: Tensor, vec: Tensor, rotation: Rotation
     ) -> tuple[Tensor, Tensor]:
-        """Computes one block.
-
-        Args:
-            img: video tokens [B, N, C].
-            txt: text tokens [B, L, C].
-            vec: conditioning vector [B, C].
-            rotation: cosine and sine of text, then video tokens, [B, 1, L + N, head size / 2].
-
-        Returns:
-            Video and text tokens.
-        """
+        """Computes one block."""
         streams = {"txt": txt, "img": img}
         parts = {name: self._part(name, "mod")(vec) for name in streams}
         seen = {name: modulate(layer_norm(x), *parts[name][:2]) for name, x in streams.items()}
@@ -186,17 +158,9 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """A block that treats text and video alike; attention and MLP run side by side.
+    """A block that treats text and video alike; attention and MLP run side by side."""
 
-    Args:
-        hidden_size: width C.
-        num_heads: attention heads.
-        mlp_ratio: hidden width of the MLP over C.
-        fused_qkv: whether queries, keys, values and the MLP's input are one matrix.
-        halves: whether rotary pairs are half a head apart.
-
-    Source of the form: Dehghani et al., 2023 (arXiv 2302.05442).
-    """
+    # Source of the form: Dehghani et al., 2023 (arXiv 2302.05442).
 
     def __init__(
         self, hidden_size: int, num_heads: int, mlp_ratio: float, fused_qkv: bool, halves: bool
@@ -267,25 +231,8 @@ class MMDiT(nn.Module):
     """The multi-modal diffusion transformer.
 
     Args:
-        in_channels: width of a packed latent: channels times the square of `patch_size`.
-        vec_in_dim: width of the text encoder's single vector.
-        context_in_dim: width of the text encoder's token vectors.
-        hidden_size: width C.
-        mlp_ratio: hidden width of the MLPs over C.
-        num_heads: attention heads.
-        depth: number of double blocks.
-        depth_single_blocks: number of single blocks.
-        axes_dim: widths of a head that frame, row and column turn; their sum is a head.
-        theta: base of the rotary frequencies.
-        qkv_bias: whether queries, keys and values of the double blocks have a bias.
-        guidance_embed: whether the model is told the strength of guidance that it was distilled to.
-        cond_embed: whether given frames and their mask are added, packed, to the video tokens.
-        fused_qkv: whether queries, keys and values are one matrix.
-        use_liger_rope: whether rotary pairs are half a head apart.
-        patch_size: rows and columns of a packed latent.
-        model_max_length: longest text in tokens.
-        compat: names of quirks; there are none of this model.
-        others: further fields of public configurations, refused when set.
+        config: configuration; None for the defaults.
+        fields: fields of `MMDiTConfig` that are other than there.
 
     Raises:
         GulliverError: an unknown field, one that is not supported, or sizes that do not divide.
@@ -297,60 +244,46 @@ class MMDiT(nn.Module):
     CHANNELS = 256
     """Channels of the sinusoids of noise level and guidance."""
 
-    def __init__(
-        self,
-        *,
-        in_channels: int = 64,
-        vec_in_dim: int = 768,
-        context_in_dim: int = 4096,
-        hidden_size: int = 3072,
-        mlp_ratio: float = 4.0,
-        num_heads: int = 24,
-        depth: int = 19,
-        depth_single_blocks: int = 38,
-        axes_dim: Sequence[int] = (16, 56, 56),
-        theta: float = 10_000,
-        qkv_bias: bool = True,
-        guidance_embed: bool = False,
-        cond_embed: bool = False,
-        fused_qkv: bool = True,
-        use_liger_rope: bool = False,
-        patch_size: int = 2,
-        model_max_length: int = 512,
-        compat: Collection[str] | None = None,
-        **others: Any,
-    ) -> None:
+    def __init__(self, config: MMDiTConfig | None = None, **fields: Any) -> None:
         super().__init__()
-        check_fields("MMDiT", list(inspect.signature(MMDiT.__init__).parameters), others)
-        self.compat = checked_quirks("MMDiT", compat)
+        config = config_of(MMDiTConfig, config, fields)
+        self.compat = checked_quirks("MMDiT", config.compat)
+        hidden_size, num_heads, mlp_ratio = config.hidden_size, config.num_heads, config.mlp_ratio
+        in_channels, patch_size, axes_dim = config.in_channels, config.patch_size, config.axes_dim
         if hidden_size % num_heads or sum(axes_dim) != hidden_size // num_heads:
             raise GulliverError(
-                f"axes_dim {tuple(axes_dim)} must add up to a head of hidden_size {hidden_size} / "
+                f"axes_dim {axes_dim} must add up to a head of hidden_size {hidden_size} / "
                 f"num_heads {num_heads}"
             )
         if len(axes_dim) != 3 or any(size % 2 for size in axes_dim):
-            raise GulliverError(f"axes_dim {tuple(axes_dim)} must be three even widths")
+            raise GulliverError(f"axes_dim {axes_dim} must be three even widths")
         if in_channels % patch_size**2:
             raise GulliverError(
                 f"in_channels {in_channels} must be a multiple of patch_size {patch_size} squared"
             )
         self.in_channels, self.patch_size = in_channels, patch_size
-        self.vec_in_dim, self.context_in_dim = vec_in_dim, context_in_dim
+        self.vec_in_dim, self.context_in_dim = config.vec_in_dim, config.context_in_dim
         self.hidden_size, self.num_heads, self.mlp_ratio = hidden_size, num_heads, mlp_ratio
-        self.depth, self.depth_single_blocks = depth, depth_single_blocks
-        self.axes_dim, self.theta = tuple(axes_dim), theta
-        self.model_max_length = model_max_length
+        self.depth, self.depth_single_blocks = config.depth, config.depth_single_blocks
+        self.axes_dim, self.theta = axes_dim, config.theta
+        self.model_max_length = config.model_max_length
         self.img_in = nn.Linear(in_channels, hidden_size)
         self.time_in = VectorEmbedder(self.CHANNELS, hidden_size)
-        self.vector_in = VectorEmbedder(vec_in_dim, hidden_size)
-        self.guidance_in = VectorEmbedder(self.CHANNELS, hidden_size) if guidance_embed else None
-        packed_mask = patch_size**2
-        self.cond_in = nn.Linear(in_channels + packed_mask, hidden_size) if cond_embed else None
-        self.txt_in = nn.Linear(context_in_dim, hidden_size)
-        double = (hidden_size, num_heads, mlp_ratio, qkv_bias, fused_qkv, use_liger_rope)
-        self.double_blocks = nn.ModuleList(DoubleBlock(*double) for _ in range(depth))
-        single = (hidden_size, num_heads, mlp_ratio, fused_qkv, use_liger_rope)
-        self.single_blocks = nn.ModuleList(SingleBlock(*single) for _ in range(depth_single_blocks))
+        self.vector_in = VectorEmbedder(config.vec_in_dim, hidden_size)
+        self.guidance_in = (
+            VectorEmbedder(self.CHANNELS, hidden_size) if config.guidance_embed else None
+        )
+        packed = in_channels + patch_size**2
+        self.cond_in = nn.Linear(packed, hidden_size) if config.cond_embed else None
+        self.txt_in = nn.Linear(config.context_in_dim, hidden_size)
+        widths = (hidden_size, num_heads, mlp_ratio)
+        layout = (config.fused_qkv, config.use_liger_rope)
+        self.double_blocks = nn.ModuleList(
+            DoubleBlock(*widths, config.qkv_bias, *layout) for _ in range(config.depth)
+        )
+        self.single_blocks = nn.ModuleList(
+            SingleBlock(*widths, *layout) for _ in range(config.depth_single_blocks)
+        )
         self.final_layer = LastLayer(hidden_size, in_channels)
         if self.cond_in is not None:
             # A model of text alone goes on as it was until it has learnt what is given.

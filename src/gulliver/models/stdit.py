@@ -1,38 +1,31 @@
 """STDiT3, the spatial-temporal diffusion transformer of Open-Sora 1.2 and 1.3.
 
-Read `STDiT3.forward` first, then `Block.forward` of `_blocks.py`. Attention alternates between the
-tokens of one frame (spatial blocks) and the frames at one spatial position (temporal blocks), or,
-in the later release, all tokens of a window; each block then attends to the caption. Parameter
+Read `STDiT3.forward` first, then `STDiTBlock.forward` of `_blocks.py`. Attention alternates between
+the tokens of one frame (spatial blocks) and the frames at one spatial position (temporal blocks),
+or, in the later release, all tokens of a window; each block then attends to the caption. Parameter
 names are those of the public weights, which load strictly and compute the same: quirks that trained
 weights depend on stand in `_quirks.py`.
 
 Shapes: B clips, T frames (temporal), S tokens of a frame (spatial), C channels, L caption tokens.
 What it does not know: autoencoders, noise, parallelism. But blocks and the final layer are told the
 grid, the sizes of the whole clip, so that sequence parallelism may hand them a part of its tokens.
-
-[Note: factored attention] Attention over all T x S tokens at once would cost (T S)^2; spatial and
-temporal attention in turn cost T S^2 + S T^2, and any two tokens are connected after one pair of
-blocks. It is also what makes dynamic sequence parallelism possible: each block needs only one of
-the two axes whole.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.models._blocks import Block, FinalLayer, Given, Grid, modulation_of
+from gulliver.models._blocks import FinalLayer, Given, Grid, STDiTBlock, modulation_of
 from gulliver.models._clips import (
     PatchEmbedder,
     as_exact,
     caption_mask,
-    check_fields,
     check_heads,
     check_inputs,
     clip_scales,
@@ -48,9 +41,10 @@ from gulliver.models._embeddings import (
     ScalarEmbedder,
     sinusoid,
 )
+from gulliver.models._making import STDiT3Config, config_of
 from gulliver.models._quirks import checked_quirks
 
-__all__ = ["STDIT3_SIZES", "Block", "FinalLayer", "Given", "Grid", "STDiT3", "stdit3"]
+__all__ = ["STDIT3_SIZES", "FinalLayer", "Given", "Grid", "STDiT3", "STDiTBlock", "stdit3"]
 
 STDIT3_SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "depth": 3, "num_heads": 4},
@@ -64,6 +58,10 @@ STDIT3_SIZES: dict[str, dict[str, int]] = {
 """Named sizes; `depth` counts pairs of a spatial and a temporal block."""
 
 
+# [Note: factored attention] Attention over all T x S tokens at once would cost (T S)^2; spatial and
+# temporal attention in turn cost T S^2 + S T^2, and any two tokens are connected after one pair of
+# blocks. It is also what makes dynamic sequence parallelism possible: each block needs only one of
+# the two axes whole.
 def stdit3(size: str, **overrides: Any) -> STDiT3:
     """Builds a named size of STDiT3, with any field of its configuration changed.
 
@@ -83,33 +81,8 @@ class STDiT3(nn.Module):
     """The spatial-temporal diffusion transformer, third form.
 
     Args:
-        input_size: accepted as public configurations have it; sizes are read off each input.
-        input_sq_size: side in pixels of the resolution at which positions are unscaled.
-        in_channels: channels of the latent.
-        patch_size: latent frames, rows and columns of a token.
-        hidden_size: width C.
-        depth: pairs of a spatial and a temporal block.
-        num_heads: attention heads.
-        mlp_ratio: hidden width of the MLPs over C.
-        class_dropout_prob: share of captions replaced by the null caption in training.
-        pred_sigma: twice the output channels; rectified flow uses the first half.
-        drop_path: refused unless 0.
-        caption_channels: width of the text encoder's vectors.
-        model_max_length: longest caption in tokens.
-        qk_norm: RMS norm of queries and keys.
-        only_train_temporal: freeze all but the temporal blocks.
-        freeze_y_embedder: freeze the caption embedder.
-        zero_init_temporal: start the temporal blocks as identities, as a model that grows out of an
-            image model should; from scratch on little data False learns faster.
-        temporal_positions: add a sinusoidal code of the frame to the tokens, as the first form did.
-            The public third form has none: its rotary code tells frames apart only by what they
-            show, so which way things move is learnt late.
-        kernel_size: rows, columns and frames of the windows in which temporal blocks attend, -1
-            for all of them, with a rotary code of three axes; None: along time alone.
-        use_spatial_rope: rotary codes of rows and columns in the spatial blocks, too.
-        image_conditioning: embed given frames and their mask besides the noisy latents.
-        compat: names of `QUIRKS` that the model shall have; None for those of its public weights.
-        others: further fields of public configurations, refused when set.
+        config: configuration; None for the defaults.
+        fields: fields of `STDiT3Config` that are other than there.
 
     Raises:
         GulliverError: an unknown field (the nearest is named), one that is not supported, or sizes
@@ -119,75 +92,54 @@ class STDiT3(nn.Module):
         (AdaLN-single).
     """
 
-    def __init__(
-        self,
-        *,
-        input_size: tuple[int | None, int | None, int | None] = (None, None, None),
-        input_sq_size: int = 512,
-        in_channels: int = 4,
-        patch_size: tuple[int, int, int] = (1, 2, 2),
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        class_dropout_prob: float = 0.1,
-        pred_sigma: bool = True,
-        caption_channels: int = 4096,
-        model_max_length: int = 300,
-        qk_norm: bool = True,
-        only_train_temporal: bool = False,
-        freeze_y_embedder: bool = False,
-        zero_init_temporal: bool = True,
-        temporal_positions: bool = False,
-        kernel_size: Sequence[int] | None = None,
-        use_spatial_rope: bool = False,
-        image_conditioning: bool = False,
-        compat: Collection[str] | None = None,
-        **others: Any,
-    ) -> None:
+    def __init__(self, config: STDiT3Config | None = None, **fields: Any) -> None:
         super().__init__()
-        check_fields("STDiT3", list(inspect.signature(STDiT3.__init__).parameters), others)
+        config = config_of(STDiT3Config, config, fields)
+        hidden_size, num_heads, mlp_ratio = config.hidden_size, config.num_heads, config.mlp_ratio
         check_heads(hidden_size, num_heads)
-        self.compat = checked_quirks("STDiT3", compat)
-        self.window = _window(kernel_size, hidden_size // num_heads, use_spatial_rope)
-        self.use_spatial_rope = use_spatial_rope
-        self.temporal_positions = temporal_positions
-        self.input_size, self.input_sq_size = input_size, input_sq_size
-        self.in_channels, self.hidden_size = in_channels, hidden_size
-        self.depth, self.num_heads, self.mlp_ratio = depth, num_heads, mlp_ratio
-        self.patch_size = tuple(patch_size)
-        self.out_channels = 2 * in_channels if pred_sigma else in_channels
+        self.compat = checked_quirks("STDiT3", config.compat)
+        head_size = hidden_size // num_heads
+        self.window = _window(config.kernel_size, head_size, config.use_spatial_rope)
+        self.use_spatial_rope = config.use_spatial_rope
+        self.temporal_positions = config.temporal_positions
+        self.input_size, self.input_sq_size = config.input_size, config.input_sq_size
+        self.in_channels, self.hidden_size = config.in_channels, hidden_size
+        self.depth, self.num_heads, self.mlp_ratio = config.depth, num_heads, mlp_ratio
+        self.patch_size = config.patch_size
+        self.out_channels = config.in_channels * (2 if config.pred_sigma else 1)
 
         def patches() -> PatchEmbedder:
-            return PatchEmbedder(in_channels, hidden_size, patch_size)
+            return PatchEmbedder(config.in_channels, hidden_size, config.patch_size)
 
         self.x_embedder = patches()
-        self.x_embedder_cond = patches() if image_conditioning else None
-        self.x_embedder_cond_mask = patches() if image_conditioning else None
+        self.x_embedder_cond = patches() if config.image_conditioning else None
+        self.x_embedder_cond_mask = patches() if config.image_conditioning else None
         self.t_embedder = ScalarEmbedder(hidden_size)
         self.fps_embedder = ScalarEmbedder(hidden_size)
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
         self.y_embedder = CaptionEmbedder(
-            caption_channels, hidden_size, class_dropout_prob, model_max_length
+            config.caption_channels,
+            hidden_size,
+            config.class_dropout_prob,
+            config.model_max_length,
         )
-        turned = hidden_size // num_heads
-        self.rope = RotaryFrequencies(turned if self.window is None else turned // 3)
+        self.rope = RotaryFrequencies(head_size if self.window is None else head_size // 3)
 
         def blocks(temporal: bool, window: tuple[int, int, int] | None = None) -> nn.ModuleList:
-            one = (hidden_size, num_heads, mlp_ratio, qk_norm, temporal, window)
-            return nn.ModuleList(Block(*one) for _ in range(depth))
+            one = (hidden_size, num_heads, mlp_ratio, config.qk_norm, temporal, window)
+            return nn.ModuleList(STDiTBlock(*one) for _ in range(config.depth))
 
         self.spatial_blocks, self.temporal_blocks = blocks(False), blocks(True, self.window)
         self.final_layer = FinalLayer(
             hidden_size,
-            math.prod(patch_size) * self.out_channels,
+            math.prod(config.patch_size) * self.out_channels,
             "final_norm_twice" in self.compat,
         )
-        self._initialise(zero_init_temporal)
-        if only_train_temporal:
+        self._initialise(config.zero_init_temporal)
+        if config.only_train_temporal:
             self.requires_grad_(False)
             self.temporal_blocks.requires_grad_(True)
-        if freeze_y_embedder:
+        if config.freeze_y_embedder:
             self.y_embedder.requires_grad_(False)
 
     def _initialise(self, zero_init_temporal: bool) -> None:

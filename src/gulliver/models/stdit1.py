@@ -7,9 +7,7 @@ first block's temporal attention sees, and nowhere else. Read `STDiT.forward`.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +19,13 @@ from gulliver.models._clips import (
     PatchEmbedder,
     as_exact,
     caption_mask,
-    check_fields,
     check_heads,
     check_inputs,
     initialise_as_pixart,
     join_patches,
 )
 from gulliver.models._embeddings import CaptionEmbedder, ScalarEmbedder, sines, spatial_positions
+from gulliver.models._making import STDiTConfig, config_of
 from gulliver.models._quirks import checked_quirks
 
 
@@ -35,21 +33,8 @@ class STDiT(nn.Module):
     """The spatial-temporal diffusion transformer, first form.
 
     Args:
-        input_size: latent frames, rows and columns of every clip.
-        in_channels: channels of the latent.
-        patch_size: latent frames, rows and columns of a token.
-        hidden_size: width C.
-        depth: number of blocks.
-        num_heads: attention heads.
-        mlp_ratio: hidden width of the MLPs over C.
-        class_dropout_prob: share of captions replaced by the null caption in training.
-        pred_sigma: twice the output channels: noise and its variance.
-        caption_channels: width of the text encoder's vectors.
-        model_max_length: longest caption in tokens.
-        space_scale: resolution over the one at which positions are unscaled.
-        time_scale: frames per unit of the temporal code.
-        compat: names of quirks; there are none of this form.
-        others: further fields of public configurations, refused when set.
+        config: configuration; None for the defaults.
+        fields: fields of `STDiTConfig` that are other than there.
 
     Raises:
         GulliverError: an unknown field, one that is not supported, or sizes that do not divide.
@@ -61,51 +46,40 @@ class STDiT(nn.Module):
     pos_embed: Tensor
     pos_embed_temporal: Tensor
 
-    def __init__(
-        self,
-        *,
-        input_size: Sequence[int] = (1, 32, 32),
-        in_channels: int = 4,
-        patch_size: Sequence[int] = (1, 2, 2),
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        class_dropout_prob: float = 0.1,
-        pred_sigma: bool = True,
-        caption_channels: int = 4096,
-        model_max_length: int = 120,
-        space_scale: float = 1.0,
-        time_scale: float = 1.0,
-        compat: Collection[str] | None = None,
-        **others: Any,
-    ) -> None:
+    def __init__(self, config: STDiTConfig | None = None, **fields: Any) -> None:
         super().__init__()
-        check_fields("STDiT", list(inspect.signature(STDiT.__init__).parameters), others)
+        config = config_of(STDiTConfig, config, fields)
+        hidden_size, num_heads, mlp_ratio = config.hidden_size, config.num_heads, config.mlp_ratio
+        input_size, patch_size = tuple(size or 1 for size in config.input_size), config.patch_size
         check_heads(hidden_size, num_heads)
-        self.compat = checked_quirks("STDiT", compat)
+        self.compat = checked_quirks("STDiT", config.compat)
         if any(size % patch for size, patch in zip(input_size, patch_size, strict=True)):
             raise GulliverError(
-                f"input_size {tuple(input_size)} does not divide by patch_size {tuple(patch_size)}"
+                f"input_size {input_size} does not divide by patch_size {patch_size}"
             )
-        self.input_size, self.patch_size = tuple(input_size), tuple(patch_size)
-        self.in_channels, self.hidden_size = in_channels, hidden_size
-        self.depth, self.num_heads, self.mlp_ratio = depth, num_heads, mlp_ratio
-        self.out_channels = 2 * in_channels if pred_sigma else in_channels
+        self.input_size, self.patch_size = input_size, patch_size
+        self.in_channels, self.hidden_size = config.in_channels, hidden_size
+        self.depth, self.num_heads, self.mlp_ratio = config.depth, num_heads, mlp_ratio
+        self.out_channels = config.in_channels * (2 if config.pred_sigma else 1)
         frames, rows, columns = (s // p for s, p in zip(input_size, patch_size, strict=True))
         kind = torch.get_default_device(), torch.float64
-        places = spatial_positions(rows, columns, hidden_size, space_scale, *kind, square=False)
-        times = sines(torch.arange(frames, dtype=torch.float64) / time_scale, hidden_size)
+        places = spatial_positions(
+            rows, columns, hidden_size, config.space_scale, *kind, square=False
+        )
+        times = sines(torch.arange(frames, dtype=torch.float64) / config.time_scale, hidden_size)
         self.register_buffer("pos_embed", places.float()[None])
         self.register_buffer("pos_embed_temporal", times.float()[None])
-        self.x_embedder = PatchEmbedder(in_channels, hidden_size, patch_size)
+        self.x_embedder = PatchEmbedder(config.in_channels, hidden_size, patch_size)
         self.t_embedder = ScalarEmbedder(hidden_size)
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
         self.y_embedder = CaptionEmbedder(
-            caption_channels, hidden_size, class_dropout_prob, model_max_length
+            config.caption_channels,
+            hidden_size,
+            config.class_dropout_prob,
+            config.model_max_length,
         )
         self.blocks = nn.ModuleList(
-            JointBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth)
+            JointBlock(hidden_size, num_heads, mlp_ratio) for _ in range(config.depth)
         )
         self.final_layer = FinalLayer(hidden_size, math.prod(patch_size) * self.out_channels)
         initialise_as_pixart(self, ("t_block",))

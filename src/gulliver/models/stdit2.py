@@ -7,9 +7,7 @@ temporal attention knows the number of frames and their rate. Read `STDiT2.forwa
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from gulliver.models._clips import (
     PatchEmbedder,
     as_exact,
     caption_mask,
-    check_fields,
     check_heads,
     check_inputs,
     clip_scales,
@@ -31,6 +28,7 @@ from gulliver.models._clips import (
     needed,
 )
 from gulliver.models._embeddings import CaptionEmbedder, RotaryFrequencies, ScalarEmbedder
+from gulliver.models._making import STDiT2Config, config_of
 from gulliver.models._quirks import checked_quirks
 
 
@@ -38,23 +36,8 @@ class STDiT2(nn.Module):
     """The spatial-temporal diffusion transformer, second form.
 
     Args:
-        input_size: accepted as public configurations have it; sizes are read off each input.
-        input_sq_size: side in pixels of the resolution at which positions are unscaled.
-        in_channels: channels of the latent.
-        patch_size: latent frames, rows and columns of a token.
-        hidden_size: width C, a multiple of 3.
-        depth: number of blocks.
-        num_heads: attention heads.
-        mlp_ratio: hidden width of the MLPs over C.
-        class_dropout_prob: share of captions replaced by the null caption in training.
-        pred_sigma: twice the output channels: noise and its variance.
-        caption_channels: width of the text encoder's vectors.
-        model_max_length: longest caption in tokens.
-        qk_norm: RMS norm of queries and keys.
-        qk_norm_legacy: rotation before the norm, as public configurations say it. None leaves it to
-            `compat`.
-        compat: names of `QUIRKS` that the model shall have; None for those of its public weights.
-        others: further fields of public configurations, refused when set.
+        config: configuration; None for the defaults.
+        fields: fields of `STDiT2Config` that are other than there.
 
     Raises:
         GulliverError: an unknown field, one that is not supported, or sizes that do not divide.
@@ -62,56 +45,44 @@ class STDiT2(nn.Module):
     Source: https://arxiv.org/abs/2412.20404 (Open-Sora).
     """
 
-    def __init__(
-        self,
-        *,
-        input_size: Sequence[int | None] = (None, None, None),
-        input_sq_size: int = 512,
-        in_channels: int = 4,
-        patch_size: Sequence[int] = (1, 2, 2),
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        class_dropout_prob: float = 0.1,
-        pred_sigma: bool = True,
-        caption_channels: int = 4096,
-        model_max_length: int = 200,
-        qk_norm: bool = True,
-        qk_norm_legacy: bool | None = None,
-        compat: Collection[str] | None = None,
-        **others: Any,
-    ) -> None:
+    def __init__(self, config: STDiT2Config | None = None, **fields: Any) -> None:
         super().__init__()
-        check_fields("STDiT2", list(inspect.signature(STDiT2.__init__).parameters), others)
+        config = config_of(STDiT2Config, config, fields)
+        hidden_size, num_heads, mlp_ratio = config.hidden_size, config.num_heads, config.mlp_ratio
         check_heads(hidden_size, num_heads)
         if hidden_size % 3:
             raise GulliverError(
                 f"hidden_size {hidden_size} must be a multiple of 3: height, width and aspect "
                 "ratio take a third each"
             )
-        quirks = checked_quirks("STDiT2", compat)
-        if qk_norm_legacy is not None:
+        quirks = checked_quirks("STDiT2", config.compat)
+        if config.qk_norm_legacy is not None:
             quirks = quirks - {"rotate_before_norm"}
-            quirks |= {"rotate_before_norm"} if qk_norm_legacy else set()
+            quirks |= {"rotate_before_norm"} if config.qk_norm_legacy else set()
         self.compat = quirks
-        self.input_size, self.input_sq_size = tuple(input_size), input_sq_size
-        self.in_channels, self.hidden_size = in_channels, hidden_size
-        self.depth, self.num_heads, self.mlp_ratio = depth, num_heads, mlp_ratio
-        self.patch_size = tuple(patch_size)
-        self.out_channels = 2 * in_channels if pred_sigma else in_channels
-        self.x_embedder = PatchEmbedder(in_channels, hidden_size, patch_size)
+        self.input_size, self.input_sq_size = config.input_size, config.input_sq_size
+        self.in_channels, self.hidden_size = config.in_channels, hidden_size
+        self.depth, self.num_heads, self.mlp_ratio = config.depth, num_heads, mlp_ratio
+        self.patch_size = config.patch_size
+        self.out_channels = config.in_channels * (2 if config.pred_sigma else 1)
+        self.x_embedder = PatchEmbedder(config.in_channels, hidden_size, config.patch_size)
         self.t_embedder = ScalarEmbedder(hidden_size)
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
         self.t_block_temp = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 3 * hidden_size))
         self.y_embedder = CaptionEmbedder(
-            caption_channels, hidden_size, class_dropout_prob, model_max_length
+            config.caption_channels,
+            hidden_size,
+            config.class_dropout_prob,
+            config.model_max_length,
         )
         self.rope = RotaryFrequencies(hidden_size // num_heads)
-        one = (hidden_size, num_heads, mlp_ratio, qk_norm, "rotate_before_norm" in quirks, True)
-        self.blocks = nn.ModuleList(JointBlock(*one) for _ in range(depth))
+        rotated = "rotate_before_norm" in quirks
+        one = (hidden_size, num_heads, mlp_ratio, config.qk_norm, rotated, True)
+        self.blocks = nn.ModuleList(JointBlock(*one) for _ in range(config.depth))
         self.final_layer = FinalLayer(
-            hidden_size, math.prod(patch_size) * self.out_channels, "final_norm_twice" in quirks
+            hidden_size,
+            math.prod(config.patch_size) * self.out_channels,
+            "final_norm_twice" in quirks,
         )
         self.csize_embedder = ScalarEmbedder(hidden_size // 3)
         self.ar_embedder = ScalarEmbedder(hidden_size // 3)

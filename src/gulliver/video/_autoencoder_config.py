@@ -144,11 +144,7 @@ MAY_CHANGE_OF_AUTOENCODER = frozenset(
 
 
 def check_autoencoder_config(config: TrainAutoencoderConfig) -> TrainAutoencoderConfig:
-    """Refuses values that no run could use.
-
-    Raises:
-        GulliverError: naming the option, its value and what would be right.
-    """
+    """Refuses values that no run could use."""
     _check_loss(config)
     _check_data(config)
     check_needs(config, _needs(config))
@@ -167,15 +163,7 @@ def check_autoencoder_config(config: TrainAutoencoderConfig) -> TrainAutoencoder
 
 
 def check_latent_terms(config: TrainAutoencoderConfig, posterior: bool) -> None:
-    """Refuses terms of latents that an autoencoder does not have.
-
-    Args:
-        config: options of the run.
-        posterior: whether it encodes to a Gaussian.
-
-    Raises:
-        GulliverError: naming the option, its value and what would be right.
-    """
+    """Refuses terms of latents that an autoencoder does not have."""
     points = not posterior, "it is for latents that are points, these have a posterior"
     gaussian = posterior, "it is for latents with a posterior (--model.posterior), these are points"
     needs = {"loss.kl": gaussian, "loss.latent_noise": points, "loss.latent_pull": points}

@@ -28,15 +28,14 @@ OF_NO_SAMPLE = "nothing"
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One rank's share of an optimizer step.
+class VideoBatch:
+    """One rank's share of an optimizer step."""
 
-    `latents` and `noise` are [B, C, T, H, W]; `timesteps` [B]; `captions` [B, 1, L, D] with
-    `caption_mask` [B, L]; `drop_caption` [B]; `generate` [B, T] is False for given frames, or None
-    when all are generated. `total` counts the samples of all ranks, `skipped` those of this share
-    that could not be read. A rank without a sample in this step has one sample of zeros, whose
-    `weight` is 0.
-    """
+    # `latents` and `noise` are [B, C, T, H, W]; `timesteps` [B]; `captions` [B, 1, L, D] with
+    # `caption_mask` [B, L]; `drop_caption` [B]; `generate` [B, T] is False for given frames, or
+    # None when all are generated. `total` counts the samples of all ranks, `skipped` those of this
+    # share that could not be read. A rank without a sample in this step has one sample of zeros,
+    # whose `weight` is 0.
 
     latents: Tensor
     noise: Tensor
@@ -92,17 +91,7 @@ def _as_read(batch: tuple[Step, ClipBatch]) -> tuple[Step, ClipBatch]:
 def read_ahead(
     dataset: Any, sampler: BucketSampler, seed: int, device: torch.device
 ) -> Iterator[tuple[Step, ClipBatch, dict[str, Any]]]:
-    """Reads batches without end, epoch after epoch, in a thread that is ahead.
-
-    Args:
-        dataset: data set of clips.
-        sampler: order of the samples, and this rank's share of each batch.
-        seed: seed of which frames of longer clips are taken.
-        device: device that the clips are for.
-
-    Yields:
-        A step, its clips, and the position after it.
-    """
+    """Reads batches without end, epoch after epoch, in a thread that is ahead."""
     loader = DataLoader(
         _Steps(dataset, seed),
         batch_sampler=sampler,
@@ -118,7 +107,7 @@ def read_ahead(
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Makes a `Batch` of each step of a sampler."""
+    """Makes a `VideoBatch` of each step of a sampler."""
 
     dataset: Any
     sampler: BucketSampler
@@ -144,12 +133,12 @@ class BatchMaker:
         """Strategies of given frames."""
         return MaskStrategies.of(self.config)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[VideoBatch]:
         """Yields batches without end, epoch after epoch; clips are made ahead in a thread."""
         for step, clips, state in read_ahead(self.dataset, self.sampler, self.seed, self.device):
             yield self.make(step, clips, state)
 
-    def make(self, step: Step, clips: ClipBatch, state: dict[str, Any]) -> Batch:
+    def make(self, step: Step, clips: ClipBatch, state: dict[str, Any]) -> VideoBatch:
         """Makes the batch of a step; ranks of one model keep the clips that all of them could read.
 
         Args:
@@ -177,7 +166,7 @@ class BatchMaker:
         fps: Tensor,
         kept: list[int],
         state: dict[str, Any],
-    ) -> Batch:
+    ) -> VideoBatch:
         bucket = step.bucket
         shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
         if videos is None:
@@ -192,7 +181,7 @@ class BatchMaker:
         timesteps, drop, generate = self._draws(step, shape[1])
         rows = torch.tensor([step.offset + position for position in kept]).clamp(max=step.total - 1)
         count = len(rows)
-        return Batch(
+        return VideoBatch(
             latents=latents,
             noise=self._noise(step, kept, shape).to(self.device),
             timesteps=timesteps[rows].to(self.device),

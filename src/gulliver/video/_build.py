@@ -41,12 +41,7 @@ TRAINED = ("STDiT2", "STDiT3")
 
 
 def check_start(config: TrainConfig) -> None:
-    """Refuses a start that no run could have, before anything else is loaded.
-
-    Raises:
-        GulliverError: an unknown size, a model that the loop does not train, weights without what
-            they were trained with, or with a text encoder of another width.
-    """
+    """Refuses a start that no run could have, before anything else is loaded."""
     model = config.model
     if model.weights is None:
         sizes = [*STDIT3_SIZES, *CONFIGURATIONS]
@@ -114,20 +109,7 @@ def describe_start(config: TrainConfig, run: Run) -> None:
 def build_model(
     config: TrainConfig, autoencoder: Autoencoder, run: Run | None = None, begin: bool = False
 ) -> Any:
-    """Builds the transformer of `config`.
-
-    Args:
-        config: configuration of the run.
-        autoencoder: autoencoder of the latents.
-        run: run, which says what its weights were; None for a run without.
-        begin: whether to fill it with the weights; else it waits for a checkpoint.
-
-    Returns:
-        The model; without weights its own are drawn from the run's seed.
-
-    Raises:
-        GulliverError: the weights were trained with latents of another autoencoder.
-    """
+    """Builds the transformer of `config`."""
     torch.manual_seed(derive(config.seed, 0))
     if config.model.weights is not None:
         assert run is not None, "a run with weights has a folder"
@@ -186,11 +168,7 @@ def make_text(config: TrainConfig, model: nn.Module) -> TextEncoder:
 def ready_texts(
     config: TrainConfig, run: Run, model: nn.Module, datasets: Sequence[Any], world: World
 ) -> TextEncoder:
-    """Returns the texts of a run; one rank encodes the captions of tables, and all read them.
-
-    Raises:
-        GulliverError: a caption is longer than the model reads.
-    """
+    """Returns the texts of a run; one rank encodes the captions of tables, and all read them."""
     if config.model.text_encoder is None:
         return make_text(config, model)
     folder, captions = run.folder / "texts", _captions(datasets)

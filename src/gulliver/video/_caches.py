@@ -11,20 +11,6 @@ al., 2024, arXiv 2411.19108): where what the first block adds has hardly changed
 that computed all blocks, what all others added then is added again.
 
 Read `Broadcast`, `FirstBlock`, `BlockCache`.
-
-[Note: what is kept] Broadcast keeps outputs before their gates, so a gate is always that of the
-noise level at hand; with attention over several ranks the exchange is saved, too. A method of a
-module is replaced on the instance (`BlockCache._replace`), so it does not matter which class the
-module was given (`booster/hybrid/_stdit.py` changes it) or which hooks it has.
-
-[Note: who decides] Broadcast decides by noise level and number of the call, alike everywhere. The
-first block's change is a measurement, on several ranks of parts of it, and ranks that decide
-differently wait for each other for ever: their sums are brought together first (`whole`). The
-clips and the branches of guidance in a batch are re-used together, if the change of each of them is
-below the threshold: none has more error for its neighbours' sake.
-
-What it does not know: samplers. Calls come with falling noise levels; a level that does not fall
-begins another sampling. Inputs of another shape have a memory of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +29,9 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError, nearest
 from gulliver.models import MMDiT, STDiT, STDiT2, STDiT3
 from gulliver.models.mmdit import DoubleBlock, SingleBlock
-from gulliver.models.stdit import Block
+from gulliver.models.stdit import STDiTBlock
 from gulliver.models.stdit1 import JointBlock
-from gulliver.options import size_text
+from gulliver.options import AT_LEAST_1, Options, Range, size_text
 
 FORMS = "'none', 'broadcast[:SPATIAL,TEMPORAL,CROSS[,MLP][@LEAST-MOST]]' or 'first-block[:CHANGE]'"
 NOISE = 1000
@@ -58,29 +44,19 @@ Whole = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Broadcast:
-    """Re-uses outputs of attention and MLPs at noise levels inside a window.
+class Broadcast(Options):
+    """Re-uses outputs of attention and MLPs at noise levels inside a window."""
 
-    Attributes:
-        spatial: number of calls of which one computes spatial or joint attention; 1: all do.
-        temporal: the same of temporal attention, along time or in windows.
-        cross: the same of attention to the caption.
-        mlp: the same of MLPs.
-        window: noise levels, 0 to 1000, strictly between which outputs are re-used.
-
-    Raises:
-        GulliverError: a number is less than 1, or the window is none.
-    """
-
-    spatial: int = 2
-    temporal: int = 4
-    cross: int = 6
-    mlp: int = 1
+    # Numbers of calls of which one computes; with 1 all do.
+    spatial: Annotated[int, AT_LEAST_1] = 2
+    temporal: Annotated[int, AT_LEAST_1] = 4
+    cross: Annotated[int, AT_LEAST_1] = 6
+    mlp: Annotated[int, AT_LEAST_1] = 1
+    # Noise levels strictly between which outputs are re-used.
     window: tuple[float, float] = (450.0, 930.0)
 
     def __post_init__(self) -> None:
-        if min(self.every.values()) < 1:
-            raise GulliverError(f"cache {self}: one of n calls computes, n must be at least 1")
+        super().__post_init__()
         if not 0 <= self.window[0] < self.window[1] <= NOISE:
             raise GulliverError(
                 f"cache {self}: the window must be two noise levels between 0 and {NOISE}, the "
@@ -93,14 +69,7 @@ class Broadcast:
         return {kind: getattr(self, kind) for kind in KINDS}
 
     def reuses(self, kind: str, number: int, least: float, most: float) -> bool:
-        """Decides whether a call re-uses what one before it has kept.
-
-        Args:
-            kind: kind of the output, of `KINDS`.
-            number: number of the call, 0 for the first.
-            least: least noise level of the batch.
-            most: largest noise level of the batch.
-        """
+        """Decides whether a call re-uses what one before it has kept."""
         inside = self.window[0] < least and most < self.window[1]
         return inside and number % self.every[kind] != 0
 
@@ -110,21 +79,11 @@ class Broadcast:
 
 
 @dataclass(frozen=True)
-class FirstBlock:
-    """Re-uses what all blocks but the first add, while what the first one adds hardly changes.
+class FirstBlock(Options):
+    """Re-uses what all blocks but the first add, while what the first one adds hardly changes."""
 
-    Attributes:
-        threshold: mean absolute change over mean absolute value below which they are; 0: never.
-
-    Raises:
-        GulliverError: the threshold is negative, or no number.
-    """
-
-    threshold: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold < math.inf:
-            raise GulliverError(f"cache {self}: the change must be a number of at least 0")
+    # Mean absolute change over mean absolute value below which they are; 0: never.
+    threshold: Annotated[float, Range(0, 1e9)] = 0.1
 
     def __str__(self) -> str:
         return f"first-block:{self.threshold:g}"
@@ -134,11 +93,7 @@ Strategy = Broadcast | FirstBlock
 
 
 def read_strategy(text: str) -> Strategy | None:
-    """Reads a strategy as options have it, such as ``broadcast:2,4,6@450-930``; None for none.
-
-    Raises:
-        GulliverError: it is none; the forms that there are are named.
-    """
+    """Reads a strategy as options have it, such as ``broadcast:2,4,6@450-930``; None for none."""
     name, _, rest = text.partition(":")
     try:
         if name == "none" and not rest:
@@ -169,16 +124,11 @@ def _broadcast(text: str) -> Broadcast:
 
 @dataclass
 class Counts:
-    """Numbers of calls, by what is called.
-
-    Attributes:
-        ran: calls that were computed.
-        reused: calls that were saved.
-        nbytes: bytes that were kept between calls on this rank, at most.
-    """
+    """Numbers of calls, by what is called."""
 
     ran: Counter[str] = field(default_factory=Counter)
     reused: Counter[str] = field(default_factory=Counter)
+    # Bytes that were kept between calls on this rank, at most.
     nbytes: int = 0
 
     @property
@@ -201,18 +151,13 @@ class Counts:
 
 
 @dataclass
-class _Memory:
-    """Tensors kept between calls with inputs of one shape.
+class _CallMemory:
+    """Tensors kept between calls with inputs of one shape."""
 
-    Attributes:
-        number: number of the call under way; the first is 0.
-        outputs: outputs of methods, by method.
-        added: what the first block has added, and what the others have, in the last call that
-            computed them.
-    """
-
+    # Number of the call under way; the first is 0.
     number: int = -1
     outputs: dict[Any, Tensor] = field(default_factory=dict)
+    # What the first block has added, and what the others have, in the last call that computed them.
     added: tuple[Tensor, Any] | None = None
 
     @property
@@ -245,19 +190,29 @@ def cache_blocks(
     return BlockCache(model, rule, whole)
 
 
+# [Note: what is kept] Broadcast keeps outputs before their gates, so a gate is always that of the
+# noise level at hand; with attention over several ranks the exchange is saved, too. A method of a
+# module is replaced on the instance (`BlockCache._replace`), so it does not matter which class the
+# module was given (`booster/hybrid/_stdit.py` changes it) or which hooks it has.
+#
+# [Note: who decides] Broadcast decides by noise level and number of the call, alike everywhere. The
+# first block's change is a measurement, on several ranks of parts of it, and ranks that decide
+# differently wait for each other for ever: their sums are brought together first (`whole`). The
+# clips and the branches of guidance in a batch are re-used together, if the change of each of them
+# is below the threshold: none has more error for its neighbours' sake.
+#
+# What it does not know: samplers. Calls come with falling noise levels; a level that does not fall
+# begins another sampling. Inputs of another shape have a memory of their own.
 class BlockCache:
-    """A model that caches, while the context lasts; see `cache_blocks`.
-
-    Attributes:
-        counts: numbers of calls computed and saved.
-    """
+    """A model that caches, while the context lasts; see `cache_blocks`."""
 
     def __init__(self, model: nn.Module, strategy: Strategy | None, whole: Whole | None) -> None:
         self.model, self.strategy, self.whole = model, strategy, whole
+        # Numbers of calls computed and saved.
         self.counts = Counts()
         self._undo: list[Callable[[], object]] = []
-        self._memories: dict[torch.Size, _Memory] = {}
-        self._memory = _Memory()
+        self._memories: dict[torch.Size, _CallMemory] = {}
+        self._memory = _CallMemory()
         self._levels = (math.inf, math.inf)
         # Of the call under way: whether the first block has hardly changed; what it has added, and
         # the tokens after it.
@@ -296,7 +251,7 @@ class BlockCache:
         kept = sum(memory.nbytes for memory in self._memories.values())
         self.counts.nbytes = max(self.counts.nbytes, kept)
         self._memories.clear()
-        self._memory = _Memory()
+        self._memory = _CallMemory()
 
     def _replace(self, owner: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Replaces a method of one module until the context is left."""
@@ -309,11 +264,7 @@ class BlockCache:
         self._undo.append(undo)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes a call of the model: its noise levels, and the memory of its inputs' shape.
-
-        Raises:
-            GulliverError: it is a call of training.
-        """
+        """Notes a call of the model: its noise levels, and the memory of its inputs' shape."""
         if model.training or torch.is_grad_enabled():
             raise GulliverError(
                 f"cache {self.strategy} is for sampling: call model.eval(), and the model under "
@@ -327,7 +278,7 @@ class BlockCache:
         if most >= self._levels[1]:
             self._forget()
         self._levels = least, most
-        self._memory = self._memories.setdefault(x.shape, _Memory())
+        self._memory = self._memories.setdefault(x.shape, _CallMemory())
         self._memory.number += 1
 
     def _keep_outputs(self, rule: Broadcast) -> None:
@@ -414,7 +365,7 @@ def _outputs(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
     """Lists methods whose outputs broadcast may re-use, as module, name and kind."""
     found: list[tuple[nn.Module, str, str]] = []
     for block in _blocks(model):
-        if isinstance(block, Block):
+        if isinstance(block, STDiTBlock):
             attention = "temporal" if block.temporal else "spatial"
             found += [(block, "attend", attention), (block, "read", "cross")]
             found.append((block.mlp, "forward", "mlp"))

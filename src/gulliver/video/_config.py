@@ -26,8 +26,12 @@ from gulliver.options import (
     check_needs,
 )
 from gulliver.video._flow_config import FlowConfig
-from gulliver.video._planner_config import MAY_CHANGE as PLANS_MAY_CHANGE
-from gulliver.video._planner_config import PlannerConfig, check_planner, planner_needs
+from gulliver.video._planner_config import (
+    PLANS_MAY_CHANGE,
+    PlannerConfig,
+    check_planner,
+    planner_needs,
+)
 
 if TYPE_CHECKING:
     from gulliver.data import Bucket
@@ -291,11 +295,7 @@ MAY_CHANGE = frozenset(
 
 
 def check_config(config: TrainConfig) -> TrainConfig:
-    """Refuses values that no run could use.
-
-    Raises:
-        GulliverError: naming the field, its value and what would be right.
-    """
+    """Refuses values that no run could use."""
     if config.model.text_channels % 2:
         raise GulliverError(
             f"--model.text-channels is {config.model.text_channels}: it must be even"
@@ -327,12 +327,7 @@ def check_config(config: TrainConfig) -> TrainConfig:
 
 
 def table_needs(data: DataConfig, *more: str) -> dict[str, tuple[bool, str]]:
-    """Lists options that only clips of a table can have, for `check_needs`.
-
-    Args:
-        data: clips to learn from.
-        more: names of such options that not every command has.
-    """
+    """Lists options that only clips of a table can have, for `check_needs`."""
     need = not data.made, "it is for the clips of a --data.table"
     return {f"data.{name}": need for name in ("frame_interval", "windows", *more)}
 
@@ -405,12 +400,7 @@ def _check_sizes(config: TrainConfig) -> None:
 
 
 def parse_shapes(texts: tuple[str, ...]) -> dict[Bucket, float]:
-    """Reads shapes such as ``13x32x32:6`` into buckets and weights.
-
-    Raises:
-        GulliverError: a text is none, has no positive weight, says what another one says, or is
-            larger than a clip may be.
-    """
+    """Reads shapes such as ``13x32x32:6`` into buckets and weights."""
     from gulliver.data import Bucket
 
     shapes: dict[Bucket, float] = {}
@@ -434,17 +424,7 @@ def parse_shapes(texts: tuple[str, ...]) -> dict[Bucket, float]:
 
 
 def check_clip(frames: int, height: int, width: int, scale: int = 1) -> None:
-    """Refuses clips that no machine holds, before anything is loaded.
-
-    Args:
-        frames: number of frames of the clip.
-        height: height of the clip in pixels.
-        width: width of the clip in pixels.
-        scale: times that each pixel is repeated in a file, in both directions.
-
-    Raises:
-        GulliverError: naming its pixels, and how many there may be.
-    """
+    """Refuses clips that no machine holds, before anything is loaded."""
     for name, value in (("frames", frames), ("height", height), ("width", width)):
         if not 1 <= value <= LONGEST_SIDE:
             raise GulliverError(
@@ -462,12 +442,3 @@ def check_clip(frames: int, height: int, width: int, scale: int = 1) -> None:
 def from_plain(values: dict[str, Any], kind: type = TrainConfig) -> Any:
     """Builds a configuration from plain values; see `gulliver.options.from_plain`."""
     return options.from_plain(values, kind)
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Lists the keys in which two resolved configurations differ, without `MAY_CHANGE`.
-
-    An option that is younger than a configuration has its default there.
-    """
-    old, new = (options.resolved(from_plain(values)) for values in (old, new))
-    return options.differences(old, new, MAY_CHANGE)

@@ -38,7 +38,7 @@ from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import Request, VideoModel
 from gulliver.video._judges import Scores
 from gulliver.video._run import Run
-from gulliver.video._sheet import Row, contact_sheet, loss_curve
+from gulliver.video._sheet import SheetRow, contact_sheet, loss_curve
 from gulliver.video._tasks import TASKS, real_clips, requests_of
 
 BARS = {"digit": 0.90, "direction": 0.98, "both": 0.88}
@@ -55,11 +55,7 @@ SHEET_FPS = 8.0
 
 
 def demonstrate(config: DemoConfig) -> dict[str, Any]:
-    """Runs the demonstration and returns the figures of its report.
-
-    Raises:
-        GulliverError: training failed.
-    """
+    """Runs the demonstration and returns the figures of its report."""
     started = time.monotonic()
     folder = config.out / "run"
     _train(config, folder)
@@ -68,7 +64,7 @@ def demonstrate(config: DemoConfig) -> dict[str, Any]:
     sampling = SamplingConfig()
     evaluation = evaluate(model, config.samples, sampling)
     contact_sheet(config.out / "sheet.gif", _rows(model, evaluation, sampling), SHEET_FPS)
-    log = run.read_log()
+    log = run.log.read()
     losses, norms = [line["loss"] for line in log], [line["grad_norm"] for line in log]
     loss_curve(config.out / "loss.png", [line["step"] for line in log], losses, norms)
     figures = _figures(config, run, evaluation, time.monotonic() - started)
@@ -96,12 +92,12 @@ def _train(config: DemoConfig, folder: Path) -> None:
         write_json(times, {"with_autoencoder": seconds, "resumed": resumed})
 
 
-def _rows(model: VideoModel, evaluation: Evaluation, sampling: SamplingConfig) -> list[Row]:
+def _rows(model: VideoModel, evaluation: Evaluation, sampling: SamplingConfig) -> list[SheetRow]:
     """Returns the rows of the sheet, always the first of each kind: nothing is picked."""
     titles = ["text to video: the first judged clips of sentences that were never trained"]
     titles += ["text to video: the first judged clips of sentences that were trained"]
     rows = [
-        Row(title, [clip for _, clip in part[:COLUMNS]], [text for text, _ in part[:COLUMNS]])
+        SheetRow(title, [clip for _, clip in part[:COLUMNS]], [text for text, _ in part[:COLUMNS]])
         for title, part in zip(titles, evaluation.clips, strict=True)
     ]
     for bucket, title in (
@@ -113,21 +109,21 @@ def _rows(model: VideoModel, evaluation: Evaluation, sampling: SamplingConfig) -
     return [*rows, *_conditioned(model, sampling)]
 
 
-def _made(model: VideoModel, bucket: Bucket, title: str, sampling: SamplingConfig) -> Row:
+def _made(model: VideoModel, bucket: Bucket, title: str, sampling: SamplingConfig) -> SheetRow:
     texts = [sentence(n, None if bucket.frames == 1 else n % 4) for n in range(COLUMNS)]
     requests = [Request(text, bucket, seed=n) for n, text in enumerate(texts)]
-    return Row(
+    return SheetRow(
         f"{title} ({bucket.width}x{bucket.height})", model.generate(requests, sampling), texts
     )
 
 
-def _conditioned(model: VideoModel, sampling: SamplingConfig) -> list[Row]:
+def _conditioned(model: VideoModel, sampling: SamplingConfig) -> list[SheetRow]:
     """Returns a row for each task: clips with given frames of held-out handwriting."""
     compression = model.autoencoder.compression[0]
     real = real_clips(COLUMNS, Bucket(13, 32, 32), seed=5)
     texts = [real.caption(n) for n in range(COLUMNS)]
     return [
-        Row(task.title, model.generate(requests_of(task, real, compression), sampling), texts)
+        SheetRow(task.title, model.generate(requests_of(task, real, compression), sampling), texts)
         for task in TASKS
     ]
 
@@ -136,7 +132,7 @@ def _figures(
     config: DemoConfig, run: Run, evaluation: Evaluation, seconds: float
 ) -> dict[str, Any]:
     main = asdict(evaluation.main)
-    log = run.read_log()
+    log = run.log.read()
     plan = (run.folder / "plan.yaml").read_text(encoding="utf-8")
     times = read_json(run.folder / "times.json")
     return {

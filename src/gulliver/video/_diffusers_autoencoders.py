@@ -41,15 +41,7 @@ KNOWN = (
 
 
 def load_diffusers(path: Path, config: dict[str, Any]) -> DiffusersAutoencoder:
-    """Builds and fills the class that a folder's configuration names.
-
-    Args:
-        path: folder of the autoencoder.
-        config: content of its ``config.json``.
-
-    Raises:
-        GulliverError: diffusers is not installed, it has no such class, or the files do not match.
-    """
+    """Builds and fills the class that a folder's configuration names."""
     name = config["_class_name"]
     if name not in KNOWN:
         raise GulliverError(f"{path} is of class {name!r}: {nearest(name, KNOWN)}")
@@ -94,7 +86,7 @@ class DiffusersAutoencoder(nn.Module):
                 (module.post_quant_conv, module.decoder),
             )
             made = [
-                OnFrames(parts, 4) if self.compression[0] == 1 else _Chain(*parts)
+                OnFrames(parts, 4) if self.compression[0] == 1 else _OptionalSequential(*parts)
                 for parts in halves
             ]
             self.networks = dict(zip(("encoder", "decoder"), made, strict=True))
@@ -183,7 +175,7 @@ def _compression(module: Any) -> tuple[int, int, int]:
     return int(time), int(side), int(side)
 
 
-class _Chain(nn.Sequential):
+class _OptionalSequential(nn.Sequential):
     """Modules one after the other; None is left out."""
 
     def __init__(self, *parts: nn.Module | None) -> None:

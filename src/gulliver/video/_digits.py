@@ -46,11 +46,9 @@ def _scans() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def _read_scans() -> tuple[Any, Any]:
-    """Pixels [1797, 64] from 0 to 16 and digits [1797], of the file that scikit-learn ships.
-
-    Its import takes longer than all else that a rank does before its first step: where the file is
-    in its place, only the place is asked for.
-    """
+    """Pixels [1797, 64] from 0 to 16 and digits [1797], of the file that scikit-learn ships."""
+    # Its import takes longer than all else that a rank does before its first step: where the file
+    # is in its place, only the place is asked for.
     found = find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
         raise missing_extra("the moving digits need scikit-learn", "video")
@@ -66,19 +64,7 @@ def _read_scans() -> tuple[Any, Any]:
 
 
 class MovingDigits:
-    """Clips of a handwritten digit that moves, with the sentence that says so.
-
-    Args:
-        split: ``train`` or ``heldout`` handwriting.
-        length: number of clips.
-        seed: seed of the clips.
-        shapes: buckets and their weights; one frame gives stills ("the digit 3").
-        exclude: (digit, direction) pairs that never occur.
-
-    Raises:
-        GulliverError: a shape that a digit does not fit, or that is not 4 k + 1 frames of a height
-            and width in multiples of 8.
-    """
+    """Clips of a handwritten digit that moves, with the sentence that says so."""
 
     encoded = False
     vocabulary = frozenset(("the", "digit", "moving", *DIGITS, *DIRECTIONS))
@@ -150,18 +136,7 @@ def sentence(digit: int, direction: int | None) -> str:
 
 
 def compose(images: Tensor, steps: Tensor, offsets: Tensor, bucket: Bucket) -> Tensor:
-    """Moves images over an empty frame.
-
-    Args:
-        images: ink of each digit [B, 16, 16] in [0, 1].
-        steps: direction of movement in x and y [B, 2], unit vectors along an axis or zero.
-        offsets: middle of each path from the frame's centre in x and y, pixels [B, 2]; cut to what
-            keeps the digit inside.
-        bucket: shape of the clips.
-
-    Returns:
-        [B, 3, T, H, W] in [-1, 1]; places between pixels are interpolated bilinearly.
-    """
+    """Moves images over an empty frame."""
     frames, height, width = bucket.frames, bucket.height, bucket.width
     room = torch.tensor([width - SIDE, height - SIDE], dtype=torch.float32) / 2
     along = (room * steps.abs()).sum(-1)

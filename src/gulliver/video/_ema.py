@@ -13,12 +13,11 @@ from gulliver.memory import Part, before_write, part_of, region_of, set_region
 
 
 class ExponentialAverage:
-    """An exponential moving average of a model's parameters and buffers, in their own dtype.
+    """An exponential moving average of a model's parameters and buffers, in their own dtype."""
 
-    The decay warms up as (1 + k) / (10 + k) over steps k, so that the random start is forgotten
-    soon. Every rank that holds the same parameters after a step keeps the same average; of a
-    parameter that is cut between ranks each keeps that of its region.
-    """
+    # The decay warms up as (1 + k) / (10 + k) over steps k, so that the random start is forgotten
+    # soon. Every rank that holds the same parameters after a step keeps the same average; of a
+    # parameter that is cut between ranks each keeps that of its region.
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -33,15 +32,7 @@ class ExponentialAverage:
     def leaves(
         self, replicas: RankGroup = ALONE, writes: Callable[[str, Tensor], bool] | None = None
     ) -> dict[str, Tensor | Part]:
-        """Returns the average by name, regions as parts of their whole.
-
-        Args:
-            replicas: ranks that hold the same regions, each of which one of them is to save; all
-                that this rank holds is given to a rank alone.
-            writes: function that says, by name and value, whether these ranks save a tensor, where
-                pipeline stages hold different ones; None where every rank holds all tensors or
-                regions of them.
-        """
+        """Returns the average by name, regions as parts of their whole."""
         if writes is not None:
             own = [name for name, value in self.shadow.items() if writes(name, value)]
             mine = own[replicas.rank :: replicas.size]

@@ -23,11 +23,7 @@ SETTLED = ("frame_interval", "windows", "scores")
 
 
 def with_encoded(config: TrainConfig) -> TrainConfig:
-    """Fills in what kept latents settle; a run without them stays as it is.
-
-    Raises:
-        GulliverError: the folder holds none, or what the run names is not what they were made with.
-    """
+    """Fills in what kept latents settle; a run without them stays as it is."""
     if config.data.encoded is None:
         return config
     kept = KeptLatents(config.data.encoded)
@@ -74,11 +70,7 @@ def _recorded(path: str, option: str) -> Path:
 
 
 def refuse_other_autoencoder(config: TrainConfig, run: Run) -> None:
-    """Refuses latents of another autoencoder than the run's.
-
-    Raises:
-        GulliverError: naming both.
-    """
+    """Refuses latents of another autoencoder than the run's."""
     if config.data.encoded is None:
         return
     path = config.autoencoder.path
@@ -90,17 +82,7 @@ def refuse_other_autoencoder(config: TrainConfig, run: Run) -> None:
 def encoded_texts(
     config: TrainConfig, channels: int, max_length: int, captions: list[str]
 ) -> KeptTexts | None:
-    """Returns the texts that were kept with the latents of a run; None where there are none.
-
-    Args:
-        config: configuration of the run, which names a text encoder.
-        channels: width of the vectors that the model reads.
-        max_length: longest caption in tokens that it reads.
-        captions: captions of the run.
-
-    Raises:
-        GulliverError: another text encoder has said them, they are too long, or one is missing.
-    """
+    """Returns the texts that were kept with the latents of a run; None where there are none."""
     folder = config.data.encoded
     text = None if folder is None else KeptLatents(folder).text
     if folder is None or text is None:

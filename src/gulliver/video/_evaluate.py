@@ -24,28 +24,21 @@ from gulliver.video._tasks import TASKS, latent_frames, real_clips, requests_of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of an evaluation.
-
-    Attributes:
-        samples: number of prompts of the main figures, at the most trained shape.
-        seconds: time for generating and judging those, in seconds.
-        ceiling: scores of real held-out clips.
-        main: scores of sentences that were kept from training, or of all where none were.
-        held_out: whether sentences were kept from training.
-        trained: scores of as many trained sentences; None where none were kept from training.
-        shapes: scores at each other trained shape, by name, for sentences of all kinds.
-        conditioned: scores of the made frames of clips that had frames of real held-out clips, with
-            their sentences, by the name of the task; none for a model of stills.
-        clips: clips of `main` and of `trained` with their sentences, for showing.
-    """
+    """Figures of an evaluation."""
 
     samples: int
+    # Time for generating and judging those, in seconds.
     seconds: float
     ceiling: Scores
+    # Scores of sentences that were kept from training, or of all where none were.
     main: Scores
     held_out: bool
+    # Scores of as many trained sentences; None where none were kept from training.
     trained: Scores | None
+    # Scores at each other trained shape, by name, for sentences of all kinds.
     shapes: dict[str, Scores]
+    # Scores of the made frames of clips that had frames of real held-out clips, with their
+    # sentences, by the name of the task; none for a model of stills.
     conditioned: dict[str, Scores]
     clips: list[list[tuple[str, Tensor]]]
 
@@ -66,19 +59,7 @@ def evaluate(
     seed: int = 1_000_000,
     show: bool = True,
 ) -> Evaluation:
-    """Generates clips from sentences and judges them.
-
-    Args:
-        model: model trained on the moving digits.
-        samples: number of prompts of the main figures; a fifth as many for each other shape, and
-            half as many for each task with given frames.
-        sampling: steps and guidance.
-        seed: seed of the first clip's noise, far from those used elsewhere.
-        show: whether to display progress.
-
-    Raises:
-        GulliverError: the model was not trained on the moving digits.
-    """
+    """Generates clips from sentences and judges them."""
     config = model.config
     if not config.data.made:
         raise GulliverError(
@@ -117,7 +98,7 @@ def evaluate(
         held_out=bool(hidden),
         trained=scores[1] if hidden else None,
         shapes=others,
-        conditioned=_conditioned(model, judges, max(1, samples // 2), bucket, sampling),
+        conditioned=_score_conditioned(model, judges, max(1, samples // 2), bucket, sampling),
         clips=clips,
     )
 
@@ -150,7 +131,7 @@ def _score(
     return judges.score(clips, [d for d, _ in wanted], [w if moving else None for _, w in wanted])
 
 
-def _conditioned(
+def _score_conditioned(
     model: VideoModel,
     judges: Judges,
     samples: int,

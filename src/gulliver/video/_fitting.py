@@ -5,7 +5,6 @@ Nothing here has to be filled: a transformer may be on meta, folders are looked 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from gulliver.errors import GulliverError
-from gulliver.models import CONFIGURATIONS, Autoencoder, MMDiT
+from gulliver.models import CONFIGS, CONFIGURATIONS, Autoencoder, MMDiT
 from gulliver.video._releases import release_of
 from gulliver.video._text_encoders import (
     ClipTextEncoder,
@@ -34,20 +33,14 @@ def latent_channels_of(model: Any) -> int:
 
 
 def compressions_of(model: nn.Module) -> set[tuple[int, int, int]]:
-    """Returns the compressions of autoencoders that models of this class and width go with.
-
-    Empty for a width that was never published: any autoencoder may be its own.
-    """
+    """Returns the compressions of autoencoders that models of this class and width go with."""
+    # Empty for a width that was never published: any autoencoder may be its own.
     return {
         one.compression
         for one in CONFIGURATIONS.values()
         if one.kind == type(model).__name__
-        and one.fields.get("in_channels", _default(type(model), "in_channels")) == model.in_channels
+        and one.fields.get("in_channels", CONFIGS[one.kind].in_channels) == model.in_channels
     }
-
-
-def _default(kind: type, name: str) -> Any:
-    return inspect.signature(kind.__init__).parameters[name].default
 
 
 def text_size(outline: Any) -> tuple[int, int]:
@@ -61,18 +54,7 @@ def text_size(outline: Any) -> tuple[int, int]:
 def text_reader(
     outline: Any, folder: Path | str, clip: Path | str | None, dtype: torch.dtype
 ) -> Callable[[torch.device], TextEncoder]:
-    """Returns a function that loads the text encoder of a transformer on a device.
-
-    Args:
-        outline: transformer, may be on meta.
-        folder: folder of the encoder of the tokens.
-        clip: folder of the encoder of the whole caption, for models that read its vector.
-        dtype: dtype of the encoders.
-
-    Raises:
-        GulliverError: a folder holds something else than the model reads, or is one too many or
-            too few.
-    """
+    """Returns a function that loads the text encoder of a transformer on a device."""
     width, length = text_size(outline)
     whole, single = release_of(outline).whole, getattr(outline, "vec_in_dim", None)
     look = look_at_encoder(folder)

@@ -22,25 +22,25 @@ from gulliver.data import STILL_FPS, Bucket
 from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.models import STDiT3
-from gulliver.options import resolved
+from gulliver.options import differences, resolved
 from gulliver.video._build import build_model
 from gulliver.video._caches import Counts, cache_blocks
 from gulliver.video._config import (
+    MAY_CHANGE,
     SamplingConfig,
     TrainConfig,
     check_clip,
-    differences,
     from_plain,
     parse_shapes,
 )
+from gulliver.video._diffusion import Preview
 from gulliver.video._digits import FPS
 from gulliver.video._guidance import check_oscillation, guidance_of
 from gulliver.video._media import check_pixels, fit
 from gulliver.video._prompts import loop_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
-from gulliver.video._rectified_flow import Preview
 from gulliver.video._requests import (
-    Piece,
+    ClipPiece,
     Request,
     check_frames,
     check_request,
@@ -49,7 +49,7 @@ from gulliver.video._requests import (
     made_by_loops,
 )
 from gulliver.video._run import Run
-from gulliver.video._shared import Shared, ranks_alike, share, share_coding, split_ranks
+from gulliver.video._shared import SharedModel, ranks_alike, share, share_coding, split_ranks
 from gulliver.video._sources import make_flow, vocabulary
 from gulliver.video._words import WordEncoder
 
@@ -90,7 +90,7 @@ class VideoModel:
         self.text = WordEncoder(config.model.text_channels, config.model.text_length)
         self.flow = make_flow(config.flow, autoencoder)
         self.known_words = vocabulary(config)
-        self.shared = Shared(model)
+        self.shared = SharedModel(model)
         self.counts = Counts()
 
     @classmethod
@@ -105,7 +105,7 @@ class VideoModel:
         checkpoint = run.newest_checkpoint()
         with StepReader(checkpoint) as reader:
             trained = reader.value("run")["config"]
-        changed = differences(trained, resolved(config))
+        changed = differences(trained, resolved(config), MAY_CHANGE)
         if changed:
             raise GulliverError(
                 f"{checkpoint} was made with another configuration: {'; '.join(changed)}"
@@ -119,7 +119,7 @@ class VideoModel:
         model = build_model(from_plain(trained), autoencoder)
         load(checkpoint, {"ema": model})
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        # Runs on the digits, and those of before there was such a file, have none.
+        # Runs on the digits have no such file.
         told = read_json(run.clips_path)["fps"] if run.clips_path.is_file() else FPS
         return cls(config, model.to(device), autoencoder.to(device), told)
 
@@ -240,7 +240,7 @@ class VideoModel:
         self.shared.check_guidance(sampling.guidance != 1, sampling.guidance_image != 1)
         self.shared.agree([described(r) for r in requests] + [sampling])
 
-        def sample(pieces: list[Piece]) -> list[Tensor]:
+        def sample(pieces: list[ClipPiece]) -> list[Tensor]:
             return self._sample(pieces, sampling, preview)
 
         unit = self.autoencoder.compression[0]
@@ -251,7 +251,7 @@ class VideoModel:
 
     @torch.no_grad()
     def _sample(
-        self, pieces: list[Piece], sampling: SamplingConfig, preview: Preview | None
+        self, pieces: list[ClipPiece], sampling: SamplingConfig, preview: Preview | None
     ) -> list[Tensor]:
         """Samples pieces of one bucket, all with or all without given frames."""
         device = next(self.model.parameters()).device
@@ -284,11 +284,9 @@ class VideoModel:
         videos = self.autoencoder.decode(latents, bucket.frames).clamp(-1, 1).cpu()
         return list(videos.unbind())
 
-    def _captions(self, pieces: list[Piece]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Returns vectors and mask of the captions, and those without caption.
-
-        Without a negative prompt the learnt null caption stands there, as long as the caption.
-        """
+    def _captions(self, pieces: list[ClipPiece]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Returns vectors and mask of the captions, and those without caption."""
+        # Without a negative prompt the learnt null caption stands there, as long as the caption.
         negative = [n for n, piece in enumerate(pieces) if piece.negative_prompt]
         texts = [p.prompt for p in pieces] + [pieces[n].negative_prompt for n in negative]
         vectors, masks = self.text.encode(texts)

@@ -17,53 +17,36 @@ https://arxiv.org/abs/2305.08891 (rescale), Open-Sora 1.3 and 2.0 (oscillation, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
+from gulliver.options import AT_LEAST_0, GUIDANCE, SHARE, Options
 from gulliver.video._config import SamplingConfig
 
 
 @dataclass(frozen=True)
-class Guidance:
-    """Scales of guidance at each step.
+class Guidance(Options):
+    """Scales of guidance at each step."""
 
-    Args:
-        text: weight of the caption's velocity over that without caption; 1 turns it off.
-        image: weight of the given frames' velocity over that without them; 1 turns it off.
-        text_oscillation: number of first steps after which every second has text scale 1; None:
-            all steps have the full scale.
-        image_oscillation: the same for the image scale.
-        image_decay: whether the image scale falls over the steps to 1, and rises over the frames
-            from 1.
-        rescale: share by which the standard deviation is set back to that of the answer with
-            caption and frames.
-
-    Raises:
-        GulliverError: a weight that is not finite, a rescale outside of 0 to 1, or an oscillation
-            after less than 0 steps.
-    """
-
-    text: float = 1.0
-    image: float = 1.0
-    text_oscillation: int | None = None
-    image_oscillation: int | None = None
+    text: Annotated[float, GUIDANCE] = 1.0
+    """Weight of the caption's velocity over that without caption; 1 turns it off."""
+    image: Annotated[float, GUIDANCE] = 1.0
+    """Weight of the given frames' velocity over that without them; 1 turns it off."""
+    text_oscillation: Annotated[int | None, AT_LEAST_0] = None
+    """Number of first steps after which every second has text scale 1; None: all steps have the
+    full scale."""
+    image_oscillation: Annotated[int | None, AT_LEAST_0] = None
+    """The same for the image scale."""
     image_decay: bool = False
-    rescale: float = 0.0
-
-    def __post_init__(self) -> None:
-        for scale in (self.text, self.image):
-            if not math.isfinite(scale):
-                raise GulliverError(f"a weight of guidance is a finite number, not {scale}")
-        if not 0 <= self.rescale <= 1:
-            raise GulliverError(f"a rescale of guidance is between 0 and 1, not {self.rescale}")
-        for first in (self.text_oscillation, self.image_oscillation):
-            if first is not None and first < 0:
-                raise GulliverError(f"guidance oscillates after 0 steps or more, not {first}")
+    """Whether the image scale falls over the steps to 1, and rises over the frames from 1."""
+    rescale: Annotated[float, SHARE] = 0.0
+    """Share by which the standard deviation is set back to that of the answer with caption and
+    frames."""
 
     @property
     def branches(self) -> int:
@@ -118,13 +101,8 @@ def _oscillating(scale: float, step: int, first: int | None) -> float:
 
 
 def check_oscillation(sampling: SamplingConfig) -> None:
-    """Refuses an oscillation that would begin after the last step that it could change.
-
-    Apart from `guidance_of`, since a model's own number of steps is known only with the model.
-
-    Raises:
-        GulliverError: naming the option, and the number of steps.
-    """
+    """Refuses an oscillation that would begin after the last step that it could change."""
+    # Apart from `guidance_of`, since a model's own number of steps is known only with the model.
     # Odd steps oscillate, so an odd number of steps has a last one that does not.
     most = sampling.steps // 2 * 2
     for name in ("guidance_oscillation", "guidance_image_oscillation"):
@@ -138,11 +116,7 @@ def check_oscillation(sampling: SamplingConfig) -> None:
 
 
 def guidance_of(sampling: SamplingConfig) -> Guidance:
-    """Returns the guidance that sampling options ask for.
-
-    Raises:
-        GulliverError: a setting of guidance that is off.
-    """
+    """Returns the guidance that sampling options ask for."""
     settings = {
         "--guidance": ("guidance_oscillation",),
         "--guidance-image": ("guidance_image_oscillation", "guidance_image_decay"),

@@ -4,12 +4,6 @@ A point is x_t = sqrt(a_t) x0 + sqrt(1 - a_t) noise with a_t falling over steps 
 model predicts the noise, and for each element where the log variance of a step back lies between
 the least and the most that it can be. `IDDPM` has the calls of `RectifiedFlow`, so that pipelines
 and the training loop take either.
-
-[Note: respaced steps] Sampling takes few of the 1000 steps. Those taken make a process of their own
-whose a are the same numbers, so its betas are 1 - a_i / a_(i-1); the model is told the old step.
-
-Sources: https://arxiv.org/abs/2102.09672 (learned variances, cosine schedule, respacing),
-https://arxiv.org/abs/2006.11239 (linear schedule).
 """
 
 from __future__ import annotations
@@ -22,8 +16,15 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
+from gulliver.video._diffusion import (
+    Diffusion,
+    GivenFrames,
+    Model,
+    Preview,
+    SamplingStep,
+    conditions,
+)
 from gulliver.video._guidance import Guidance
-from gulliver.video._rectified_flow import Model, Preview, stacked
 
 SCHEDULES = ("linear", "cosine")
 LAST_NOISE = 0.999
@@ -32,6 +33,12 @@ BIN = 1 / 255
 """Half a level of an 8-bit picture on the scale of -1 to 1, for the likelihood of the data."""
 
 
+# [Note: respaced steps] Sampling takes few of the 1000 steps. Those taken make a process of their
+# own whose a are the same numbers, so its betas are 1 - a_i / a_(i-1); the model is told the old
+# step.
+#
+# Sources: https://arxiv.org/abs/2102.09672 (learned variances, cosine schedule, respacing),
+# https://arxiv.org/abs/2006.11239 (linear schedule).
 def linear_betas(count: int) -> Tensor:
     """Returns betas that rise evenly, from 0.0001 to 0.02 for 1000 steps: float64 [count]."""
     scale = 1000 / count
@@ -46,11 +53,7 @@ def cosine_betas(count: int) -> Tensor:
 
 
 def spaced(count: int, steps: int) -> list[int]:
-    """Lists `steps` of `count` steps, evenly from the first to the last.
-
-    Raises:
-        GulliverError: there are fewer than two, or more than the process has.
-    """
+    """Lists `steps` of `count` steps, evenly from the first to the last."""
     if not 2 <= steps <= count:
         raise GulliverError(
             f"{steps} sampling steps cannot be taken of {count}: between 2 and {count} can"
@@ -64,20 +67,17 @@ def spaced(count: int, steps: int) -> list[int]:
 
 
 class Process(NamedTuple):
-    """Coefficients of a process of N steps, each float64 [N].
+    """Coefficients of a process of N steps, each float64 [N]."""
 
-    Attributes:
-        kept: share a of the data's power.
-        of_data: factor of x0 in the mean of a step back.
-        of_point: factor of x_t in it.
-        least: least log variance of a step back.
-        most: most log variance of it.
-    """
-
+    # Share a of the data's power.
     kept: Tensor
+    # Factor of x0 in the mean of a step back.
     of_data: Tensor
+    # Factor of x_t in it.
     of_point: Tensor
+    # Least log variance of a step back.
     least: Tensor
+    # Most log variance of it.
     most: Tensor
 
 
@@ -93,18 +93,8 @@ def process_of(kept: Tensor) -> Process:
     return Process(kept, of_data, of_point, variance.log(), betas.log())
 
 
-class IDDPM:
-    """The noise process, its training loss and its sampler.
-
-    Args:
-        num_timesteps: number of steps from data to noise.
-        schedule: name of the schedule of the betas.
-        guided_channels: number of first channels that guidance leads, as the public configurations
-            have it; None for all.
-
-    Raises:
-        GulliverError: the schedule is unknown.
-    """
+class IDDPM(Diffusion):
+    """The noise process, its training loss and its sampler."""
 
     def __init__(
         self,
@@ -130,40 +120,14 @@ class IDDPM:
         kept = _at(self.process.kept, timesteps, x0)
         return kept.sqrt() * x0 + (1 - kept).sqrt() * noise
 
-    def loss(
-        self,
-        model: Model,
-        x0: Tensor,
-        model_inputs: dict[str, Any],
-        *,
-        noise: Tensor,
-        timesteps: Tensor,
-        mask: Tensor | None = None,
+    def _errors(
+        self, output: Tensor, x0: Tensor, x_t: Tensor, noise: Tensor, timesteps: Tensor
     ) -> Tensor:
-        """Computes each clip's mean square error of the noise and bound on the likelihood in bits.
-
-        The bound teaches the variance alone: the noise in it is taken as it is.
-
-        Args:
-            model: function called as model(x_t, timesteps, **model_inputs), which gives twice x0's
-                channels: noise and variance.
-            x0: latents [B, C, T, H, W].
-            model_inputs: conditions, by keyword of the model.
-            noise: noise of x0's shape.
-            timesteps: steps [B].
-            mask: mask [B, T], True for frames to generate. Given frames are shown without noise
-                and do not count; pass the same as x_mask in `model_inputs`.
-
-        Returns:
-            The losses [B].
-        """
-        x_t = self.add_noise(x0, noise, timesteps)
-        if mask is not None:
-            x_t = torch.where(_frames(mask), x_t, x0)
-        predicted, share = _halves(model(x_t, timesteps, **model_inputs), x0)
-        square = (noise - predicted).square()
+        """Square error of the noise, and the bound on the likelihood in bits."""
+        predicted, share = _halves(output, x0)
+        # The bound teaches the variance alone: the noise in it is taken as it is.
         bits = self._bits(x0, x_t, timesteps, predicted.detach(), share)
-        return _mean(square + bits, mask)
+        return (noise - predicted).square() + bits
 
     def _bits(
         self, x0: Tensor, x_t: Tensor, timesteps: Tensor, noise: Tensor, share: Tensor
@@ -191,7 +155,6 @@ class IDDPM:
         share = (share + 1) / 2
         return of_data * x0 + of_point * x_t, share * most + (1 - share) * least
 
-    @torch.no_grad()
     def sample(
         self,
         model: Model,
@@ -207,60 +170,43 @@ class IDDPM:
         progress: Callable[[int, int], None] | None = None,
         preview: Preview | None = None,
     ) -> Tensor:
-        """Steps back from noise to data.
-
-        Args:
-            model: function called as in `loss`, with the branches of guidance in one batch.
-            noise: noise [B, C, T, H, W].
-            model_inputs: conditions by keyword of the model.
-            null_inputs: conditions that differ without caption, such as y; needed where guidance is
-                on.
-            steps: number of steps, of those that the process has.
-            cfg_scale: weight of the caption's noise over that without caption, or `Guidance`.
-            given: latents of the given frames, of noise's shape; others do not count.
-            mask: mask [B, T], True for frames to generate.
-            step_noise: function from the number of a step to the noise that it adds; None draws it
-                from torch's generator.
-            progress: function that is called with (steps done, steps).
-            preview: function that is called with (steps done, steps, estimate): the data that the
-                noise of the step leaves, with given frames as they are.
-
-        Returns:
-            Latents; given frames are exactly as they were.
-
-        Raises:
-            GulliverError: guidance without null_inputs, or by given frames; only one of given and
-                mask; given frames that are to be edited.
-        """
+        """Steps back from noise to data."""
         guidance = cfg_scale if isinstance(cfg_scale, Guidance) else Guidance(cfg_scale)
-        _check_sampling(guidance, null_inputs, given, mask)
+        if guidance.image != 1:
+            raise GulliverError(
+                f"image guidance {guidance.image:g} is for models of rectified flow: leave it out"
+            )
+        if mask is not None and bool(((mask > 0) & (mask < 1)).any()):
+            raise GulliverError(
+                "edit ratios are for models of rectified flow: give frames as they are, ratio 0"
+            )
+        branches = conditions(guidance, model_inputs, null_inputs)
+        frames = GivenFrames.of(self, given, noise, mask)
+        plan = self._steps(steps, guidance, step_noise)
+        return self._follow(model, noise, branches, plan, frames, progress, preview)
+
+    def _steps(
+        self, steps: int, guidance: Guidance, step_noise: Callable[[int], Tensor] | None
+    ) -> list[SamplingStep]:
         taken = spaced(self.num_timesteps, steps)
         process = process_of(self.process.kept[taken])
-        branches = [model_inputs, {**model_inputs, **(null_inputs or {})}][: guidance.branches]
-        inputs = stacked(branches)
-        x, generate = noise, None
-        if mask is not None and given is not None:
-            generate = mask >= 1
-            inputs["x_mask"] = torch.cat([generate] * len(branches))
-            x = torch.where(_frames(generate), x, given)
-        for done, number in enumerate(reversed(range(steps))):
-            told = noise.new_full((len(branches) * len(x),), float(taken[number]))
-            out = model(torch.cat([x] * len(branches)), told, **inputs)
-            answers = [_halves(answer, x) for answer in out.chunk(len(branches))]
-            predicted, share = self._guided(guidance, answers, done, steps)
-            step = torch.full((len(x),), number, device=x.device)
-            if preview is not None:
-                clean = _clean(_at(process.kept, step, x), x, predicted)
-                shown = clean if generate is None else torch.where(_frames(generate), clean, x)
-                preview(done + 1, steps, shown)
-            back, log_variance = self._back(process, x, step, predicted, share)
-            if number:
-                drawn = torch.randn_like(x) if step_noise is None else step_noise(number).to(x)
-                back = back + (0.5 * log_variance).exp() * drawn
-            x = back if generate is None else torch.where(_frames(generate), back, x)
-            if progress is not None:
-                progress(done + 1, steps)
-        return x
+
+        def step(number: int) -> SamplingStep:
+            def advance(x: Tensor, answers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+                halves = [_halves(answer, x) for answer in answers]
+                predicted, share = self._guided(guidance, halves, steps - 1 - number, steps)
+                at = torch.full((len(x),), number, device=x.device)
+                clean = _clean(_at(process.kept, at, x), x, predicted)
+                back, log_variance = self._back(process, x, at, predicted, share)
+                if number:
+                    drawn = torch.randn_like(x) if step_noise is None else step_noise(number).to(x)
+                    back = back + (0.5 * log_variance).exp() * drawn
+                return clean, back
+
+            # The model is told the step of the whole process.
+            return SamplingStep(float(taken[number]), advance)
+
+        return [step(number) for number in reversed(range(steps))]
 
     def _guided(
         self, guidance: Guidance, answers: Sequence[tuple[Tensor, Tensor]], step: int, steps: int
@@ -270,25 +216,6 @@ class IDDPM:
         led = noise.shape[1] if self.guided_channels is None else self.guided_channels
         away = guidance.combine([answer[:, :led] for answer, _ in answers], step, steps)
         return torch.cat([away, noise[:, led:]], dim=1), share
-
-
-def _check_sampling(
-    guidance: Guidance, null: Mapping[str, Any] | None, given: Tensor | None, mask: Tensor | None
-) -> None:
-    if guidance.image != 1:
-        raise GulliverError(
-            f"image guidance {guidance.image:g} is for models of rectified flow: leave it out"
-        )
-    if guidance.branches > 1 and not null:
-        raise GulliverError(
-            f"cfg_scale {guidance.text:g} needs null_inputs, what stands for no caption"
-        )
-    if (given is None) != (mask is None):
-        raise GulliverError("given frames need both `given` and `mask`")
-    if mask is not None and bool(((mask > 0) & (mask < 1)).any()):
-        raise GulliverError(
-            "edit ratios are for models of rectified flow: give frames as they are, with ratio 0"
-        )
 
 
 def _at(values: Tensor, steps: Tensor, like: Tensor) -> Tensor:
@@ -311,19 +238,6 @@ def _halves(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         )
     noise, share = output.to(x.dtype).chunk(2, dim=1)
     return noise, share
-
-
-def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Means of clips [B, C, T, H, W] over frames to generate: [B]."""
-    of_frames = values.mean(dim=(1, 3, 4))
-    if mask is None:
-        return of_frames.mean(dim=1)
-    weights = mask.to(of_frames.dtype)
-    return (of_frames * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
-
-
-def _frames(mask: Tensor) -> Tensor:
-    return mask[:, None, :, None, None]
 
 
 def _discrete_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:

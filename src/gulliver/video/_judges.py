@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from gulliver.data import Bucket
 from gulliver.jobs import derive
-from gulliver.video._digits import DIGITS, DIRECTIONS, WANDER, MovingDigits, compose
-from gulliver.video._digits import STEPS as DIRECTION_STEPS
+from gulliver.video._digits import DIGITS, DIRECTIONS, STEPS, WANDER, MovingDigits, compose
 
 WINDOW = 16
 """Side of the window that is cut out around the ink, in pixels."""
@@ -25,7 +24,7 @@ INK = 0.2
 """Fainter pixels are noise and do not count for the centre."""
 STILL = 0.15
 """Pixels per frame below which nothing moves."""
-STEPS, BATCH = 500, 64
+READER_STEPS, READER_BATCH = 500, 64
 _SEEN = Bucket(5, 32, 32)
 
 
@@ -71,11 +70,7 @@ class DigitReader(nn.Module):
 
 
 class Judges:
-    """Reads digits and measures movement.
-
-    Args:
-        reader: trained network.
-    """
+    """Reads digits and measures movement."""
 
     def __init__(self, reader: DigitReader) -> None:
         self.reader = reader.eval()
@@ -109,24 +104,20 @@ class Judges:
 
 
 def train_judges(seed: int = 0, others: Sequence[Tensor] = ()) -> Judges:
-    """Trains the reader on real clips of the training handwriting (some seconds).
-
-    Args:
-        seed: seed of its weights and clips.
-        others: ink of further classes [N, 16, 16] in [0, 1], which are numbered from 10 on and
-            come as often as a digit.
-    """
+    """Trains the reader on real clips of the training handwriting (some seconds)."""
     torch.manual_seed(derive(seed, 20))
-    dataset = MovingDigits("train", STEPS * BATCH, seed=derive(seed, 21), shapes={_SEEN: 1})
+    dataset = MovingDigits(
+        "train", READER_STEPS * READER_BATCH, seed=derive(seed, 21), shapes={_SEEN: 1}
+    )
     reader = DigitReader(len(DIGITS) + len(others))
     optimizer = torch.optim.Adam(reader.parameters(), lr=2e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for step in range(STEPS):
-        indices = list(range(step * BATCH, (step + 1) * BATCH))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, READER_STEPS)
+    for step in range(READER_STEPS):
+        indices = list(range(step * READER_BATCH, (step + 1) * READER_BATCH))
         read = [dataset.labels(i)[0] for i in indices]
         clips = [dataset.batch(indices)]
         for number, ink in enumerate(others, len(DIGITS)):
-            clips.append(_moving(ink, BATCH // len(DIGITS)))
+            clips.append(_moving(ink, READER_BATCH // len(DIGITS)))
             read += [number] * len(clips[-1])
         windows, _ = windows_around_ink(torch.cat(clips)[:, :, [0, -1]])
         # Faint noise and small shifts, so that blurred clips are read as a person would read them.
@@ -143,20 +134,13 @@ def train_judges(seed: int = 0, others: Sequence[Tensor] = ()) -> Judges:
 
 def _moving(ink: Tensor, count: int) -> Tensor:
     """Moves images drawn from those of a class, as the digits move."""
-    ways = torch.tensor(DIRECTION_STEPS)[torch.randint(len(DIRECTION_STEPS), (count,))]
+    ways = torch.tensor(STEPS)[torch.randint(len(STEPS), (count,))]
     offsets = (2 * torch.rand(count, 2) - 1) * WANDER
     return compose(ink[torch.randint(len(ink), (count,))], ways, offsets, _SEEN)
 
 
 def windows_around_ink(clips: Tensor) -> tuple[Tensor, Tensor]:
-    """Cuts a window around the ink of every frame.
-
-    Args:
-        clips: clips [B, 3, T, H, W] in [-1, 1].
-
-    Returns:
-        Windows [B * T, 1, 16, 16] in [0, 1], and the centres of the ink in x and y [B, T, 2].
-    """
+    """Cuts a window around the ink of every frame."""
     batch, _, frames, height, width = clips.shape
     ink = ((clips.float().mean(dim=1) + 1) / 2).clamp(0, 1).view(-1, height, width)
     weight = ink * (ink > INK)

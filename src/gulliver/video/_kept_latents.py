@@ -6,21 +6,6 @@ FOLDER/
   texts/                     what captions say, as `KeptTexts` keeps it
   buckets.*                  the bucket configuration, where there was one
   index.json                 rows of the table, where each window lies, what is broken; written last
-
-[Note: fingerprints] A window of a clip is known by three things: a digest of the file, the bucket
-and the first frame. Its latents are a function of these and of the settings (weights of the
-autoencoder, frame interval, crop, dtype ...). Neither paths nor times are among them, so that both
-folders may be moved. The digest of a clip is of its size and of its first, middle and last 64 KiB
-(of all of a small file): to read thousands of films whole, to find that nothing has changed, would
-cost as much as encoding them. Index and table of samples of a video lie at its head or its tail,
-and every new encoding of it has others.
-
-Shards rather than a file for each clip: a million clips are files that no file system likes, and a
-rank that is killed loses one shard at most. They are read with `pread`, not mapped: a
-window is one stretch of a file, and a shard that is cut off under a training run is an error of one
-clip, not a SIGBUS.
-
-Read `KeptLatents`, then `EncodedTable`. What writes all this is `preparation/_encode.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +39,21 @@ SETTINGS, INDEX, SHARDS, TEXTS = "settings.json", "index.json", "shards", "texts
 AGAIN = "run gulliver data encode again"
 
 
-class Sample(NamedTuple):
+# [Note: fingerprints] A window of a clip is known by three things: a digest of the file, the bucket
+# and the first frame. Its latents are a function of these and of the settings (weights of the
+# autoencoder, frame interval, crop, dtype ...). Neither paths nor times are among them, so that
+# both folders may be moved. The digest of a clip is of its size and of its first, middle and last
+# 64 KiB (of all of a small file): to read thousands of films whole, to find that nothing has
+# changed, would cost as much as encoding them. Index and table of samples of a video lie at its
+# head or its tail, and every new encoding of it has others.
+#
+# Shards rather than a file for each clip: a million clips are files that no file system likes, and
+# a rank that is killed loses one shard at most. They are read with `pread`, not mapped: a window is
+# one stretch of a file, and a shard that is cut off under a training run is an error of one clip,
+# not a SIGBUS.
+#
+# Read `KeptLatents`, then `EncodedTable`. What writes all this is `preparation/_encode.py`.
+class ClipWindow(NamedTuple):
     """A window of a clip: the digest of its file, its bucket, and its first frame."""
 
     clip: str
@@ -105,11 +104,7 @@ def digest(*parts: bytes) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Returns a digest of a file's size and its first, middle and last part.
-
-    Raises:
-        GulliverError: it cannot be read.
-    """
+    """Returns a digest of a file's size and its first, middle and last part."""
     with named_errors(path, "read"), path.open("rb") as file:
         size = file.seek(0, 2)
         starts = {0, PART, 2 * PART} if size <= 3 * PART else {0, (size - PART) // 2, size - PART}
@@ -127,10 +122,8 @@ def folder_digest(folder: Path) -> str:
 
 
 def weights_digest(autoencoder: Any) -> str:
-    """Returns class and digest of an autoencoder: every weight, and its constants.
-
-    Weights count as float32, in which clips are encoded, whatever dtype they lie in.
-    """
+    """Returns class and digest of an autoencoder: every weight, and its constants."""
+    # Weights count as float32, in which clips are encoded, whatever dtype they lie in.
     total = hashlib.blake2b(digest_size=16)
     constants = {n: v for n, v in vars(autoencoder).items() if n[0] != "_" and _is_plain(v)}
     constants.pop("training", None)
@@ -168,24 +161,19 @@ class KeptText:
 
 
 class Shard(NamedTuple):
-    """A shard: its file, bucket, shape of its tensor, and clip and first frame of each row.
+    """A shard: its file, bucket, shape of its tensor, and clip and first frame of each row."""
 
-    `sums` is the CRC-32 of the bytes of each row; shards of older versions have none.
-    """
+    # `sums` is the CRC-32 of the bytes of each row.
 
     file: str
     bucket: str
     shape: list[int]
     members: list[list[Any]]
-    sums: list[int] | None = None
+    sums: list[int]
 
 
 class KeptLatents:
-    """A folder of kept latents, read by window.
-
-    Raises:
-        GulliverError: it holds none, or they are not finished.
-    """
+    """A folder of kept latents, read by window."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -199,9 +187,9 @@ class KeptLatents:
         self.settings = Settings(**content["settings"])
         self.content = content
         self.shards = [Shard(**shard) for shard in content["shards"]]
-        self.broken = {Sample(*sample): reason for *sample, reason in content["broken"]}
+        self.broken = {ClipWindow(*sample): reason for *sample, reason in content["broken"]}
         self._places = {
-            Sample(clip, shard.bucket, start): (shard, row)
+            ClipWindow(clip, shard.bucket, start): (shard, row)
             for shard in self.shards
             for row, (clip, start) in enumerate(shard.members)
         }
@@ -217,15 +205,11 @@ class KeptLatents:
         name = self.content["buckets"]
         return self.folder / name if name else None
 
-    def __contains__(self, sample: Sample) -> bool:
+    def __contains__(self, sample: ClipWindow) -> bool:
         return sample in self._places
 
-    def read(self, sample: Sample) -> Tensor:
-        """Reads the latents of a window, [C, t, h, w] in float32.
-
-        Raises:
-            GulliverError: they are not kept, or their shard is gone, cut off or damaged.
-        """
+    def read(self, sample: ClipWindow) -> Tensor:
+        """Reads the latents of a window, [C, t, h, w] in float32."""
         if sample not in self._places:
             raise GulliverError(self.broken.get(sample, f"no latents are kept in {self.folder}"))
         shard, row = self._places[sample]
@@ -239,21 +223,14 @@ class KeptLatents:
                 raise GulliverError(f"{path} is cut off, or another file: {AGAIN}")
             file.seek(8 + header + row * size)
             found = bytearray(file.read(size))
-        if shard.sums is not None and zlib.crc32(found) != shard.sums[row]:
+        if zlib.crc32(found) != shard.sums[row]:
             raise GulliverError(
                 f"{path} is damaged (window {row} has another checksum): remove it and {AGAIN}"
             )
         return torch.frombuffer(found, dtype=dtype).view(shard.shape[1:]).float()
 
     def refuse_differences(self, asked: dict[str, Any]) -> None:
-        """Refuses a run whose settings are not those of the latents.
-
-        Args:
-            asked: settings of the run by name.
-
-        Raises:
-            GulliverError: naming each that differs, with both values.
-        """
+        """Refuses a run whose settings are not those of the latents."""
         known = {**asdict(self.settings), "scores": self.content["scores"]}
         wrong = [
             f"{name} is {value} in this run, {known[name]} of the latents"
@@ -265,20 +242,10 @@ class KeptLatents:
 
 
 class EncodedTable(ClipTable):
-    """Clips of which latents are kept: a sample's `video` is its latents.
+    """Clips of which latents are kept: a sample's `video` is its latents."""
 
-    Rows, order and windows are those of the `ClipTable` that was encoded, so that a run on latents
-    sees the samples of a run on clips.
-
-    Args:
-        kept: kept latents.
-        buckets: shapes to train on.
-        seed: seed of the chances of a `BucketConfig`.
-        table: table of clips, of which latents are kept; None for the rows that were encoded.
-
-    Raises:
-        GulliverError: no latents are kept of a clip, or of one of its buckets.
-    """
+    # Rows, order and windows are those of the `ClipTable` that was encoded, so that a run on
+    # latents sees the samples of a run on clips.
 
     encoded = True
 
@@ -317,10 +284,10 @@ class EncodedTable(ClipTable):
             raise GulliverError(f"{kept.folder} keeps no clip that fits the shapes of this run")
         self._deal_rows()
 
-    def sample(self, index: int, bucket: Bucket, seed: int) -> Sample:
+    def sample(self, index: int, bucket: Bucket, seed: int) -> ClipWindow:
         """Returns the window of a row that a seed chooses."""
         start = self.first_frame(index, bucket, seed)
-        return Sample(self.clips[self.rows[index].name], str(bucket), start)
+        return ClipWindow(self.clips[self.rows[index].name], str(bucket), start)
 
     def _content(self, index: int, bucket: Bucket, seed: int) -> Tensor:
         return self.kept.read(self.sample(index, bucket, seed))

@@ -39,7 +39,7 @@ SHORT_FORMS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Rule:
+class MaskRule:
     """One rule of a mask strategy; negative numbers count from the end."""
 
     loop: int = 0
@@ -55,7 +55,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Placement:
+class FramePlacement:
     """Frames of a reference in a clip, all numbers from the start."""
 
     reference: int
@@ -70,13 +70,8 @@ class Placement:
         return range(self.target_start, self.target_start + self.length)
 
 
-def parse_mask_strategy(text: str) -> tuple[Rule, ...]:
-    """Reads a mask strategy, or a short form; an empty text has no rules.
-
-    Raises:
-        GulliverError: a rule has more than six numbers or something else, a loop below 0, a length
-            below 1, or an edit ratio outside of 0 to 1.
-    """
+def parse_mask_strategy(text: str) -> tuple[MaskRule, ...]:
+    """Reads a mask strategy, or a short form; an empty text has no rules."""
     text = text.strip()
     if not text:
         return ()
@@ -88,7 +83,7 @@ def parse_mask_strategy(text: str) -> tuple[Rule, ...]:
     return tuple(_rule(part.strip()) for part in text.split(";"))
 
 
-def _rule(text: str) -> Rule:
+def _rule(text: str) -> MaskRule:
     fields = text.split(",")
     try:
         if "_" in text or not text.isascii():  # Python reads 1_0 as 10.
@@ -102,7 +97,7 @@ def _rule(text: str) -> Rule:
             f"mask strategy {text!r} is not {SHAPE}, such as 0,0,0,0,1,0: whole numbers, and a "
             "ratio at the end"
         )
-    rule = Rule(*numbers, *DEFAULTS[len(numbers) :], edit_ratio=ratios[0] if ratios else 0.0)
+    rule = MaskRule(*numbers, *DEFAULTS[len(numbers) :], edit_ratio=ratios[0] if ratios else 0.0)
     if not 0 <= rule.edit_ratio <= 1:
         raise GulliverError(
             f"mask strategy {text!r}: an edit ratio is between 0 (keep) and 1 (make anew), not "
@@ -116,17 +111,8 @@ def _rule(text: str) -> Rule:
     return rule
 
 
-def check_rules(rules: Sequence[Rule], references: int, loops: int) -> None:
-    """Refuses rules of loops or references that are not there, and references without a rule.
-
-    Args:
-        rules: rules of a mask strategy.
-        references: number of references.
-        loops: number of loops.
-
-    Raises:
-        GulliverError: naming the rule, and what there is.
-    """
+def check_rules(rules: Sequence[MaskRule], references: int, loops: int) -> None:
+    """Refuses rules of loops or references that are not there, and references without a rule."""
     if references and not rules:
         raise GulliverError(
             "references without a mask strategy: say where they go, such as i2v_head or "
@@ -157,22 +143,12 @@ def numbered(noun: str, count: int) -> str:
 
 
 def place(
-    rules: Sequence[Rule],
+    rules: Sequence[MaskRule],
     lengths: Sequence[int],
     frames: int,
     align: int | None = None,
-) -> list[Placement]:
-    """Finds which frames the rules of a loop put where.
-
-    Args:
-        rules: rules of one loop.
-        lengths: length of each reference in latent frames.
-        frames: length of the clip in latent frames.
-        align: number of latent frames at whose multiples both begin, to the nearest; None: any.
-
-    Raises:
-        GulliverError: a rule names frames that a reference or the clip does not have.
-    """
+) -> list[FramePlacement]:
+    """Finds which frames the rules of a loop put where."""
     found = []
     for rule in rules:
         number = rule.reference % len(lengths)
@@ -183,11 +159,11 @@ def place(
                 ("the clip", frames, rule.target_start),
             )
         ]
-        found.append(Placement(number, starts[0], starts[1], rule.length, rule.edit_ratio))
+        found.append(FramePlacement(number, starts[0], starts[1], rule.length, rule.edit_ratio))
     return found
 
 
-def _start_in(what: str, size: int, start: int, rule: Rule, align: int | None) -> int:
+def _start_in(what: str, size: int, start: int, rule: MaskRule, align: int | None) -> int:
     """Returns the frame of a reference, or of the clip, at which a rule begins."""
     begin = start + size if start < 0 else start
     if align is not None and 0 <= begin < size:
@@ -202,10 +178,8 @@ def _start_in(what: str, size: int, start: int, rule: Rule, align: int | None) -
 
 
 def _aligned(start: int, align: int, size: int) -> int:
-    """Returns the multiple of `align` nearest to `start` at which a whole block begins.
-
-    Ties, and what is beyond the last whole block, go down, as in the public code.
-    """
+    """Returns the multiple of `align` nearest to `start` at which a whole block begins."""
+    # Ties, and what is beyond the last whole block, go down, as in the public code.
     block = start // align
     if start % align > align / 2 and block < size // align - 1:
         block += 1
@@ -213,19 +187,7 @@ def _aligned(start: int, align: int, size: int) -> int:
 
 
 def cut_references(text: str, references: Sequence[Tensor], unit: int) -> list[Tensor]:
-    """Cuts references to the frames that a short form takes of them; otherwise they stay whole.
-
-    Args:
-        text: mask strategy.
-        references: clips [3, T, H, W], or pictures of one frame.
-        unit: frames of the clip in each latent frame but the first.
-
-    Returns:
-        The references: a single frame for i2v, 8 or (easy) 16 latent frames and the first for v2v.
-
-    Raises:
-        GulliverError: a clip is too short for v2v.
-    """
+    """Cuts references to the frames that a short form takes of them; otherwise they stay whole."""
     form, found = text.strip(), list(references)
     if form not in SHORT_FORMS or not found:
         return found

@@ -112,12 +112,7 @@ class MaskStrategies:
 
     @classmethod
     def of(cls, config: FlowConfig) -> Self:
-        """Reads the strategies of a configuration.
-
-        Raises:
-            GulliverError: an unknown name, a name twice, a share that is none, or shares of more
-                than 1; the short forms beside a list.
-        """
+        """Reads the strategies of a configuration."""
         if not config.masks:
             return cls(_checked({"image_head": config.mask_first, "extend": config.mask_head}))
         short = (config.mask_first, FlowConfig.mask_first), (config.mask_head, FlowConfig.mask_head)
@@ -147,18 +142,9 @@ class MaskStrategies:
         generator: torch.Generator,
         step: torch.Generator | None = None,
     ) -> Tensor | None:
-        """Draws the masks [clips, frames] of a step; None where all of its clips are made whole.
-
-        Masks cost a second modulation of every block: they come a whole step at a time, with the
-        chance that a clip has one, and each clip of the step draws its strategy.
-
-        Args:
-            clips: number of clips.
-            frames: latent frames of each.
-            generator: generator of the strategies.
-            step: generator that says whether the step has masks, where its clips are drawn for one
-                by one; None for `generator`.
-        """
+        """Draws the masks [clips, frames] of a step; None where all of its clips are made whole."""
+        # Masks cost a second modulation of every block: they come a whole step at a time, with the
+        # chance that a clip has one, and each clip of the step draws its strategy.
         masked = float(torch.rand((), generator=step or generator)) < self.share
         if not masked or frames == 1:
             return None

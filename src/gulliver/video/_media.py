@@ -61,14 +61,7 @@ def check_output(path: Path, frames: int | None = None, fps: float = 8) -> None:
 
 
 def write_clip(path: Path, video: Tensor, fps: float, scale: int = 1) -> Path:
-    """Writes a clip in the format of the path's suffix, and only when it is complete.
-
-    Args:
-        path: file to write, ending in .mp4, .gif or .png (one frame).
-        video: clip [3, T, H, W] in [-1, 1].
-        fps: frames per second.
-        scale: times that each pixel is repeated in both directions.
-    """
+    """Writes a clip in the format of the path's suffix, and only when it is complete."""
     check_output(path, video.shape[1], fps)
     if scale not in SCALE or fps not in FPS:
         raise GulliverError(f"cannot write {path.name!r}: fps must be {FPS}, scale {SCALE}")
@@ -119,15 +112,7 @@ WRITERS.update({".mp4": _write_mp4, ".gif": write_gif, ".png": _write_png})
 
 
 def read_frames(path: Path, most: int | None = None) -> Tensor:
-    """Reads an image or a video, upright, as [3, T, H, W] in [-1, 1].
-
-    Args:
-        path: file to read.
-        most: most frames that are read; None reads all.
-
-    Raises:
-        GulliverError: the file is missing, unreadable or empty.
-    """
+    """Reads an image or a video, upright, as [3, T, H, W] in [-1, 1]."""
     if not path.is_file():
         raise GulliverError(f"{path} does not exist")
     try:
@@ -141,13 +126,8 @@ def read_frames(path: Path, most: int | None = None) -> Tensor:
 
 
 def check_pixels(what: str, video: Tensor) -> None:
-    """Refuses what is no picture or clip [3, T, H, W] in [-1, 1].
-
-    Values a little outside, as scaling and decoding make them, are none the worse.
-
-    Raises:
-        GulliverError: another shape, integers, numbers that are not finite or far outside.
-    """
+    """Refuses what is no picture or clip [3, T, H, W] in [-1, 1]."""
+    # Values a little outside, as scaling and decoding make them, are none the worse.
     if video.ndim != 4 or video.shape[0] != 3 or not video.numel():
         raise GulliverError(f"{what} is of shape {tuple(video.shape)}: expected [3, T, H, W]")
     if not video.is_floating_point():

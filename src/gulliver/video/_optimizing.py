@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import nn
 
+from gulliver.jobs._loop import rate_factor
 from gulliver.video._config import TrainConfig
 
 
@@ -20,17 +20,12 @@ def make_optimizer(
         lr=config.optimizer.learning_rate,
         betas=(0.9, config.optimizer.beta2),
     )
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: schedule(config, k))
+    warmup, final = config.optimizer.warmup, config.optimizer.final_fraction
 
+    def factor(step: int) -> float:
+        return rate_factor(step, config.steps, warmup, final=final)
 
-def schedule(config: TrainConfig, step: int) -> float:
-    """Returns the learning rate of `step` over its peak: linear warm-up, then cosine."""
-    optimizer = config.optimizer
-    if step < optimizer.warmup:
-        return (step + 1) / optimizer.warmup
-    progress = (step - optimizer.warmup) / max(1, config.steps - optimizer.warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    return optimizer.final_fraction + (1 - optimizer.final_fraction) * cosine
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

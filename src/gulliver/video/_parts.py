@@ -28,24 +28,19 @@ CALM = 0.8
 
 
 class Room:
-    """The device that networks share, of which one at a time is filled.
-
-    Args:
-        device: device that they are filled on.
-        keep: whether they stay once they are filled.
-    """
+    """The device that networks share, of which one at a time is filled."""
 
     def __init__(self, device: torch.device, keep: bool = False) -> None:
         self.device, self.keep = device, keep
-        self._parts: list[Part[Any]] = []
+        self._parts: list[PipelinePart[Any]] = []
 
-    def part(self, load: Callable[[torch.device], T]) -> Part[T]:
+    def part(self, load: Callable[[torch.device], T]) -> PipelinePart[T]:
         """Adds a network, by the function that fills it on a device."""
-        made = Part(self, load)
+        made = PipelinePart(self, load)
         self._parts.append(made)
         return made
 
-    def make_way(self, part: Part[Any]) -> None:
+    def make_way(self, part: PipelinePart[Any]) -> None:
         """Frees all networks but one."""
         if self.keep:
             return
@@ -56,7 +51,7 @@ class Room:
             torch.cuda.empty_cache()
 
 
-class Part(Generic[T]):
+class PipelinePart(Generic[T]):
     """A network of a `Room`; call it to have it filled."""
 
     def __init__(self, room: Room, load: Callable[[torch.device], T]) -> None:
@@ -80,15 +75,9 @@ class Part(Generic[T]):
 
 
 class PartEncoder:
-    """A text encoder of a room, which says each caption once.
+    """A text encoder of a room, which says each caption once."""
 
-    Args:
-        part: encoder.
-        channels: width of a token's vector.
-        max_length: longest caption in tokens.
-    """
-
-    def __init__(self, part: Part[TextEncoder], channels: int, max_length: int) -> None:
+    def __init__(self, part: PipelinePart[TextEncoder], channels: int, max_length: int) -> None:
         self._part = part
         self.channels, self.max_length = channels, max_length
         self._said: dict[str, dict[str, Tensor]] = {}
@@ -108,19 +97,9 @@ class PartEncoder:
 
 
 class PartAutoencoder:
-    """An autoencoder of a room: its sizes are known at once, it is filled to encode and decode.
+    """An autoencoder of a room: its sizes are known at once, it is filled to encode and decode."""
 
-    Args:
-        part: autoencoder.
-        outline: the same without memory, whose sizes are asked.
-        memory: bytes that decoding a clip may take; None for what is free. A clip that would take
-            more is decoded in stretches of time, which is the same to the last bit but rounding.
-
-    Raises:
-        GulliverError: there are no such bytes.
-    """
-
-    def __init__(self, part: Part[Any], outline: Any, memory: int | None = None) -> None:
+    def __init__(self, part: PipelinePart[Any], outline: Any, memory: int | None = None) -> None:
         if memory is not None and not memory >= 1:
             raise GulliverError(
                 f"memory is {memory}: expected bytes for decoding a clip, 1 at least, or None"

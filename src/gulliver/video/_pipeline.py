@@ -30,16 +30,16 @@ from gulliver.models import MMDiT, STDiT
 from gulliver.video._build import build_model, make_text
 from gulliver.video._caches import Counts, cache_blocks
 from gulliver.video._config import SamplingConfig, check_clip
+from gulliver.video._diffusion import Preview
 from gulliver.video._fitting import check_latents, text_reader, text_size
 from gulliver.video._generate import VideoModel, latent_noise
 from gulliver.video._guidance import Guidance, check_oscillation, guidance_of
 from gulliver.video._iddpm import IDDPM
 from gulliver.video._mask_strings import parse_mask_strategy
-from gulliver.video._parts import Part, PartAutoencoder, PartEncoder, Room
+from gulliver.video._parts import PartAutoencoder, PartEncoder, PipelinePart, Room
 from gulliver.video._prompts import loop_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import load_model, outline_model
-from gulliver.video._rectified_flow import Preview
 from gulliver.video._releases import (
     Denoiser,
     denoiser_of,
@@ -48,7 +48,7 @@ from gulliver.video._releases import (
     told,
 )
 from gulliver.video._requests import (
-    Piece,
+    ClipPiece,
     Request,
     check_frames,
     check_request,
@@ -57,22 +57,18 @@ from gulliver.video._requests import (
     made_by_loops,
 )
 from gulliver.video._run import Run
-from gulliver.video._shared import Shared, ranks_alike, share, share_coding, split_ranks
+from gulliver.video._shared import SharedModel, ranks_alike, share, share_coding, split_ranks
 from gulliver.video._sources import make_flow, own_autoencoder
 from gulliver.video._text_encoders import KeptTexts, TextEncoder, check_encoder
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A filled transformer, as the sampler calls it.
-
-    Attributes:
-        denoiser: the model's denoiser.
-        shared: the same on the ranks that make clips together.
-    """
+    """A filled transformer, as the sampler calls it."""
 
     denoiser: Denoiser
-    shared: Shared
+    # The same on the ranks that make clips together.
+    shared: SharedModel
 
 
 class VideoPipeline:
@@ -111,11 +107,11 @@ class VideoPipeline:
         check_encoder(text, *text_size(outline))
         self.flow = self.release.flow(outline, autoencoder.compression)
         self.sampling = SamplingConfig(self.release.steps, self.release.guidance, batch_size=1)
-        self.shared = Shared(outline)
+        self.shared = SharedModel(outline)
         self._ranks, self._show = (1, 1), print
         self.counts = Counts()
         self._load = load
-        self._filled: Part[Filled] = room.part(self._fill)
+        self._filled: PipelinePart[Filled] = room.part(self._fill)
 
     @classmethod
     def load(
@@ -216,7 +212,7 @@ class VideoPipeline:
             )
         self._ranks, self._show = sizes, show or (lambda _: None)
         rank = dist.get_rank() if world > 1 else 0
-        self.shared = Shared(self.outline, world, rank)
+        self.shared = SharedModel(self.outline, world, rank)
         if world > 1:
             everybody = ranks_alike("all")
 
@@ -232,7 +228,7 @@ class VideoPipeline:
         model = self._load(device)
         denoiser = denoiser_of(model)
         if self._ranks == (1, 1):  # Whatever the world is: training samples on one of its ranks.
-            return Filled(denoiser, Shared(denoiser))
+            return Filled(denoiser, SharedModel(denoiser))
         return Filled(denoiser, share(model, *self._ranks, call=denoiser, show=self._show))
 
     def check(self, request: Request, sampling: SamplingConfig | None = None) -> None:
@@ -320,7 +316,7 @@ class VideoPipeline:
         said = [(p, r.negative_prompt) for r in requests for p in loop_prompts(r.prompt, r.loops)]
         self.text.encode(list({text for p, other in said for text in (p, self._other(p, other))}))
 
-        def sample(pieces: list[Piece]) -> list[Tensor]:
+        def sample(pieces: list[ClipPiece]) -> list[Tensor]:
             return self._made(pieces, sampling, guidance, preview)
 
         unit = self.autoencoder.compression[0]
@@ -335,7 +331,7 @@ class VideoPipeline:
     @torch.no_grad()
     def _made(
         self,
-        pieces: list[Piece],
+        pieces: list[ClipPiece],
         sampling: SamplingConfig,
         guidance: Guidance,
         preview: Preview | None,
@@ -354,7 +350,7 @@ class VideoPipeline:
         return self.autoencoder.decode(latent[None], frames)[0].clamp(-1, 1).cpu()
 
     def _batches(
-        self, pieces: Sequence[Piece], mask: Tensor | None, size: int
+        self, pieces: Sequence[ClipPiece], mask: Tensor | None, size: int
     ) -> Iterator[list[int]]:
         """Yields runs of pieces to sample together, with the same given frames where it matters."""
         run = list[int]()
@@ -373,7 +369,7 @@ class VideoPipeline:
 
     def _latents(
         self,
-        pieces: list[Piece],
+        pieces: list[ClipPiece],
         sampling: SamplingConfig,
         guidance: Guidance,
         preview: Preview | None,
@@ -425,7 +421,7 @@ class VideoPipeline:
         return latents
 
     def _captions(
-        self, pieces: list[Piece], denoiser: Denoiser
+        self, pieces: list[ClipPiece], denoiser: Denoiser
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns what captions say, and what stands where there are none."""
         prompts = [piece.prompt for piece in pieces]
@@ -443,10 +439,8 @@ class VideoPipeline:
         return captions, null
 
     def _other(self, prompt: str, negative: str) -> str:
-        """Returns what is encoded for the branch without caption.
-
-        An STDiT has learnt what stands there, as long as the caption is.
-        """
+        """Returns what is encoded for the branch without caption."""
+        # An STDiT has learnt what stands there, as long as the caption is.
         return negative or ("" if self.release.whole else prompt)
 
 

@@ -1,13 +1,6 @@
 """Clips of planned steps: read ahead, and left out on all ranks alike where one cannot be read.
 
 Read `StepClips.begin`; `ClipOrder` says which row of a table a planner's sample is.
-
-[Note: clips that break] The gradient of a step is that of the mean over the clips that could be
-read, and every micro-batch is weighed when its backward begins. So each rank reads all clips of its
-part of a step first, and all ranks tell each other what they could not read: the ranks of a group
-then leave the same clips out, and all know how many are left. While a step runs, two threads read
-this rank's clips of the next one. What it does not know: how a step is weighed and run
-(`gulliver.booster`), and when so many are lost that a run ends (`_skipped.py`).
 """
 
 from __future__ import annotations
@@ -30,13 +23,14 @@ READERS = 2
 Read = Clip | BrokenClip
 
 
+# [Note: clips that break] The gradient of a step is that of the mean over the clips that could be
+# read, and every micro-batch is weighed when its backward begins. So each rank reads all clips of
+# its part of a step first, and all ranks tell each other what they could not read: the ranks of a
+# group then leave the same clips out, and all know how many are left. While a step runs, two
+# threads read this rank's clips of the next one. What it does not know: how a step is weighed and
+# run (`gulliver.booster`), and when so many are lost that a run ends (`_skipped.py`).
 class ClipOrder:
-    """Numbers of a planner's samples: rows of a data set, or of those that an epoch deals out.
-
-    Args:
-        dataset: data set of clips.
-        seed: seed of the order in which dealt rows arrive.
-    """
+    """Numbers of a planner's samples: rows of a data set, or of those that an epoch deals out."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
@@ -79,32 +73,18 @@ class ClipOrder:
 
 
 class StepClips:
-    """This rank's clips of one planned step after the other.
-
-    Args:
-        dataset: data set of clips.
-        order: rows of its samples.
-        seed: seed of the run, which chooses the frames of longer clips.
-
-    Attributes:
-        lost: samples of the present step that some rank could not read.
-    """
+    """This rank's clips of one planned step after the other."""
 
     def __init__(self, dataset: Any, order: ClipOrder, seed: int) -> None:
         self._dataset, self._order, self._seed = dataset, order, seed
         self._pool = ThreadPoolExecutor(READERS, "gulliver-clips")
         self._coming: dict[tuple[int, int], Future[Read]] = {}
         self._clips: dict[int, Read] = {}
+        # Samples of the present step that some rank could not read.
         self.lost: frozenset[int] = frozenset()
 
     def begin(self, rank: int, plan: StepPlan, upcoming: StepPlan | None) -> None:
-        """Reads a step, agrees with all ranks on what is lost, and begins to read the next one.
-
-        Args:
-            rank: rank of the plans that this one is.
-            plan: step that is about to run; all ranks call it with the same.
-            upcoming: step that will probably come next.
-        """
+        """Reads a step, agrees with all ranks on what is lost, and begins to read the next one."""
         now = self._asked(plan, rank)
         self._clips = {index: future.result() for (_, index), future in now.items()}
         lost = [n for n, clip in self._clips.items() if isinstance(clip, BrokenClip)]
@@ -150,11 +130,7 @@ class StepClips:
 
 
 def stack_clips(clips: Sequence[Read]) -> dict[str, Any]:
-    """Makes a micro-batch of the clips that could be read.
-
-    Returns:
-        ``videos`` [B, ...], None where none is left; ``captions``, ``fps`` [B] and their ``rows``.
-    """
+    """Makes a micro-batch of the clips that could be read."""
     read = [clip for clip in clips if isinstance(clip, Clip)]
     return {
         "videos": torch.stack([clip.video for clip in read]) if read else None,

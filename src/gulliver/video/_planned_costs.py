@@ -58,12 +58,7 @@ def kinds_of(model: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ClipShapes:
-    """Shapes of a run's clips as costs know them.
-
-    Attributes:
-        of: shape of each bucket.
-        buckets: bucket of each shape.
-    """
+    """Shapes of a run's clips as costs know them."""
 
     of: dict[Bucket, SampleShape]
     buckets: dict[SampleShape, Bucket]
@@ -121,22 +116,7 @@ def ready_costs(
     losses: Callable[[Bucket, int], Any],
     world: World,
 ) -> tuple[SampleCosts, list[str]]:
-    """Costs of a run's clips: those of the file that is named, those kept, or measured now.
-
-    Args:
-        config: configuration of the run.
-        folder: folder of the run.
-        model: whole model, before it is boosted.
-        shapes: shapes of the clips.
-        losses: computes the losses of some made-up clips of a bucket.
-        world: all ranks, each of which calls it.
-
-    Returns:
-        The costs, and lines that say where they come from.
-
-    Raises:
-        GulliverError: the file that is named is of another machine, model, dtype or torch.
-    """
+    """Costs of a run's clips: those of the file that is named, those kept, or measured now."""
     check_machine(config.planner.offload, world)
     kept, extra = _saved_bytes(model, shapes, losses)
     known = _sizes(config, model, *broadcast_object((kept, extra)))

@@ -16,17 +16,7 @@ LARGEST = 0.8
 
 
 def check_host(offload: float | None, device: torch.device, ranks: int, memory: int) -> None:
-    """Refuses host memory that is not there.
-
-    Args:
-        offload: GiB of a rank; None: nothing moves.
-        device: device that computes.
-        ranks: ranks of this machine.
-        memory: bytes of the machine's memory.
-
-    Raises:
-        GulliverError: the device is the host; there is less memory.
-    """
+    """Refuses host memory that is not there."""
     if offload is None:
         return
     if device.type != "cuda":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster import DataCentricLoader, LoadedBatch, Plugin, TrainingStep
-from gulliver.comm import all_reduce
 from gulliver.data import (
     Bucket,
     Budget,
@@ -32,10 +31,10 @@ from gulliver.data import (
 )
 from gulliver.errors import GulliverError
 from gulliver.hardware import SampleShape
-from gulliver.jobs import console, derive
+from gulliver.jobs import StopRequest, console, derive
 from gulliver.models import Autoencoder
 from gulliver.options import size_text
-from gulliver.video._batches import OF_NO_SAMPLE, Batch
+from gulliver.video._batches import OF_NO_SAMPLE, VideoBatch
 from gulliver.video._config import TrainConfig
 from gulliver.video._planned_clips import ClipOrder, StepClips, stack_clips
 from gulliver.video._planned_costs import ClipShapes, ready_costs
@@ -50,14 +49,11 @@ class PlannedTrainer(Trainer):
 
     sampler: PlannedOrder
     loader: DataCentricLoader
+    _running: TrainingStep
 
-    @property
-    def alike(self) -> int:
-        """All ranks share the sequences of a validation."""
-        return self.world.size
-
-    def _place(self, plugin: Plugin) -> tuple[int, int]:
-        return 0, 1
+    def _place(self, plugin: Plugin) -> tuple[tuple[int, int], int]:
+        """Every rank meets all samples, and all of them share the sequences of a validation."""
+        return (0, 1), self.world.size
 
     def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> PlannedOrder:
         """Plans what ranks run, with the costs of this model."""
@@ -106,30 +102,25 @@ class PlannedTrainer(Trainer):
         )
         self.ratios: list[float] = []
 
-    def _batches(self) -> Iterator[TrainingStep]:
+    def batches(self) -> Iterator[tuple[TrainingStep, Any]]:
+        """Yields planned steps, without end."""
         while True:
-            yield from self.loader
+            for step in self.loader:
+                yield step, self.position
 
     def _begin(self, plan: StepPlan) -> None:
-        """Reads the clips of a step; counts, on all ranks, those that cannot be read.
-
-        A step of which no clip could be read is passed over, as it is where steps are not planned.
-        """
+        """Reads the clips of a step; counts, on all ranks, those that cannot be read."""
+        # A step of which no clip could be read is passed over, as it is where steps are not
+        # planned.
         self.clips.begin(self.loader.optimizer.rank, plan, self.sampler.planner.upcoming())
         lost = len(self.clips.lost)
         self.skipped.count(plan.epoch, plan.samples - lost, lost)
         if lost == plan.samples and self.skipped.problem is not None:
             self._refuse_lost_data(self.skipped.problem)
 
-    def step(self, batch: TrainingStep, stop_wanted: bool = False) -> dict[str, float]:  # type: ignore[override]
-        """Runs one optimizer step: this rank's micro-batches of a plan.
-
-        Returns:
-            Loss and gradient norm of the whole step, its number of samples, and how many ranks
-            wish to stop.
-        """
-        torch.manual_seed(derive(self.config.seed, 3, self.step_number, 0))
-        plan = batch.plan
+    def forward_backward(self, batch: TrainingStep) -> Mapping[str, Tensor | float]:  # type: ignore[override]
+        """Runs this rank's micro-batches of a plan."""
+        plan, self._running = batch.plan, batch
         if self.config.pp_size > 1:
             self._run_stages(batch)
         for loaded in batch if self.config.pp_size == 1 else ():
@@ -137,17 +128,17 @@ class PlannedTrainer(Trainer):
             # Of clips that are all lost nothing counts: their ranks have no forward.
             losses = self._losses(clips, slice(None)) if clips.weight else clips.latents
             batch.backward(losses.mean())
-        wishes = torch.tensor(float(stop_wanted), device=self.world.device)
-        all_reduce(wishes)
-        loss = batch.loss()
-        norm = self._update(loss)
-        self.sampler_state = self.loader.state_dict()
-        self.sampler.given(plan.samples)
-        predicted = sum(seconds for _, seconds, _ in batch.measured)
+        return {"loss": batch.loss()}
+
+    def after_update(self) -> Mapping[str, float]:
+        """Notes the position after the step, and how well its time was predicted."""
+        step = self._running
+        self.position = self.loader.state_dict()
+        self.sampler.given(step.plan.samples)
+        predicted = sum(seconds for _, seconds, _ in step.measured)
         if predicted:
-            self.ratios.append(sum(seconds for *_, seconds in batch.measured) / predicted)
-        read = plan.samples - len(self.clips.lost)
-        return {"loss": loss, "norm": norm, "samples": read, "stop": float(wishes)}
+            self.ratios.append(sum(seconds for *_, seconds in step.measured) / predicted)
+        return super().after_update()
 
     def _run_stages(self, step: TrainingStep) -> None:
         """Runs this rank's micro-batches through the stages of its pipeline."""
@@ -161,11 +152,9 @@ class PlannedTrainer(Trainer):
         step.run(partial(stage_loss, flow, 1.0), prepare)
 
     @torch.no_grad()
-    def _clips(self, loaded: LoadedBatch, epoch: int, step: int) -> Batch:
-        """The micro-batch with its noise, levels, hidden captions and masks.
-
-        Clips that are lost are left out; where all are, one of zeros weighs nothing.
-        """
+    def _clips(self, loaded: LoadedBatch, epoch: int, step: int) -> VideoBatch:
+        """The micro-batch with its noise, levels, hidden captions and masks."""
+        # Clips that are lost are left out; where all are, one of zeros weighs nothing.
         maker, data, bucket = self.maker, loaded.data, self.shapes.buckets[loaded.shape]
         videos, captions, fps, rows = (data[n] for n in ("videos", "captions", "fps", "rows"))
         if videos is None:
@@ -181,7 +170,7 @@ class PlannedTrainer(Trainer):
         masks = [mask for *_, mask in drawn]
         whole = torch.ones(shape[1], dtype=torch.bool)
         more = told(bucket, 0, torch.ones(count, device=device))
-        return Batch(
+        return VideoBatch(
             latents=latents,
             noise=torch.stack([noise for noise, *_ in drawn]).to(device),
             timesteps=torch.cat([level for _, level, *_ in drawn]).to(device),
@@ -216,10 +205,10 @@ class PlannedTrainer(Trainer):
         mask = self.maker.masks.draw(1, shape[1], own, _generator(seed, 13, step))
         return noise, level, drop, None if mask is None else mask[0]
 
-    def run_to_end(self, stop: Any) -> Any:
-        """Steps until the last, or until a signal, and tells how well times were predicted."""
+    def train(self, stop: StopRequest) -> bool:
+        """Steps until the last, or until a signal, and reports how well times were predicted."""
         try:
-            outcome = super().run_to_end(stop)
+            over = super().train(stop)
         finally:
             self.clips.close()
         if self.ratios and self.world.is_main:
@@ -228,17 +217,11 @@ class PlannedTrainer(Trainer):
                 f"rank 0 took {statistics.median(self.ratios):.2f} x the predicted seconds of its "
                 f"share of a step, median of {len(self.ratios)}; error {100 * error:.0f} %"
             )
-        return outcome
+        return over
 
 
 class PlannedOrder:
-    """The position in planned steps, in the place of a sampler.
-
-    Args:
-        planner: planner of the steps.
-        order: rows of its samples.
-        samples: samples of an epoch.
-    """
+    """The position in planned steps, in the place of a sampler."""
 
     def __init__(self, planner: DataCentricPlanner, order: ClipOrder, samples: int) -> None:
         self.planner, self.order, self.samples = planner, order, samples
@@ -276,12 +259,7 @@ def budget_of(config: TrainConfig) -> Budget:
 def _unfit(
     planner: DataCentricPlanner, order: ClipOrder, shapes: ClipShapes
 ) -> Counter[SampleShape]:
-    """Clips of the first of dealt epochs that fit at no degree, which a planner meets later.
-
-    Raises:
-        GulliverError: there may be some, in any epoch, and they are not to be skipped; a step that
-            is longer than an epoch.
-    """
+    """Clips of the first of dealt epochs that fit at no degree, which a planner meets later."""
     costs, buckets = planner.costs, order.epoch(0)[1]
     fitting = {
         shape

@@ -49,7 +49,7 @@ class PlannerConfig(Options):
 
 
 NAMES = tuple(field.name for field in fields(PlannerConfig))
-MAY_CHANGE = frozenset(
+PLANS_MAY_CHANGE = frozenset(
     f"planner.{name}"
     for name in ("intra", "degree", "inter", "pac", "costs", "memory", "offload", "refine")
 )
@@ -57,11 +57,7 @@ MAY_CHANGE = frozenset(
 
 
 def planner_needs(config: Any) -> dict[str, tuple[bool, str]]:
-    """Lists what the options need to have an effect, for `check_needs`.
-
-    Args:
-        config: a `TrainConfig`, which has a `PlannerConfig`.
-    """
+    """Lists what the options need to have an effect, for `check_needs`."""
     centric, planner = config.data_centric, config.planner
     need = centric, "add --data-centric, which it is for"
     other = planner.tokens is None and planner.seconds is None
@@ -87,14 +83,7 @@ def planner_needs(config: Any) -> dict[str, tuple[bool, str]]:
 
 
 def check_planner(config: Any) -> None:
-    """Refuses budgets and degrees that exclude each other.
-
-    Args:
-        config: a `TrainConfig`.
-
-    Raises:
-        GulliverError: naming the options.
-    """
+    """Refuses budgets and degrees that exclude each other."""
     planner = config.planner
     if planner.tokens is not None and planner.seconds is not None:
         raise GulliverError(

@@ -16,11 +16,7 @@ CHUNK_MB = 1.0
 
 
 def check_ranks(config: TrainConfig, ranks: int) -> None:
-    """Refuses ranks that do not make whole models.
-
-    Raises:
-        GulliverError: naming the sizes, and numbers of ranks that would do.
-    """
+    """Refuses ranks that do not make whole models."""
     size_axes(ranks, config.pp_size, config.sp_size, config.tp_size)
 
 

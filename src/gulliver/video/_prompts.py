@@ -32,11 +32,7 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Reads a text file with a prompt on each line.
-
-    Raises:
-        GulliverError: there is no such file, or no prompt in it.
-    """
+    """Reads a text file with a prompt on each line."""
     if not path.is_file():
         raise GulliverError(f"{path} does not exist: name a text file with a prompt on each line")
     prompts = [line for line in read_utf8(path).splitlines() if line.strip()]
@@ -46,12 +42,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_prompt(text: str) -> Prompt:
-    """Reads a prompt with the JSON at its end, if there is one.
-
-    Raises:
-        GulliverError: the JSON is broken, has other fields, one twice, or one that is no text; a
-            path is empty.
-    """
+    """Reads a prompt with the JSON at its end, if there is one."""
     sentence, brace, rest = text.partition("{")
     if not brace:
         return Prompt(text)
@@ -86,16 +77,7 @@ def read_prompt(text: str) -> Prompt:
 
 
 def loop_prompts(prompt: str, loops: int) -> list[str]:
-    """Returns the sentence of each loop.
-
-    Args:
-        prompt: a sentence for all loops, or ``|0|sentence|2|sentence`` with the loops from which
-            each holds.
-        loops: number of loops.
-
-    Raises:
-        GulliverError: a sentence is empty, or loops do not begin at 0, ascend and exist.
-    """
+    """Returns the sentence of each loop."""
     if not prompt.startswith("|"):
         _check_sentence(prompt)
         return [prompt] * loops

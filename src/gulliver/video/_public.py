@@ -1,6 +1,7 @@
 """The public names of `gulliver.video`, imported when one of them is asked for."""
 
 from gulliver.jobs import console
+from gulliver.jobs._loop import Outcome
 from gulliver.options import resolved
 from gulliver.video._autoencoder_config import (
     AutoencoderDataConfig,
@@ -10,7 +11,7 @@ from gulliver.video._autoencoder_config import (
     check_autoencoder_config,
 )
 from gulliver.video._autoencoder_job import AutoencoderOutcome, run_autoencoder
-from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
+from gulliver.video._autoencoder_training import save_autoencoder
 from gulliver.video._build import check_start
 from gulliver.video._caches import (
     BlockCache,
@@ -40,6 +41,7 @@ from gulliver.video._config import (
 )
 from gulliver.video._demo import demonstrate
 from gulliver.video._diffusers_autoencoders import DiffusersAutoencoder
+from gulliver.video._diffusion import Preview
 from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, compose, sentence
 from gulliver.video._encoded import with_encoded
 from gulliver.video._evaluate import Evaluation, evaluate
@@ -61,10 +63,11 @@ from gulliver.video._plugins import check_ranks
 from gulliver.video._prompts import loop_prompts, read_prompt, read_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import check_kind, load_model
-from gulliver.video._rectified_flow import Preview, RectifiedFlow
+from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._requests import Request, check_request, loop_seed
 from gulliver.video._run import Run
 from gulliver.video._shared import split_ranks
+from gulliver.video._sources import train_autoencoder
 from gulliver.video._text_encoders import (
     ClipTextEncoder,
     EncodedText,
@@ -76,7 +79,7 @@ from gulliver.video._text_encoders import (
     load_text_encoder,
 )
 from gulliver.video._train import train
-from gulliver.video._training import Outcome, Trainer
+from gulliver.video._training import Trainer
 from gulliver.video._words import WordEncoder, unknown_words, words_of
 
 __all__ = [

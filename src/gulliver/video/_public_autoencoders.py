@@ -20,8 +20,7 @@ from gulliver import models
 from gulliver.checkpoint import load_huggingface, open_weights, read_json, read_metadata
 from gulliver.errors import GulliverError
 from gulliver.models import Autoencoder, autoencoder_fields_of, make_of_fields, public_name
-from gulliver.video._autoencoder_training import KIND
-from gulliver.video._autoencoder_training import load_autoencoder as load_trained
+from gulliver.video._autoencoder_training import KIND, load_trained
 from gulliver.video._diffusers_autoencoders import load_diffusers
 from gulliver.video._public_models import dtype_of_files
 
@@ -89,10 +88,9 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _check_scaling(path: Path, kind: str, fields: dict[str, Any]) -> None:
-    """Refuses a picture autoencoder whose latents cannot be normalised.
-
-    Those of 4 channels are normalised as Stable Diffusion's unless a configuration says otherwise.
-    """
+    """Refuses a picture autoencoder whose latents cannot be normalised."""
+    # Those of 4 channels are normalised as Stable Diffusion's unless a configuration says
+    # otherwise.
     if kind != "FrameAutoencoder" or "scaling_factor" in fields or fields["latent_channels"] == 4:
         return
     raise GulliverError(

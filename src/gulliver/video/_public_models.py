@@ -9,7 +9,7 @@ beside them says the rest. Names are matched strictly, before any memory is fill
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from gulliver import models
 from gulliver.checkpoint import load_huggingface, open_weights, read_json
 from gulliver.errors import GulliverError
-from gulliver.models import CONFIGURATIONS, fields_of, look_of, make_of_fields
+from gulliver.models import CONFIGS, CONFIGURATIONS, fields_of, look_of, make_of_fields
 
 NO_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "type")
 """Entries of public configurations that say nothing of the model's sizes."""
@@ -66,19 +66,8 @@ def outline_model(
     kind: str | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """Builds the model that files hold on meta, in their dtype: `load_model` without the memory.
-
-    Only headers are read, so that parts which do not belong together are refused at once.
-
-    Args:
-        path: Hugging Face folder, safetensors file or index of several.
-        dtype: dtype to convert it to; None for that of the files.
-        kind: class of `gulliver.models` that it must be; None for whichever it is.
-        overrides: arguments of its class.
-
-    Raises:
-        GulliverError: as of `load_model`.
-    """
+    """Builds the model that files hold on meta, in their dtype: `load_model` without the memory."""
+    # Only headers are read, so that parts which do not belong together are refused at once.
     made, fields, infos = _read(Path(path), kind, overrides)
     with torch.device("meta"):
         model = make_of_fields(made, fields, path)
@@ -92,17 +81,7 @@ def dtype_of_files(
     infos: Mapping[str, Any],
     dtype: torch.dtype | None = None,
 ) -> torch.dtype:
-    """Returns the dtype to fill a model in: the one that is asked for, or that of its files.
-
-    Args:
-        path: path of the files, for the error.
-        model: model to fill, may be on meta.
-        infos: shapes and dtypes of the tensors in the files, by the model's names.
-        dtype: dtype that is asked for; None for that of the files.
-
-    Raises:
-        GulliverError: a weight is stored as integers, or as float8 and no dtype is asked for.
-    """
+    """Returns the dtype to fill a model in: the one that is asked for, or that of its files."""
     weights = (name for name, held in model.state_dict().items() if held.is_floating_point())
     for name in weights:
         found = infos[name].dtype if name in infos else torch.float32
@@ -116,11 +95,7 @@ def dtype_of_files(
 
 
 def fields_of_files(path: Path | str) -> tuple[str, dict[str, Any]]:
-    """Returns the class of `gulliver.models` that files hold, and its arguments.
-
-    Raises:
-        GulliverError: as of `load_model`.
-    """
+    """Returns the class of `gulliver.models` that files hold, and its arguments."""
     made, fields, *_ = _read(Path(path), None, {})
     return made.__name__, fields
 
@@ -144,16 +119,7 @@ def _read(
 
 
 def check_kind(path: Path | str, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses the state dict of another model, saying which it looks like.
-
-    Args:
-        path: path of the files, for the error.
-        kind: class of `gulliver.models` that it shall be of.
-        shapes: shapes of the tensors by name.
-
-    Raises:
-        GulliverError: it looks like another one.
-    """
+    """Refuses the state dict of another model, saying which it looks like."""
     look = look_of(shapes)
     if look is None or look.kind != kind:
         found = look.told if look else "nothing known"
@@ -176,7 +142,7 @@ def _configured(path: Path, kind: type[nn.Module]) -> dict[str, Any]:
             f"{file} says model_type {said!r}, the tensors beside it are of an {kind.__name__}: "
             "put the files of one model together"
         )
-    known = inspect.signature(kind.__init__).parameters
+    known = {field.name for field in dataclasses.fields(CONFIGS[kind.__name__])}
     return {
         name: value
         for name, value in content.items()

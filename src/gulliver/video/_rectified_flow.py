@@ -10,24 +10,29 @@ Sources: https://arxiv.org/abs/2209.03003 (rectified flow), https://arxiv.org/ab
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
+from gulliver.video._diffusion import (
+    Diffusion,
+    GivenFrames,
+    Model,
+    Preview,
+    SamplingStep,
+    conditions,
+    frame_mean,
+)
 from gulliver.video._guidance import Guidance
 from gulliver.video._warp import RULES, ClipSize
 
-Model = Callable[..., Tensor]
-Preview = Callable[[int, int, Tensor], None]
-"""Function called with (steps done, steps, estimate of the clean latents [B, C, T, H, W])."""
 METHODS = ("uniform", "logit-normal")
 
 
-class RectifiedFlow:
-    """Noise levels, the training loss and the sampler.
+class RectifiedFlow(Diffusion):
+    """Noise levels, the training loss (mean square error of the velocity) and the sampler.
 
     Levels are on the model's scale from 0 (data) to `num_timesteps` (noise).
 
@@ -108,47 +113,14 @@ class RectifiedFlow:
         t = (timesteps / self.num_timesteps).to(x0.dtype).view(-1, 1, 1, 1, 1)
         return (1 - t) * x0 + t * noise
 
-    def loss(
-        self,
-        model: Model,
-        x0: Tensor,
-        model_inputs: dict[str, Any],
-        *,
-        noise: Tensor,
-        timesteps: Tensor,
-        mask: Tensor | None = None,
+    def _errors(
+        self, output: Tensor, x0: Tensor, x_t: Tensor, noise: Tensor, timesteps: Tensor
     ) -> Tensor:
-        """Computes the mean square error of each clip's velocity.
-
-        Args:
-            model: function called as model(x_t, timesteps, **model_inputs); of twice x0's channels
-                the first half counts.
-            x0: latents [B, C, T, H, W].
-            model_inputs: conditions, by keyword of the model.
-            noise: noise of x0's shape.
-            timesteps: levels [B].
-            mask: mask [B, T], True for frames to generate. Given frames are shown without noise
-                and do not count; pass the same as x_mask in `model_inputs`.
-
-        Returns:
-            The errors [B].
-        """
-        x_t = self.point(x0, noise, timesteps, mask)
-        return self.error(model(x_t, timesteps, **model_inputs), x0 - noise, mask)
-
-    def point(self, x0: Tensor, noise: Tensor, timesteps: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns the model's input: points on the paths, and given frames without noise."""
-        x_t = self.add_noise(x0, noise, timesteps)
-        return x_t if mask is None else torch.where(_frames(mask), x_t, x0)
+        return (self._velocity(output, x0.shape[1]) - (x0 - noise)).square()
 
     def error(self, output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
         """Computes the mean square error of each clip's velocity, over frames to generate: [B]."""
-        velocity = self._velocity(output, target.shape[1])
-        error = (velocity - target).square().mean(dim=(1, 3, 4))
-        if mask is None:
-            return error.mean(dim=1)
-        weights = mask.to(error.dtype)
-        return (error * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+        return frame_mean((self._velocity(output, target.shape[1]) - target).square(), mask)
 
     def timesteps(self, steps: int, height: float, width: float, num_frames: int) -> Tensor:
         """Lists the sampler's levels, from `num_timesteps` to 0: float64 [steps + 1]."""
@@ -157,14 +129,12 @@ class RectifiedFlow:
         even = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
         return self.warp(even, height, width, num_frames) * self.num_timesteps
 
-    @torch.no_grad()
     def sample(
         self,
         model: Model,
         noise: Tensor,
         model_inputs: Mapping[str, Any],
         *,
-        null_y: Tensor | None = None,
         null_inputs: Mapping[str, Any] | None = None,
         imageless_inputs: Mapping[str, Any] | None = None,
         steps: int = 30,
@@ -183,8 +153,6 @@ class RectifiedFlow:
             noise: noise [B, C, T, H, W].
             model_inputs: conditions by keyword of the model; height and width [B] among them decide
                 the levels where `timesteps` does not.
-            null_y: embedding of no caption or of a negative prompt, of y's shape; short for
-                ``null_inputs={"y": null_y}``.
             null_inputs: conditions that differ without caption, such as y and mask; needed where
                 guidance is on.
             imageless_inputs: conditions that differ further without given frames, such as zeros for
@@ -203,44 +171,39 @@ class RectifiedFlow:
             Latents; given frames are exactly as they were.
 
         Raises:
-            GulliverError: guidance without null_inputs; only one of given and mask; guidance by
-                given frames that there are not.
-
-        [Note: edit ratios] A given frame with mask value r is shown without noise, and left as it
-        is, down to level r; there it is mixed with the noise that its place in `noise` holds, which
-        nothing else has used, and is generated from then on: the smaller r, the nearer it stays to
-        what was given. Nothing is drawn on the way, so a clip does not depend on its batch.
+            GulliverError: guidance without null_inputs; only one of given and mask; image guidance
+                without given frames.
         """
         guidance = cfg_scale if isinstance(cfg_scale, Guidance) else Guidance(cfg_scale)
-        null = {**({} if null_y is None else {"y": null_y}), **(null_inputs or {})}
-        _check_branches(guidance, null, imageless_inputs, given, mask)
-        changes = [model_inputs, null, imageless_inputs or {}][: guidance.branches]
-        inputs = stacked(list(accumulate(changes, lambda old, new: {**old, **new})))
+        branches = conditions(guidance, model_inputs, null_inputs, imageless_inputs)
+        frames = GivenFrames.of(self, given, noise, mask)
+        hide = guidance.branches == 3 and imageless_inputs is None
+        if hide and frames is None:
+            raise GulliverError(
+                f"image guidance {guidance.image:g} needs given frames: pass given and mask, or "
+                "imageless_inputs for a model that is told of them by inputs"
+            )
         if timesteps is None:
             height, width = float(model_inputs["height"][0]), float(model_inputs["width"][0])
             timesteps = self.timesteps(steps, height, width, noise.shape[2])
+        plan = self._steps(timesteps, guidance, noise.shape[1])
+        return self._follow(model, noise, branches, plan, frames, progress, preview, hide)
+
+    def _steps(self, timesteps: Tensor, guidance: Guidance, channels: int) -> list[SamplingStep]:
         levels = [float(level) for level in timesteps]
-        steps = len(levels) - 1
-        frames = None if given is None or mask is None else _GivenFrames(self, given, noise, mask)
-        x = noise if frames is None else frames.begin()
-        for step, level in enumerate(levels[:-1]):
-            shown = [x] * guidance.branches
-            if frames is not None:
-                x = frames.join(x, level)
-                hidden = guidance.branches == 3 and imageless_inputs is None
-                shown, inputs["x_mask"] = frames.branches(x, guidance.branches, hidden)
-            t = noise.new_full((len(shown) * len(noise),), level)
-            answer = self._velocity(model(torch.cat(shown), t, **inputs), noise.shape[1])
-            answers = answer.to(noise.dtype).chunk(len(shown))
-            velocity = guidance.combine(answers, step, steps)
-            if preview is not None:
+
+        def step(number: int) -> SamplingStep:
+            level, after = levels[number], levels[number + 1]
+
+            def advance(x: Tensor, answers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+                velocities = [self._velocity(answer, channels) for answer in answers]
+                velocity = guidance.combine(velocities, number, len(levels) - 1)
                 clean = x + level / self.num_timesteps * velocity
-                preview(step + 1, steps, clean if frames is None else frames.keep(clean, x))
-            moved = x + (level - levels[step + 1]) / self.num_timesteps * velocity
-            x = moved if frames is None else frames.keep(moved, x)
-            if progress is not None:
-                progress(step + 1, steps)
-        return x
+                return clean, x + (level - after) / self.num_timesteps * velocity
+
+            return SamplingStep(level, advance)
+
+        return [step(number) for number in range(len(levels) - 1)]
 
     @staticmethod
     def _velocity(output: Tensor, channels: int) -> Tensor:
@@ -251,80 +214,3 @@ class RectifiedFlow:
                 "expected as many or twice as many"
             )
         return output[:, :channels]
-
-
-class _GivenFrames:
-    """Given frames while a clip is sampled: which of them are generated already."""
-
-    def __init__(self, flow: RectifiedFlow, given: Tensor, noise: Tensor, mask: Tensor) -> None:
-        self._flow, self._noise, self._mask = flow, noise, mask
-        self._given = self._noisy = given.to(noise)
-        self._active = mask >= 1
-
-    def begin(self) -> Tensor:
-        """Returns noise, and given frames as they are."""
-        return torch.where(_frames(self._active), self._noise, self._given)
-
-    def join(self, x: Tensor, level: float) -> Tensor:
-        """Adds noise of a level to the frames that are generated from that level on."""
-        levels = self._noise.new_full((len(x),), level)
-        self._noisy = self._flow.add_noise(self._given, self._noise, levels)
-        # Ratios and levels are rounded: a ratio of 0.3 is reached at 300.00001 too.
-        active = self._active | (self._mask + 1e-6 >= level / self._flow.num_timesteps)
-        x = torch.where(_frames(active & ~self._active), self._noisy, x)
-        self._active = active
-        return x
-
-    def branches(self, x: Tensor, count: int, hidden: bool) -> tuple[list[Tensor], Tensor]:
-        """Returns what each branch is shown, and x_mask of all of them.
-
-        Args:
-            x: latents, with given frames as they are.
-            count: number of branches.
-            hidden: whether the last one shall not know that frames are given: it is shown them as
-                noisy as the others.
-        """
-        shown, masks = [x] * count, [self._active] * count
-        if hidden:
-            shown[-1] = torch.where(_frames(self._active), x, self._noisy)
-            masks[-1] = torch.ones_like(self._active)
-        return shown, torch.cat(masks)
-
-    def keep(self, moved: Tensor, x: Tensor) -> Tensor:
-        """Takes the step for frames that are generated, and leaves given ones as they were."""
-        return torch.where(_frames(self._active), moved, x)
-
-
-def _check_branches(
-    guidance: Guidance,
-    null: Mapping[str, Any],
-    imageless: Mapping[str, Any] | None,
-    given: Tensor | None,
-    mask: Tensor | None,
-) -> None:
-    if guidance.branches > 1 and not null:
-        raise GulliverError(f"cfg_scale {guidance.text:g} needs null_y, what stands for no caption")
-    if (given is None) != (mask is None):
-        raise GulliverError("given frames need both `given` and `mask`")
-    if guidance.branches == 3 and given is None and imageless is None:
-        raise GulliverError(
-            f"image guidance {guidance.image:g} needs given frames: pass given and mask, or "
-            "imageless_inputs for a model that is told of them by inputs"
-        )
-
-
-def stacked(branches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Joins inputs of the branches into those of one batch; what is no tensor is the first's."""
-    stacked = dict(branches[0])
-    for name, value in stacked.items():
-        values = [branch[name] for branch in branches]
-        if isinstance(value, Tensor):
-            stacked[name] = torch.cat([one.to(value) for one in values])
-        elif any(isinstance(one, Tensor) for one in values):
-            raise GulliverError(f"{name} is a tensor without caption: give it with caption too")
-    return stacked
-
-
-def _frames(mask: Tensor) -> Tensor:
-    """Views a mask [B, T] as one over [B, C, T, H, W]."""
-    return mask[:, None, :, None, None]

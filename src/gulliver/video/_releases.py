@@ -4,10 +4,6 @@ A sampler calls every model alike: ``denoiser(x, timestep, **inputs)`` with late
 [B, C, T, H, W] and levels from 0 to 1000. `Denoiser` hands an STDiT what its forward takes;
 `PackedDenoiser` packs latents to the tokens of an MMDiT, and turns its velocity, which leads to the
 noise, round. `Release` says the rest in a table.
-
-[Note: given frames in three ways] 1.0 takes none. 1.1 and 1.2 see them among the noisy latents,
-and `x_mask` says which they are. 1.3 and 2.0 are told of them beside the noisy latents, which stay
-noisy everywhere; the given frames are put into the finished latents.
 """
 
 from __future__ import annotations
@@ -35,26 +31,24 @@ GUIDED = 3
 Flow = RectifiedFlow | IDDPM
 
 
+# [Note: given frames in three ways] 1.0 takes none. 1.1 and 1.2 see them among the noisy latents,
+# and `x_mask` says which they are. 1.3 and 2.0 are told of them beside the noisy latents, which
+# stay noisy everywhere; the given frames are put into the finished latents.
 @dataclass(frozen=True)
 class Release:
-    """Sampling of a public model, as its release published it.
-
-    Attributes:
-        name: release that published it.
-        flow: function from the model and the autoencoder's compression to its diffusion.
-        steps: number of sampling steps that were published.
-        guidance: weight of the caption that was published.
-        fps: frame rate that it is told.
-        given: how it is told of given frames: nowhere, among the latents, or beside them.
-        whole: whether its texts are padded to their full length, and the padding is read.
-    """
+    """Sampling of a public model, as its release published it."""
 
     name: str
+    # Function from the model and the autoencoder's compression to its diffusion.
     flow: Callable[[nn.Module, tuple[int, int, int]], Flow]
+    # Number of sampling steps that were published.
     steps: int
+    # Weight of the caption that was published.
     guidance: float
     fps: float
+    # How it is told of given frames: nowhere, among the latents, or beside them.
     given: str = "among"
+    # Whether its texts are padded to their full length, and the padding is read.
     whole: bool = False
 
 
@@ -104,13 +98,7 @@ def patch_of(model: Any) -> tuple[int, int, int]:
 
 
 def told(bucket: Bucket, fps: float, ones: Tensor) -> dict[str, Tensor]:
-    """Returns what models can be told of clips of a shape, [B] each.
-
-    Args:
-        bucket: frames, height and width in pixels.
-        fps: frame rate; a picture has its own.
-        ones: ones [B], of the device and the dtype of the result.
-    """
+    """Returns what models can be told of clips of a shape, [B] each."""
     values = {
         "fps": FPS_OF_PICTURES if bucket.frames == 1 else fps,
         "height": bucket.height,
@@ -122,11 +110,7 @@ def told(bucket: Bucket, fps: float, ones: Tensor) -> dict[str, Tensor]:
 
 
 class Denoiser:
-    """Calls an STDiT with what its forward takes of what is known.
-
-    Args:
-        model: STDiT of any release.
-    """
+    """Calls an STDiT with what its forward takes of what is known."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -143,14 +127,7 @@ class Denoiser:
         return self.model.y_embedder.y_embedding  # type: ignore[union-attr, return-value]
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
-        """Predicts for latents x [B, C, T, H, W] at levels [B].
-
-        Args:
-            x: noisy latents.
-            timestep: levels, 0 to 1000.
-            inputs: what is known of the clips; ``latents`` and ``held`` are those of given frames
-                and where they are, [B, C, T, H, W] and [B, T] bool.
-        """
+        """Predicts for latents x [B, C, T, H, W] at levels [B]."""
         known = {name: value for name, value in inputs.items() if name in self._takes}
         return self.model(x, timestep, **known, **self._beside(x, inputs))
 
@@ -166,11 +143,7 @@ class Denoiser:
 
 
 class PackedDenoiser(Denoiser):
-    """Calls an MMDiT with packed latents, and unpacks its velocity.
-
-    Args:
-        model: MMDiT.
-    """
+    """Calls an MMDiT with packed latents, and unpacks its velocity."""
 
     @property
     def nothing(self) -> Tensor | None:
@@ -178,11 +151,9 @@ class PackedDenoiser(Denoiser):
         return None
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
-        """Predicts for latents, as of `Denoiser`.
-
-        ``vector`` is the caption's own [B, width], and ``strength`` that of guidance [B], which a
-        distilled model is told.
-        """
+        """Predicts for latents, as of `Denoiser`."""
+        # ``vector`` is the caption's own [B, width], and ``strength`` that of guidance [B], which a
+        # distilled model is told.
         model: Any = self.model
         size, sizes = model.patch_size, x.shape[2:]
         y, vector = inputs["y"], inputs["vector"]

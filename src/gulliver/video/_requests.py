@@ -1,7 +1,7 @@
 """What is asked for: a clip from a sentence, with given frames, negative prompt and loops.
 
-A `Request` is one clip. It is made in *loops*: each loop samples a `Piece` of the bucket's length,
-which begins with the last frames of the clip so far; so a clip of L loops has
+A `Request` is one clip. It is made in *loops*: each loop samples a `ClipPiece` of the bucket's
+length, which begins with the last frames of the clip so far; so a clip of L loops has
 c + L (F - c) frames, F those of the bucket and c those of the condition. Which frames of a piece
 are given follows from the mask strategy (`_mask_strings.py`), from `given` and from the condition.
 
@@ -26,8 +26,8 @@ from gulliver.models import VideoAutoencoder
 from gulliver.video._config import SamplingConfig
 from gulliver.video._guidance import guidance_of
 from gulliver.video._mask_strings import (
-    Placement,
-    Rule,
+    FramePlacement,
+    MaskRule,
     check_rules,
     cut_references,
     parse_mask_strategy,
@@ -73,29 +73,23 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Part of a request that one loop samples.
+class ClipPiece:
+    """Part of a request that one loop samples."""
 
-    Attributes:
-        prompt: sentence to show.
-        negative_prompt: sentence to lead away from; empty: no caption.
-        bucket: shape of the piece.
-        seed: seed of its noise.
-        references: pictures and clips that the rules place.
-        rules: rules of this loop.
-        align: number of latent frames at whose multiples the rules begin; None: anywhere.
-        head: frames that the piece begins with, or None; no rule names them.
-        head_edit: edit ratio of the head.
-    """
-
+    # Sentence to show.
     prompt: str
+    # Sentence to lead away from; empty: no caption.
     negative_prompt: str
     bucket: Bucket
     seed: int
+    # Pictures and clips that the rules place.
     references: tuple[Tensor, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[MaskRule, ...] = ()
+    # Number of latent frames at whose multiples the rules begin; None: anywhere.
     align: int | None = None
+    # Frames that the piece begins with, or None; no rule names them.
     head: Tensor | None = None
+    # Edit ratio of the head.
     head_edit: float = 0.0
 
     @property
@@ -109,18 +103,11 @@ def loop_seed(seed: int, loop: int) -> int:
     return derive(seed, 5, loop) if loop else seed
 
 
-def piece_of(request: Request, loop: int, clip: Tensor | None, unit: int) -> Piece:
-    """Returns what a loop samples.
-
-    Args:
-        request: request that passes `check_request`.
-        loop: number of the loop.
-        clip: clip that the loops before have made; None for loop 0.
-        unit: frames of the clip in each latent frame but the first.
-    """
+def piece_of(request: Request, loop: int, clip: Tensor | None, unit: int) -> ClipPiece:
+    """Returns what a loop samples."""
     rules = [rule for rule in parse_mask_strategy(request.mask_strategy) if rule.loop == loop]
     head = request.given if clip is None else clip[:, -(request.condition_frames or 1) :]
-    return Piece(
+    return ClipPiece(
         prompt=loop_prompts(request.prompt, request.loops)[loop],
         negative_prompt=request.negative_prompt,
         bucket=request.bucket,
@@ -135,23 +122,12 @@ def piece_of(request: Request, loop: int, clip: Tensor | None, unit: int) -> Pie
 
 def made_by_loops(
     requests: Sequence[Request],
-    sample: Callable[[list[Piece]], list[Tensor]],
+    sample: Callable[[list[ClipPiece]], list[Tensor]],
     batch_size: int,
     unit: int,
     show: bool = False,
 ) -> list[Tensor]:
-    """Makes clips, loop by loop.
-
-    Args:
-        requests: requests that pass `check_request`.
-        sample: function that makes pieces of one bucket, all with or all without given frames.
-        batch_size: largest number of pieces that are sampled together.
-        unit: frames of a clip in each latent frame but the first.
-        show: whether to display progress.
-
-    Returns:
-        The clips [3, T, H, W], in the order of the requests.
-    """
+    """Makes clips, loop by loop."""
     clips: list[Tensor] = []
     with Display("generating", sum(r.loops for r in requests), enabled=show) as display:
         for loop in range(max((r.loops for r in requests), default=0)):
@@ -167,8 +143,8 @@ def made_by_loops(
 
 
 def _in_batches(
-    pieces: list[Piece],
-    sample: Callable[[list[Piece]], list[Tensor]],
+    pieces: list[ClipPiece],
+    sample: Callable[[list[ClipPiece]], list[Tensor]],
     batch_size: int,
     advance: Callable[[int], None],
 ) -> list[Tensor]:
@@ -185,19 +161,9 @@ def _in_batches(
 
 
 def given_latents(
-    pieces: Sequence[Piece], autoencoder: VideoAutoencoder, device: torch.device
+    pieces: Sequence[ClipPiece], autoencoder: VideoAutoencoder, device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Encodes what is given and puts it in its place.
-
-    Args:
-        pieces: pieces of one bucket, all with or all without given frames.
-        autoencoder: autoencoder of the latents.
-        device: device to encode on.
-
-    Returns:
-        Latents [B, C, T, H, W], zero in other frames, and the mask [B, T]: 1 for frames to
-        generate, the edit ratio of given ones. None and None where no frames are given.
-    """
+    """Encodes what is given and puts it in its place."""
     if not pieces[0].conditioned:
         return None, None
     bucket = pieces[0].bucket
@@ -216,18 +182,12 @@ def given_latents(
     return latents, mask
 
 
-def _placements(piece: Piece, lengths: Sequence[int], frames: int) -> list[Placement]:
-    """Finds what goes where.
-
-    Args:
-        piece: piece to sample.
-        lengths: latent frames of each reference, then of the head where there is one.
-        frames: latent frames of the piece.
-    """
+def _placements(piece: ClipPiece, lengths: Sequence[int], frames: int) -> list[FramePlacement]:
+    """Finds what goes where."""
     references = len(piece.references)
     found = place(piece.rules, lengths[:references], frames, piece.align)
     if piece.head is not None:
-        found.append(Placement(references, 0, 0, lengths[-1], piece.head_edit))
+        found.append(FramePlacement(references, 0, 0, lengths[-1], piece.head_edit))
     return found
 
 
@@ -249,13 +209,7 @@ def _encoded(
 
 
 def check_request(request: Request, sampling: SamplingConfig) -> None:
-    """Refuses a request that no model could fulfil.
-
-    Raises:
-        GulliverError: an empty prompt; a seed that is no whole number; given tensors that are no
-            pictures or clips; loops, references or frames that are not there; settings that have
-            no effect.
-    """
+    """Refuses a request that no model could fulfil."""
     guidance = guidance_of(sampling)
     if isinstance(request.seed, bool) or not isinstance(request.seed, Integral):
         raise GulliverError(f"seed is {request.seed!r}: it must be a whole number")
@@ -307,12 +261,7 @@ def _check_loops(request: Request) -> None:
 
 
 def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
-    """Refuses given frames that do not fit the clip, before anything is encoded.
-
-    Raises:
-        GulliverError: frames that a reference or the clip does not have, or that are given
-            already; references of which nothing shows; nothing left to make.
-    """
+    """Refuses given frames that do not fit the clip, before anything is encoded."""
     bucket = request.bucket
     if request.given is not None and request.given.shape[1] >= bucket.frames:
         raise GulliverError(
@@ -351,7 +300,7 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
             )
 
 
-def _check_head(piece: Piece, placements: Sequence[Placement], loop: int) -> None:
+def _check_head(piece: ClipPiece, placements: Sequence[FramePlacement], loop: int) -> None:
     """Refuses rules for the frames that a piece begins with, which would replace them unseen."""
     *placed, head = placements
     for rule, p in zip(piece.rules, placed, strict=True):

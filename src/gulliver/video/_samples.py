@@ -1,14 +1,4 @@
-"""Samples during training: a few prompts, shown now and then by the averaged weights.
-
-[Note: samples are those of the checkpoint] When samples are due, the step's checkpoint is made and
-waited for, and rank 0 opens it as `gulliver generate` does: the clips are those that this command
-makes of the same step, however the ranks share the model, and what is learnt does not change. The
-other ranks hear of every step of the sampler, so that they never wait longer than one takes, and
-end when rank 0 does. A run that is killed in between makes the samples when it is resumed.
-
-What it does not know: how a checkpoint is written (`_training.py`), how clips are sampled
-(`_generate.py`, `_pipeline.py`).
-"""
+"""Samples during training: a few prompts, shown now and then by the averaged weights."""
 
 from __future__ import annotations
 
@@ -30,7 +20,7 @@ from gulliver.video._pipeline import VideoPipeline, open_run
 from gulliver.video._prompts import read_prompt, read_prompts
 from gulliver.video._requests import Request
 from gulliver.video._run import Run
-from gulliver.video._sheet import Row, still_sheet
+from gulliver.video._sheet import SheetRow, still_sheet
 from gulliver.video._words import WordEncoder
 
 State = Literal["going", "made", "stopped"]
@@ -43,12 +33,21 @@ SIDE = 128
 """Least height in pixels that a clip is shown at, where repeating its pixels makes it so."""
 
 
+# [Note: samples are those of the checkpoint] When samples are due, the step's checkpoint is made
+# and waited for, and rank 0 opens it as `gulliver generate` does: the clips are those that this
+# command makes of the same step, however the ranks share the model, and what is learnt does not
+# change. The other ranks hear of every step of the sampler, so that they never wait longer than one
+# takes, and end when rank 0 does. A run that is killed in between makes the samples when it is
+# resumed.
+#
+# What it does not know: how a checkpoint is written (`_training.py`), how clips are sampled
+# (`_generate.py`, `_pipeline.py`).
 class _StoppedError(Exception):
     """A signal has ended sampling."""
 
 
 @dataclass(frozen=True)
-class Samples:
+class RunSamples:
     """Clips that a run makes of its averaged weights, step after step.
 
     Args:
@@ -126,29 +125,18 @@ class Samples:
         display.console.print(f"step {step}: {count} in {seconds:.0f} s, {sheet}")
 
 
-def _row(prompt: str, clip: Any) -> Row:
+def _row(prompt: str, clip: Any) -> SheetRow:
     """Lays frames of a clip, evenly spread over its time, in a row."""
     length = clip.shape[1]
     shown = np.linspace(0, length - 1, min(length, STILLS)).round().astype(int).tolist()
     frames = [f"frame {n}" for n in shown] if length > 1 else [""]
-    return Row(prompt, [clip[:, n : n + 1] for n in shown], frames)
+    return SheetRow(prompt, [clip[:, n : n + 1] for n in shown], frames)
 
 
 def make_samples(
     config: TrainConfig, run: Run, world: World, dataset: Any, held_out: Any
-) -> Samples | None:
-    """Decides what a run shows of itself; None where that is nothing.
-
-    Args:
-        config: configuration of the run.
-        run: folder of the run.
-        world: ranks of the training.
-        dataset: data set that is learnt from.
-        held_out: data set of held-out clips, or None; its captions are asked for, if there is one.
-
-    Raises:
-        GulliverError: a shape that is not trained; prompts that cannot be read, or are too long.
-    """
+) -> RunSamples | None:
+    """Decides what a run shows of itself; None where that is nothing."""
     samples = config.samples
     if not samples.every:
         return None
@@ -167,7 +155,7 @@ def make_samples(
     if not config.model.public:  # Now, and not when the first samples are due.
         WordEncoder(config.model.text_channels, config.model.text_length).encode(prompts)
     requests = [Request(text, shape, samples.seed + n) for n, text in enumerate(prompts)]
-    return Samples(samples, run, world, requests)
+    return RunSamples(samples, run, world, requests)
 
 
 def _shape(config: TrainConfig, dataset: Any) -> Bucket:

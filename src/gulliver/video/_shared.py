@@ -8,7 +8,7 @@ neighbours. Noise,
 conditions and Euler steps are computed on every rank, and are the same on all. Clips are decoded by
 all ranks together (`share_coding`).
 
-Read `split_ranks`, `share`, `Shared`.
+Read `split_ranks`, `share`, `SharedModel`.
 """
 
 from __future__ import annotations
@@ -48,22 +48,7 @@ def split_ranks(
     guided: bool = True,
     image_guided: bool = False,
 ) -> tuple[int, int]:
-    """Chooses how many ranks share a clip's tokens, and how many the branches of guidance.
-
-    Args:
-        world: number of ranks.
-        sequence: number of ranks of a sequence; 0: all that guidance leaves.
-        guidance_ranks: number of ranks for guidance, 1 or 2; 0: 2 where that is possible, for it
-            sends least.
-        guided: whether guidance is on, so that there are two branches.
-        image_guided: whether image guidance is on, so that there are three, which stay together.
-
-    Returns:
-        The ranks of a sequence, and those of guidance; their product is the world.
-
-    Raises:
-        GulliverError: the sizes do not make the world; a second rank for guidance that is off.
-    """
+    """Chooses how many ranks share a clip's tokens, and how many the branches of guidance."""
     if guidance_ranks not in (0, 1, 2) or sequence < 0:
         raise GulliverError(
             f"--sequence {sequence} x --guidance-ranks {guidance_ranks} cannot be: guidance has 2 "
@@ -91,27 +76,18 @@ def split_ranks(
 
 
 @dataclass(frozen=True)
-class Shared:
-    """The ranks that make clips together.
+class SharedModel:
+    """The ranks that make clips together."""
 
-    Attributes:
-        model: function called as the model is, with both branches of guidance in one batch.
-        ranks: number of ranks.
-        rank: number of this rank.
-        branches: rank group that shares the branches of guidance.
-    """
-
+    # Function called as the model is, with both branches of guidance in one batch.
     model: Callable[..., Tensor]
     ranks: int = 1
     rank: int = 0
+    # Rank group that shares the branches of guidance.
     branches: RankGroup = ALONE
 
     def agree(self, requests: Any) -> None:
-        """Refuses requests that differ between the ranks.
-
-        Raises:
-            GulliverError: naming a rank with other requests than rank 0.
-        """
+        """Refuses requests that differ between the ranks."""
         if self.ranks == 1:
             return
         found = gather_objects(hashlib.sha256(repr(requests).encode()).hexdigest())
@@ -123,11 +99,7 @@ class Shared:
                 )
 
     def check_guidance(self, guided: bool, image_guided: bool = False) -> None:
-        """Refuses ranks that the branches of guidance cannot be dealt to.
-
-        Raises:
-            GulliverError: guidance is off, or has three branches.
-        """
+        """Refuses ranks that the branches of guidance cannot be dealt to."""
         if self.branches.size > 1 and image_guided:
             raise GulliverError(f"image guidance on 2 guidance ranks: {THREE_BRANCHES}")
         if self.branches.size > 1 and not guided:
@@ -151,17 +123,7 @@ def share_coding(
     dim: str,
     show: Callable[[str], None] | None = None,
 ) -> SharedNetworks | None:
-    """Makes ranks that need the same clips encode and decode them together; all of them call it.
-
-    Args:
-        autoencoder: autoencoder, shared in place.
-        rank_group: ranks that encode and decode the same clips.
-        dim: dim that is cut, "auto" for the predicted fastest, or "off".
-        show: function that is told of every choice and its reason, on the first rank.
-
-    Returns:
-        What undoes it; None where nothing is shared.
-    """
+    """Makes ranks that need the same clips encode and decode them together; all of them call it."""
     if dim == "off" or rank_group.size == 1 or not has_networks(autoencoder):
         return None
     cluster = current_cluster(dist.get_world_size())
@@ -187,25 +149,13 @@ def share(
     call: Callable[..., Tensor] | None = None,
     scheme: str | None = None,
     show: Callable[[str], None] | None = None,
-) -> Shared:
-    """Makes all ranks of the world make each clip together; every rank calls it, once.
-
-    Args:
-        model: model to call, hooked in place where a sequence has several ranks.
-        sequence: number of ranks that share the tokens of a clip.
-        guidance_ranks: number of ranks that share the branches of guidance.
-        call: function that is called in the model's place and calls it; None for the model.
-        scheme: name of `gulliver.booster.hybrid._stdit_choice.SCHEMES`; None chooses.
-        show: function that is told of choices, on rank 0.
-
-    Raises:
-        GulliverError: the sizes do not make the world.
-    """
+) -> SharedModel:
+    """Makes all ranks of the world make each clip together; every rank calls it, once."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     split_ranks(world, sequence, guidance_ranks)
     own: Callable[..., Tensor] = model if call is None else call
     if world == 1:
-        return Shared(own)
+        return SharedModel(own)
     axes = make_axes({"branch": guidance_ranks, "sequence": sequence})
     branches = axes.rank_group("branch") if guidance_ranks > 1 else ALONE
     if sequence > 1:
@@ -216,7 +166,7 @@ def share(
         told = show if dist.get_rank() == 0 else None
         wire_stdit(model, groups, "all_to_all", scheme=scheme, show=told)
     called = OneBranch(own, branches) if branches.size > 1 else own
-    return Shared(called, world, dist.get_rank(), branches)
+    return SharedModel(called, world, dist.get_rank(), branches)
 
 
 class OneBranch:

@@ -18,7 +18,7 @@ REST = 3
 
 
 @dataclass(frozen=True)
-class Row:
+class SheetRow:
     """One row of the sheet: clips [3, T, H, W] of equal shape and the sentence under each."""
 
     title: str
@@ -26,12 +26,10 @@ class Row:
     captions: list[str]
 
 
-def contact_sheet(path: Path, rows: list[Row], fps: float, scale: int = 4) -> Path:
-    """Draws rows of clips with their captions as one animated GIF.
-
-    Shorter clips hold their last frame until the longest ends. A still of the middle frame is left
-    beside it, with the suffix .png.
-    """
+def contact_sheet(path: Path, rows: list[SheetRow], fps: float, scale: int = 4) -> Path:
+    """Draws rows of clips with their captions as one animated GIF."""
+    # Shorter clips hold their last frame until the longest ends. A still of the middle frame is
+    # left beside it, with the suffix .png.
     frames = _drawn(rows, scale)
     with atomic_file(path) as partial:
         write_gif(partial, frames, fps)
@@ -39,7 +37,7 @@ def contact_sheet(path: Path, rows: list[Row], fps: float, scale: int = 4) -> Pa
     return path
 
 
-def still_sheet(path: Path, rows: list[Row], scale: int = 4) -> tuple[Path, np.ndarray]:
+def still_sheet(path: Path, rows: list[SheetRow], scale: int = 4) -> tuple[Path, np.ndarray]:
     """Draws rows of pictures with their captions as one PNG; returns its pixels [H, W, 3], too."""
     pixels = _drawn(rows, scale)[0]
     _write_still(path, pixels)
@@ -53,7 +51,7 @@ def _write_still(path: Path, pixels: np.ndarray) -> None:
         Image.fromarray(pixels).save(partial, format="PNG")
 
 
-def _drawn(rows: list[Row], scale: int) -> np.ndarray:
+def _drawn(rows: list[SheetRow], scale: int) -> np.ndarray:
     """Draws the frames of the sheet [T, H, W, 3], the last of which rest."""
     length = max(clip.shape[1] for row in rows for clip in row.clips)
     width = max(_row_width(row, scale) for row in rows)
@@ -73,11 +71,11 @@ def _drawn(rows: list[Row], scale: int) -> np.ndarray:
     return frames
 
 
-def _row_width(row: Row, scale: int) -> int:
+def _row_width(row: SheetRow, scale: int) -> int:
     return GAP + len(row.clips) * (row.clips[0].shape[3] * scale + GAP)
 
 
-def _lettering(rows: list[Row], width: int, height: int, scale: int):
+def _lettering(rows: list[SheetRow], width: int, height: int, scale: int):
     """Draws the sheet without its clips: headings, and under each clip its sentence."""
     from PIL import Image, ImageDraw, ImageFont
 

@@ -18,13 +18,7 @@ SHOWN = 20
 
 @dataclass
 class SkippedClips:
-    """Counts read and skipped clips of the present epoch.
-
-    Args:
-        samples: number of clips of an epoch.
-        batches: number of batches of an epoch.
-        limit: share of an epoch's clips that may be skipped.
-    """
+    """Counts read and skipped clips of the present epoch."""
 
     samples: int
     batches: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from gulliver.checkpoint import read_json, write_json
 from gulliver.comm import World, barrier
 from gulliver.data import Bucket, BucketConfig, BucketSampler, ClipTable
 from gulliver.errors import GulliverError
-from gulliver.jobs import Display, console, derive
+from gulliver.jobs import Display, StopRequest, console, derive
 from gulliver.models import Autoencoder, VideoAutoencoder
-from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
-from gulliver.video._config import DataConfig, TrainConfig, parse_shapes
+from gulliver.options import resolved
+from gulliver.video._autoencoder_config import AutoencoderDataConfig, TrainAutoencoderConfig
+from gulliver.video._autoencoder_training import save_autoencoder
+from gulliver.video._config import AutoencoderConfig, DataConfig, TrainConfig, parse_shapes
 from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
 from gulliver.video._flow_config import FlowConfig
 from gulliver.video._kept_latents import EncodedTable, KeptLatents
@@ -23,6 +26,12 @@ from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._words import words_of
+from gulliver.video.autoencoders import (
+    AutoencoderTrainer,
+    Sources,
+    build_autoencoder,
+    make_sources,
+)
 
 
 def parse_held_out(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
@@ -43,18 +52,7 @@ def make_dataset(
     seed: int = 0,
     autoencoder: Autoencoder | None = None,
 ) -> MovingDigits | ClipTable:
-    """Makes the data set: the moving digits, or the table that is named.
-
-    Args:
-        config: what to learn from.
-        words: number of words that the model reads; None for any.
-        show: whether to display progress and what cannot be used.
-        seed: seed of the run.
-        autoencoder: autoencoder that will encode the clips; None for the small one.
-
-    Raises:
-        GulliverError: neither can be used, or a caption is longer than `words`.
-    """
+    """Makes the data set: the moving digits, or the table that is named."""
     shapes = parse_shapes(config.shapes)
     if config.made:
         return MovingDigits(
@@ -148,13 +146,7 @@ def _check_shape(bucket: Bucket, unit: int) -> None:
 
 
 def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> BucketSampler:
-    """Makes the sampler: the order of the samples, and this rank's share of each batch.
-
-    Args:
-        config: batch size and seed.
-        dataset: data set of clips.
-        place: rank among those that read different samples, and their number.
-    """
+    """Makes the sampler: the order of the samples, and this rank's share of each batch."""
     seed = derive(config.seed, 6)
     if isinstance(dataset, ClipTable) and isinstance(dataset.buckets, BucketConfig):
         sizes = dataset.buckets.batch_sizes(config.data.bucket_ranks)
@@ -190,6 +182,44 @@ def own_autoencoder(run: Run) -> Autoencoder | None:
     return None
 
 
+def train_autoencoder(
+    config: AutoencoderConfig,
+    dataset: Any,
+    world: World,
+    seed: int,
+    folder: Path,
+    unreadable_limit: float = 0.1,
+) -> tuple[VideoAutoencoder, dict[str, Any]]:
+    """Trains from scratch on all ranks together, with the defaults of `train-autoencoder`.
+
+    `folder` keeps its log. Returns the autoencoder with the statistics of its latents, and figures:
+    psnr in dB and ssim on held-out handwriting (on the training clips themselves for tables) and
+    what they were measured on.
+    """
+    data = AutoencoderDataConfig(batch_size=config.batch_size, unreadable_limit=unreadable_limit)
+    options = TrainAutoencoderConfig(
+        out=folder,
+        steps=config.steps,
+        learning_rate=config.learning_rate,
+        seed=seed,
+        save_every=config.steps,
+        log_every=1,
+        report_every=config.steps,
+        data=data,
+    )
+    if world.is_main:  # of a run that was stopped before
+        shutil.rmtree(folder, ignore_errors=True)
+    barrier()
+    # All clips of a table are for the diffusion model: none is held out from either of them.
+    whole = Sources(dataset, dataset, "the table itself")
+    sources = whole if isinstance(dataset, ClipTable) else make_sources(dataset, data, seed)
+    model = build_autoencoder(options).to(world.device)
+    trainer = AutoencoderTrainer(options, model, sources, world)
+    trainer.start(None, options=resolved(options))
+    trainer.train(StopRequest())
+    return trainer.finish()
+
+
 def ready_autoencoder(config: TrainConfig, run: Run, dataset: Any, world: World) -> Autoencoder:
     """The run's autoencoder: the one in its folder, the one that is named, or one trained now."""
     kept = own_autoencoder(run) if config.resume else None
@@ -200,15 +230,14 @@ def ready_autoencoder(config: TrainConfig, run: Run, dataset: Any, world: World)
         autoencoder = load_autoencoder(config.autoencoder.path, dtype=torch.float32)
         figures: dict[str, float] = {}
     else:
-        with Display("training autoencoder", config.autoencoder.steps, 0, world.is_main) as display:
-            autoencoder, figures = train_autoencoder(
-                config.autoencoder,
-                dataset,
-                world,
-                derive(config.seed, 7),
-                lambda loss: display.advance(loss=f"{loss:.5f}"),
-                config.data.unreadable_limit,
-            )
+        autoencoder, figures = train_autoencoder(
+            config.autoencoder,
+            dataset,
+            world,
+            derive(config.seed, 7),
+            run.folder / "autoencoder",
+            config.data.unreadable_limit,
+        )
         if world.is_main:
             console().print(f"autoencoder: {figures['psnr']:.1f} dB on clips of {figures['clips']}")
     barrier()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gulliver.booster import Booster
 from gulliver.parallel import BoostedOptimizer
-from gulliver.video._batches import Batch
+from gulliver.video._batches import VideoBatch
 from gulliver.video._rectified_flow import RectifiedFlow
 
 TARGET, COUNTS = "target", "counts"
@@ -32,24 +32,11 @@ def run_stages(
     model: nn.Module,
     optimizer: BoostedOptimizer | None,
     flow: RectifiedFlow,
-    batch: Batch,
+    batch: VideoBatch,
     micro_batches: int,
     scale: float,
 ) -> Tensor:
-    """Runs a share through the pipeline; every rank of the model calls it.
-
-    Args:
-        booster: booster of the model, which `hide_targets` was called with.
-        model: this rank's stage.
-        optimizer: boosted optimizer of it; None runs forward only.
-        flow: rectified flow whose loss it is.
-        batch: this rank's share.
-        micro_batches: number of micro-batches that the pipeline runs.
-        scale: factor of the gradients.
-
-    Returns:
-        The sum of the losses of the share's samples, on every stage.
-    """
+    """Runs a share through the pipeline; every rank of the model calls it."""
     held = len(batch.latents)
     # Each micro-batch has a sample: where there are too few, some are shown again and not counted.
     number = torch.arange(max(held, micro_batches), device=batch.latents.device)
@@ -61,7 +48,7 @@ def run_stages(
     return done["loss"].double() / scale
 
 
-def stage_inputs(flow: RectifiedFlow, batch: Batch, rows: Tensor) -> dict[str, Any]:
+def stage_inputs(flow: RectifiedFlow, batch: VideoBatch, rows: Tensor) -> dict[str, Any]:
     """What stages are called with, and what the loss reads: some clips of a batch, by number."""
     shown = flow.point(batch.latents, batch.noise, batch.timesteps, batch.generate)
     return {

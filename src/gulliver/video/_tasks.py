@@ -32,15 +32,7 @@ class Task:
     def request(
         self, clip: Tensor, prompt: str, bucket: Bucket, seed: int, compression: int
     ) -> Request:
-        """Asks for a clip that has the given frames of a real one [3, T, H, W].
-
-        Args:
-            clip: real clip of the bucket's shape; only what the given frames need of it is used.
-            prompt: sentence of the clip.
-            bucket: shape of the clip.
-            seed: seed of the noise.
-            compression: number of frames of a latent frame, besides the first.
-        """
+        """Asks for a clip that has the given frames of a real one [3, T, H, W]."""
         given = self.given(latent_frames(bucket, compression))
         needed = clip[:, : max(given) * compression + 1]
         strategy = ";".join(f"0,0,{place},{place},1,0" for place in given)

@@ -353,25 +353,16 @@ def check_encoder(encoder: TextEncoder, width: int, length: int) -> None:
 
 
 class EncoderLook(NamedTuple):
-    """Kind and sizes of a text encoder, as its folder says.
-
-    Attributes:
-        kind: name of the kind, T5 or CLIP.
-        channels: width of a token's vector.
-        longest: most tokens of a caption; None for any number.
-    """
+    """Kind and sizes of a text encoder, as its folder says."""
 
     kind: str
     channels: int
+    # Most tokens of a caption; None for any number.
     longest: int | None
 
 
 def look_at_encoder(folder: Path | str) -> EncoderLook:
-    """Reads what a folder of a text encoder holds, without its weights.
-
-    Raises:
-        GulliverError: there is no such folder, or it holds neither a T5 nor a CLIP.
-    """
+    """Reads what a folder of a text encoder holds, without its weights."""
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise GulliverError(f"{folder} is no folder of a text encoder: no config.json")
@@ -387,11 +378,7 @@ def look_at_encoder(folder: Path | str) -> EncoderLook:
 
 
 def check_length(look: EncoderLook, max_length: int) -> None:
-    """Refuses a length that no caption has, or that an encoder does not read.
-
-    Raises:
-        GulliverError: naming what would do.
-    """
+    """Refuses a length that no caption has, or that an encoder does not read."""
     longest = look.longest
     if not isinstance(max_length, int) or max_length < 1:
         raise GulliverError(f"max_length is {max_length}: expected a number of tokens, 1 at least")

@@ -6,6 +6,8 @@ from gulliver.checkpoint import write_json
 from gulliver.comm import barrier, guard, init_world
 from gulliver.data import ClipTable
 from gulliver.jobs import StopRequest
+from gulliver.jobs._loop import Outcome
+from gulliver.options import resolved
 from gulliver.video._build import check_start, describe_start
 from gulliver.video._config import TrainConfig, check_config
 from gulliver.video._encoded import refuse_other_autoencoder, with_encoded
@@ -15,7 +17,7 @@ from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._run import Run
 from gulliver.video._samples import make_samples
 from gulliver.video._sources import make_dataset, make_held_out, ready_autoencoder
-from gulliver.video._training import Outcome, Trainer
+from gulliver.video._training import Trainer
 
 
 def train(config: TrainConfig) -> Outcome:
@@ -33,13 +35,12 @@ def train(config: TrainConfig) -> Outcome:
     run = Run(config.out, config.keep)
     with guard():
         refuse_other_autoencoder(config, run)
-        checkpoint = run.open(config)
+        checkpoint = run.open(config, step=config.resume_step)
         barrier()  # nobody writes before everybody has looked
         if world.is_main:
-            run.write_config(config)
+            run.write(options=resolved(config))
             if checkpoint is None:
                 describe_start(config, run)
-                run.cut_log(0)  # of a run that was killed before its first checkpoint
         words = None if config.model.public else config.model.text_length
         path = config.autoencoder.path
         given = None if path is None else load_autoencoder(path)
@@ -51,7 +52,6 @@ def train(config: TrainConfig) -> Outcome:
         trainer = kind(config, run, dataset, autoencoder, world, held_out, samples)
         if world.is_main and isinstance(dataset, ClipTable):
             write_json(run.clips_path, {"fps": dataset.fps})
-        if checkpoint is not None:
-            trainer.restore(checkpoint)
+        trainer.start(checkpoint, options=resolved(config))
         with StopRequest().listening() as stop:
             return trainer.run_to_end(stop)

@@ -19,7 +19,7 @@ from torch import Tensor
 from gulliver.comm import all_reduce
 from gulliver.data import Bucket, Step, collate
 from gulliver.jobs import Display
-from gulliver.video._batches import Batch, BatchMaker
+from gulliver.video._batches import BatchMaker, VideoBatch
 from gulliver.video._config import ValidationConfig
 from gulliver.video._run import Run
 
@@ -31,15 +31,7 @@ WINDOW = 0
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out clips, and the way to their losses.
-
-    Args:
-        dataset: data set of held-out clips.
-        maker: maker of the run's batches.
-        config: number of clips and of levels.
-        place: rank among those that read different samples, and their number.
-        batch_size: samples of a batch over all ranks.
-    """
+    """Held-out clips, and the way to their losses."""
 
     dataset: Any
     maker: BatchMaker
@@ -48,14 +40,9 @@ class Validation:
     batch_size: int
 
     def losses(
-        self, loss_sum: Callable[[Batch], Tensor], ranks_of_a_model: int
+        self, loss_sum: Callable[[VideoBatch], Tensor], ranks_of_a_model: int
     ) -> dict[str, list[float]]:
-        """Computes the mean loss of each bucket's clips at each level; every rank calls it.
-
-        Args:
-            loss_sum: function from a batch to the sum of its samples' losses.
-            ranks_of_a_model: number of ranks that compute each sample together.
-        """
+        """Computes the mean loss of each bucket's clips at each level; every rank calls it."""
         buckets = self._members()
         levels, device = self.config.levels, self.maker.device
         totals = torch.zeros(len(buckets), levels + 1, dtype=torch.float64, device=device)
@@ -73,7 +60,7 @@ class Validation:
             if row[-1]
         }
 
-    def tell(
+    def report(
         self,
         found: dict[str, list[float]],
         step: int,
@@ -81,15 +68,7 @@ class Validation:
         display: Display,
         scalars: Callable[[str, float, int], None],
     ) -> None:
-        """Writes losses to the run's log and to TensorBoard, and prints their means.
-
-        Args:
-            found: losses at each level by bucket.
-            step: step of the model that they are of.
-            run: folder of the run.
-            display: display of the training.
-            scalars: function that writes a named value of a step.
-        """
+        """Writes losses to the run's log and to TensorBoard, and prints their means."""
         means = {bucket: sum(losses) / len(losses) for bucket, losses in found.items()}
         loss = sum(means.values()) / len(means)
         run.validation.append({"step": step, "loss": loss, "buckets": found})
@@ -106,7 +85,7 @@ class Validation:
                 members.setdefault(bucket, []).append(index)
         return {bucket: members[bucket][: self.config.clips] for bucket in sorted(members)}
 
-    def _batches(self, bucket: Bucket, members: list[int]) -> Iterator[Batch]:
+    def _batches(self, bucket: Bucket, members: list[int]) -> Iterator[VideoBatch]:
         """Yields this rank's share of each batch; all ranks have as many."""
         rank, ranks = self.place
         for start in range(0, len(members), self.batch_size):
@@ -116,7 +95,7 @@ class Validation:
             clips = collate(self.dataset, step.indices, [WINDOW] * (end - first), bucket)
             yield self.maker.make(step, clips, {})
 
-    def _at(self, batch: Batch, number: int) -> Batch:
+    def _at(self, batch: VideoBatch, number: int) -> VideoBatch:
         """Puts all samples of a batch at a level, with their captions and no given frames."""
         level = (number + 1) / (self.config.levels + 1) * self.maker.flow.num_timesteps
         return replace(

@@ -18,11 +18,10 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class ClipSize:
-    """Size of a clip: height and width in pixels, and frames of its latents.
+    """Size of a clip: height and width in pixels, and frames of its latents."""
 
-    `token_area` are the pixels under one token of a frame, `base_area` those of a still whose ratio
-    is 1.
-    """
+    # `token_area` are the pixels under one token of a frame, `base_area` those of a still whose
+    # ratio is 1.
 
     height: float
     width: float

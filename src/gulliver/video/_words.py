@@ -15,11 +15,7 @@ PUNCTUATION = ".,;:!?\"'()"
 
 
 def words_of(prompt: str) -> list[str]:
-    """Lower-case words without punctuation at their ends.
-
-    Raises:
-        GulliverError: there is none.
-    """
+    """Lower-case words without punctuation at their ends."""
     words = [word.strip(PUNCTUATION) for word in prompt.lower().split()]
     words = [word for word in words if word]
     if not words:
@@ -67,22 +63,12 @@ class WordEncoder:
         return told
 
     def teach(self, word: str, vector: Tensor) -> None:
-        """Gives a word a vector ``[channels]`` that was learnt, or that learns.
-
-        Sentences are then encoded in the vector's dtype and on its device.
-        """
+        """Gives a word a vector ``[channels]`` that was learnt, or that learns."""
+        # Sentences are then encoded in the vector's dtype and on its device.
         self._taught[word] = vector
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes sentences.
-
-        Returns:
-            Vectors [B, 1, L, channels], zero beyond a sentence's end, and the mask [B, L] of the
-            words that are there; L is the longest sentence's length.
-
-        Raises:
-            GulliverError: an empty sentence, or one longer than `max_length`.
-        """
+        """Encodes sentences."""
         sentences = [words_of(prompt) for prompt in captions]
         for prompt, words in zip(captions, sentences, strict=True):
             if len(words) > self.max_length:

@@ -33,7 +33,7 @@ from gulliver.comm import ALONE, RankGroup, all_reduce, broadcast
 from gulliver.errors import GulliverError, once_differentiable
 from gulliver.hardware import Cluster, current_cluster
 from gulliver.models import CaptionEmbedder, Mix, STDiT3
-from gulliver.models.stdit import Block, FinalLayer, Given, Grid
+from gulliver.models.stdit import FinalLayer, Given, Grid, STDiTBlock
 from gulliver.parallel.sequence import (
     SequenceGroups,
     attention,
@@ -91,8 +91,8 @@ def wire_stdit(
         return
     model.register_forward_pre_hook(adapter.enter, with_kwargs=True)
     model.register_forward_hook(adapter.leave, always_call=True)
-    first = _of_kind(model.spatial_blocks[0], Block)
-    for block in _of_kind(model, Block):
+    first = _of_kind(model.spatial_blocks[0], STDiTBlock)
+    for block in _of_kind(model, STDiTBlock):
         block.__class__ = _both(ShardedBlock, type(block))
         assert isinstance(block, ShardedBlock)
         block.adapter, block.cuts = adapter, block in first
@@ -195,7 +195,7 @@ class ClipAdapter:
         return y, dropped.bool()
 
 
-class ShardedBlock(Block):
+class ShardedBlock(STDiTBlock):
     """A block on a part of a clip's tokens; the first block is given all and cuts them."""
 
     adapter: ClipAdapter

@@ -24,13 +24,7 @@ from gulliver.video.autoencoders._losses import (
 
 
 class Adversary:
-    """A discriminator that is trained beside an autoencoder.
-
-    Args:
-        config: options of the run.
-        last_layer: parameter at which the adversarial term is balanced.
-        world: ranks that train together.
-    """
+    """A discriminator that is trained beside an autoencoder."""
 
     def __init__(self, config: TrainAutoencoderConfig, last_layer: Tensor, world: World) -> None:
         self.config, self.last_layer, self.world = config.loss, last_layer, world
@@ -50,13 +44,7 @@ class Adversary:
         return {"discriminator": self.network, "discriminator_optimizer": self.optimizer}
 
     def term(self, terms: Terms | None, decoded: Tensor | None, share: float) -> Tensor:
-        """Computes the weighted adversarial term of this rank's clips; every rank calls it.
-
-        Args:
-            terms: the other terms; None on a rank without clips.
-            decoded: decoded clips.
-            share: share of the step's clips that this rank has.
-        """
+        """Computes the weighted adversarial term of this rank's clips; every rank calls it."""
         if terms is None or decoded is None:
             if self.config.adaptive:
                 self._gradients(None, None, 0.0)
@@ -82,11 +70,7 @@ class Adversary:
         return found
 
     def step(self, videos: Tensor | None, decoded: Tensor | None, share: float) -> Tensor:
-        """Trains the discriminator on this rank's clips; every rank calls it.
-
-        Returns:
-            The hinge loss of this rank's clips.
-        """
+        """Trains the discriminator on this rank's clips; every rank calls it."""
         self.optimizer.zero_grad()
         loss = self.last_layer.new_zeros(())
         if videos is not None and decoded is not None:

@@ -35,7 +35,7 @@ DECODED_TOGETHER = 16
 """Frames that are scaled together where whole clips are kept."""
 
 
-class Window(NamedTuple):
+class FrameWindow(NamedTuple):
     """A run of frames of a table's row: its first frame lies in [first, first + starts)."""
 
     row: int
@@ -44,18 +44,12 @@ class Window(NamedTuple):
 
 
 class ClipWindows:
-    """Windows of a table's clips; a window that is longer than a sample is shown in part.
-
-    Args:
-        table: table of clips.
-        windows: windows, one for each sample.
-        kept: decoded clips by row, where they are kept in memory: uint8 [3, T, H, W]; or None.
-    """
+    """Windows of a table's clips; a window that is longer than a sample is shown in part."""
 
     def __init__(
         self,
         table: ClipTable,
-        windows: Sequence[Window],
+        windows: Sequence[FrameWindow],
         kept: dict[int, Tensor | BrokenClip] | None = None,
     ) -> None:
         self.table, self.windows, self._kept = table, windows, kept
@@ -116,14 +110,7 @@ class ClipWindows:
 
 
 class MixedClips:
-    """Samples of another data set, several of each clip, some shown as one of their frames.
-
-    Args:
-        dataset: data set of clips.
-        image_share: share of the samples that are pictures.
-        repeats: samples of each clip.
-        seed: seed of which samples are pictures.
-    """
+    """Samples of another data set, several of each clip, some shown as one of their frames."""
 
     def __init__(self, dataset: Any, image_share: float, repeats: int, seed: int) -> None:
         self.dataset, self.repeats = dataset, repeats
@@ -199,18 +186,13 @@ def make_sources(dataset: Any, config: AutoencoderDataConfig, seed: int) -> Sour
 def split_table(
     table: ClipTable, config: AutoencoderDataConfig, seed: int
 ) -> tuple[ClipWindows, ClipWindows]:
-    """Splits a table by clips, and each of the others by frames.
-
-    A video that is too short for a sample before and behind the cut is trained on whole.
-
-    Raises:
-        GulliverError: nothing would be held out, or nothing left to train on.
-    """
+    """Splits a table by clips, and each of the others by frames."""
+    # A video that is too short for a sample before and behind the cut is trained on whole.
     draw = np.random.Generator(np.random.Philox(key=[seed % 2**63, 1]))
     count = round(config.held_out_clips * len(table))
     left_out = set(draw.permutation(len(table))[:count].tolist())
-    training: list[Window] = []
-    held_out: list[Window] = []
+    training: list[FrameWindow] = []
+    held_out: list[FrameWindow] = []
     for number, row in enumerate(table.rows):
         if row.bucket is None:
             continue
@@ -219,8 +201,8 @@ def split_table(
         if cut and (cut < span or frames - cut < span):
             cut = frames
         if cut:
-            training.append(Window(number, 0, max(1, cut - span + 1)))
-        held_out += [Window(number, at, 1) for at in range(cut, frames - span + 1, span)]
+            training.append(FrameWindow(number, 0, max(1, cut - span + 1)))
+        held_out += [FrameWindow(number, at, 1) for at in range(cut, frames - span + 1, span)]
     if not training or not held_out:
         what = "held out" if training else "left to train on"
         right = "--data.held-out-clips 0.1, which holds whole clips out" if training else "less"

@@ -63,16 +63,13 @@ class Posterior(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Terms of a loss, scalars.
+    """Terms of a loss, scalars."""
 
-    Attributes:
-        reconstruction: error of pixels and of features, or its negative log-likelihood.
-        regularisation: weighted term of the latents.
-        figures: unweighted terms by name, for a log.
-    """
-
+    # Error of pixels and of features, or its negative log-likelihood.
     reconstruction: Tensor
+    # Weighted term of the latents.
     regularisation: Tensor
+    # Unweighted terms by name, for a log.
     figures: dict[str, Tensor]
 
 
@@ -184,16 +181,7 @@ def adaptive_weight(reconstruction: Tensor, adversarial: Tensor) -> Tensor:
 
 
 def load_perceptual(place: str, device: torch.device) -> Features:
-    """Imports a perceptual network: a function of clips, a module, or a class that makes one.
-
-    Args:
-        place: module and name, such as ``my_networks:vgg_features``; modules of the folder one is
-            in are found.
-        device: device that a module is moved to.
-
-    Raises:
-        GulliverError: there is no such module or name, or it cannot be called.
-    """
+    """Imports a perceptual network: a function of clips, a module, or a class that makes one."""
     module, _, name = place.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -217,11 +205,7 @@ def check_perceptual(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Refuses a network that takes no clips of these shapes, or gives no features to learn from.
-
-    Raises:
-        GulliverError: naming the shape, and what went wrong.
-    """
+    """Refuses a network that takes no clips of these shapes, or gives no features to learn from."""
     for bucket in sorted(set(buckets)):
         sizes = (bucket.frames, bucket.height, bucket.width)
         clip = torch.zeros(1, 3, *sizes, device=device, dtype=dtype)

@@ -25,15 +25,11 @@ MOST_CLIPS = 256
 
 
 class Quality(NamedTuple):
-    """Figures of held-out clips.
+    """Figures of held-out clips."""
 
-    Attributes:
-        psnr: peak signal-to-noise ratio in dB, of the mean squared error of the clips.
-        ssim: mean structural similarity of all frames; NaN where frames are smaller than its
-            window.
-    """
-
+    # Peak signal-to-noise ratio in dB, of the mean squared error of the clips.
     psnr: float
+    # Mean structural similarity of all frames; NaN where frames are smaller than its window.
     ssim: float
 
 
@@ -90,14 +86,7 @@ def measure(
     device: torch.device,
     share: tuple[int, int] = (0, 1),
 ) -> Quality:
-    """Measures how near an autoencoder's clips are to the originals; every rank calls it.
-
-    Args:
-        model: autoencoder to measure.
-        dataset: held-out clips, of which the first 256 are taken.
-        device: device to compute on.
-        share: rank among those that measure different clips, and their number.
-    """
+    """Measures how near an autoencoder's clips are to the originals; every rank calls it."""
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     dtype = next(model.parameters()).dtype
     for index in range(share[0], min(MOST_CLIPS, len(dataset)), share[1]):

@@ -19,15 +19,10 @@ from gulliver.video.autoencoders._losses import Posterior
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward of an autoencoder's networks on this rank.
-
-    Attributes:
-        model: autoencoder.
-        segment: latent frames of a segment that is streamed; 0 runs clips whole.
-        shared: networks that are shared, or None.
-    """
+    """Forward of an autoencoder's networks on this rank."""
 
     model: VideoAutoencoder
+    # Latent frames of a segment that is streamed; 0 runs clips whole.
     segment: int = 0
     shared: SharedNetworks | None = None
 
@@ -59,15 +54,7 @@ class Passes:
 def make_passes(
     model: VideoAutoencoder, segment_frames: int, share_ranks: int, dim: str, ranks: int
 ) -> Passes:
-    """Makes the passes of a run; every rank calls it.
-
-    Args:
-        model: autoencoder, shared in place where several ranks share it.
-        segment_frames: frames of a segment that is streamed; 0 runs clips whole.
-        share_ranks: number of ranks that share the networks, consecutive ones.
-        dim: dim that they cut.
-        ranks: number of ranks of the world.
-    """
+    """Makes the passes of a run; every rank calls it."""
     if share_ranks == 1:
         return Passes(model, segment_frames // model.compression[0])
     axes = make_axes({"data": ranks // share_ranks, "share": share_ranks})

@@ -1,8 +1,7 @@
 """The training loop of video autoencoders: one for `gulliver train` and `train-autoencoder`.
 
-Read `AutoencoderTrainer.steps`, then `_step`: one optimizer step is there from the clips to the
-averaged weights. What it does not know: run folders, what is shown of a run, and how parameters lie
-in memory (`gulliver.booster`).
+Read `TrainingLoop` in `gulliver.jobs`, then `AutoencoderTrainer.forward_backward`. What it does not
+know: how parameters lie in memory (`gulliver.booster`).
 
 Everything random is a function of (seed, epoch, batch), never of the rank, so a resumed run needs
 no saved generator.
@@ -10,8 +9,7 @@ no saved generator.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,11 +23,13 @@ from gulliver.comm import World, all_reduce, gather_objects
 from gulliver.data import BucketSampler, ClipBatch, Step, collate
 from gulliver.errors import GulliverError
 from gulliver.jobs import console, derive
+from gulliver.jobs._loop import LoopOptions, TrainingLoop
 from gulliver.models import AUTOENCODER_SIZES, VideoAutoencoder
 from gulliver.options import resolved
-from gulliver.video._autoencoder_config import TrainAutoencoderConfig
+from gulliver.video._autoencoder_config import MAY_CHANGE_OF_AUTOENCODER, TrainAutoencoderConfig
 from gulliver.video._batches import read_ahead
 from gulliver.video._ema import ExponentialAverage
+from gulliver.video._run import Run
 from gulliver.video._skipped import SkippedClips, common_samples, listing
 from gulliver.video.autoencoders._adversary import Adversary
 from gulliver.video.autoencoders._clips import Sources
@@ -42,6 +42,7 @@ from gulliver.video.autoencoders._losses import (
 )
 from gulliver.video.autoencoders._metrics import Quality, measure
 from gulliver.video.autoencoders._passes import make_passes
+from gulliver.video.autoencoders._picture import reconstruction_picture
 
 STATISTICS_BATCHES = 24
 
@@ -55,17 +56,14 @@ def build_autoencoder(config: TrainAutoencoderConfig) -> VideoAutoencoder:
     )
 
 
-class AutoencoderTrainer:
+class AutoencoderTrainer(TrainingLoop):
     """An autoencoder, its optimizers and its clips, and the loop over them.
 
     Args:
-        config: options of the run.
+        config: options of the run, whose folder is ``config.out``.
         model: autoencoder to train, on the device of this rank.
         sources: clips to train on, and held-out clips.
         world: ranks that train together.
-
-    Attributes:
-        done: number of steps that are done.
     """
 
     def __init__(
@@ -75,43 +73,53 @@ class AutoencoderTrainer:
         sources: Sources,
         world: World,
     ) -> None:
-        self.config, self.model, self.sources, self.world = config, model, sources, world
-        self.done = self.saved = 0
-        self.replicas = config.share_ranks
-        if world.size % self.replicas:
+        self.config, self.autoencoder, self.sources, self.world = config, model, sources, world
+        replicas = config.share_ranks
+        if world.size % replicas:
             raise GulliverError(
-                f"--share-ranks is {self.replicas}, but there are {world.size} ranks: their number "
+                f"--share-ranks is {replicas}, but there are {world.size} ranks: their number "
                 f"must be a multiple of it"
             )
-        self.place = world.rank // self.replicas, world.size // self.replicas
+        place = world.rank // replicas, world.size // replicas
         self.dtype = next(model.parameters()).dtype
-        self.sampler = self._sampler(*self.place)
-        self.sampler_state = self.sampler.state_dict()
+        self.sampler = self._sampler(*place)
         self.skipped = SkippedClips(
             self.sampler.samples, len(self.sampler), config.data.unreadable_limit
         )
         self.loss = AutoencoderLoss(config.loss, self._perceptual()).to(world.device, self.dtype)
-        self._boost()
-        average = ExponentialAverage(model, config.ema) if config.ema else None
-        self.average = average
+        booster = Booster(plugin=LowLevelZeroPlugin(stage=1, chunk_mb=1.0, verbose=False))
+        run = Run(config.out, config.keep, MAY_CHANGE_OF_AUTOENCODER)
+        options = LoopOptions(
+            title=f"training autoencoder {config.model.size}",
+            steps=config.steps,
+            save_every=config.save_every,
+            seed=config.seed,
+            log_every=config.log_every,
+            clip=config.clip,
+            use_async=config.async_save,
+        )
+        super().__init__(run, world, options, booster, self._boosted(booster), place, replicas)
+        self.position = self.sampler.state_dict()
+        self.average = ExponentialAverage(model, config.ema) if config.ema else None
         self.adversary = None
         if config.loss.adversarial:
             self.adversary = Adversary(config, model.last_layer, world)
+        self._decoded: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
         self.passes = make_passes(
-            model, config.segment_frames, self.replicas, config.share_dim, world.size
+            model, config.segment_frames, replicas, config.share_dim, world.size
         )
 
-    def _boost(self) -> None:
+    def _boosted(self, booster: Booster) -> tuple[Any, Any, Any]:
         config = self.config
-        trained = nn.ModuleDict({"autoencoder": self.model, "loss": self.loss})
+        trained = nn.ModuleDict({"autoencoder": self.autoencoder, "loss": self.loss})
         optimizer = torch.optim.AdamW(
             trained.parameters(), lr=config.learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
         )
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, config.learning_rate, total_steps=config.steps + 1, pct_start=0.1
         )
-        self.booster = Booster(plugin=LowLevelZeroPlugin(stage=1, chunk_mb=1.0, verbose=False))
-        self.boosted_model, self.optimizer, *_ = self.booster.boost(trained, optimizer)
+        model, boosted, *_ = booster.boost(trained, optimizer)
+        return model, boosted, scheduler
 
     def _sampler(self, rank: int, size: int) -> BucketSampler:
         clips = self.sources.training
@@ -127,28 +135,11 @@ class AutoencoderTrainer:
         check_perceptual(network, buckets, self.world.device, self.dtype)
         return network
 
-    def steps(self) -> Iterator[dict[str, float]]:
-        """Trains to the end, and yields the figures of each step; every rank goes through it.
-
-        Raises:
-            GulliverError: more clips than allowed could not be read; the loss is no number.
-        """
-        if self.done >= self.config.steps:
-            return
-        reading = read_ahead(
-            self.sources.training, self.sampler, self.config.seed, self.world.device
-        )
-        for step, batch, state in reading:
-            videos, rows, count = self._agreed(step, batch)
-            if self.skipped.problem is not None:
-                self._refuse_lost_data(self.skipped.problem)
-            if not count:
-                continue
-            figures = self._step(step, videos, rows, count)
-            self.sampler_state, self.done = state, self.done + 1
-            yield figures
-            if self.done >= self.config.steps:
-                return
+    def batches(self) -> Iterator[tuple[tuple[Step, ClipBatch], Any]]:
+        """Yields steps with their clips, and the positions after them."""
+        training, seed = self.sources.training, self.config.seed
+        for step, batch, state in read_ahead(training, self.sampler, seed, self.world.device):
+            yield (step, batch), state
 
     def _agreed(self, step: Step, batch: ClipBatch) -> tuple[Tensor | None, list[int], int]:
         """Returns this rank's clips, their rows in the step, and the clips of all ranks."""
@@ -168,50 +159,56 @@ class AutoencoderTrainer:
         broken = {entry for part in gather_objects(self.sources.training.broken) for entry in part}
         if self.world.is_main:
             console().print(listing(broken))
-        self.booster.wait()  # a checkpoint may be under way
-        raise GulliverError(f"{problem}: the autoencoder's training stopped at step {self.done}")
+        self.booster.wait()  # a checkpoint may be in flight
+        raise GulliverError(
+            f"{problem}: the autoencoder's training stopped at step {self.step_number}"
+        )
 
-    def _step(
-        self, step: Step, videos: Tensor | None, rows: list[int], count: int
-    ) -> dict[str, float]:
-        """Runs one step on this rank's clips.
-
-        Args:
-            step: step of the sampler.
-            videos: clips of this rank, or None.
-            rows: rows of these clips in the batch of all ranks.
-            count: number of clips of all ranks.
-        """
+    def forward_backward(self, batch: tuple[Step, ClipBatch]) -> Mapping[str, float] | None:
+        """Runs backward for this rank's clips; None where no rank could read one."""
+        step = batch[0]
+        videos, rows, count = self._agreed(*batch)
+        if self.skipped.problem is not None:
+            self._refuse_lost_data(self.skipped.problem)
+        if not count:
+            return None
         share = len(rows) / count
         terms, decoded = None, None
-        # Zero gradients without clips: the other ranks wait for this one in the reduction.
-        nothing = (p.sum() * 0 for p in self.boosted_model.parameters())
-        loss = sum(nothing, torch.zeros((), device=self.world.device)) if videos is None else None
-        if videos is not None:
+        if videos is None:
+            # Zero gradients without clips: the other ranks wait for this one in the reduction.
+            nothing = (p.sum() * 0 for p in self.model.parameters())
+            loss = sum(nothing, torch.zeros((), device=self.world.device))
+        else:
             videos = videos.to(self.world.device, self.dtype)
             terms, decoded = self._forward(step, videos, rows)
             loss = terms.reconstruction + terms.regularisation
-        adversary = self.adversary
-        if self.done < self.config.loss.adversarial_start:
-            adversary = None
-        assert loss is not None
-        if adversary is not None:
-            loss = loss + adversary.term(terms, decoded, share)
+        if self._judging is not None:
+            loss = loss + self._judging.term(terms, decoded, share)
         # Gradients are averaged over ranks, the loss over clips: the factor makes up for it.
         self.booster.backward(loss * (len(rows) * self.world.size / count), self.optimizer)
-        figures = self._figures(terms, loss, share)
-        norm = float(self.optimizer.clip_grad_by_norm(self.config.clip or math.inf))
-        self._check_finite(figures["loss"], norm)
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
+        self._decoded = videos, decoded, share
+        own = {} if terms is None else {"loss": loss.detach(), **terms.figures}
+        return {name: float(own.get(name, 0.0)) * share for name in self._names()}
+
+    @property
+    def _judging(self) -> Adversary | None:
+        """The discriminator, once it has begun."""
+        begun = self.step_number >= self.config.loss.adversarial_start
+        return self.adversary if begun else None
+
+    def after_update(self) -> Mapping[str, float]:
+        """Moves the average of the weights, and trains the discriminator on the same clips."""
         if self.average is not None:
-            self.average.update(self.model)
-        if adversary is not None:
-            own = adversary.step(videos, decoded, share) * share
-            all_reduce(own)
-            figures["discriminator"] = float(own) / self.replicas
-        return figures | {"grad_norm": norm}
+            self.average.update(self.autoencoder)
+        videos, decoded, share = self._decoded
+        self._decoded = None, None, 0.0
+        # The loop has counted the step already.
+        begun = self.step_number > self.config.loss.adversarial_start
+        if self.adversary is None or not begun:
+            return {}
+        own = self.adversary.step(videos, decoded, share) * share
+        all_reduce(own)
+        return {"discriminator": float(own) / self.replicas}
 
     def _forward(self, step: Step, videos: Tensor, rows: list[int]) -> tuple[Terms, Tensor]:
         posterior = self.passes.encode(videos)
@@ -221,21 +218,10 @@ class AutoencoderTrainer:
         decoded = self.passes.decode(posterior.sample(noise, self.config.loss.latent_noise))
         return self.loss(videos, decoded, posterior, self.replicas), decoded
 
-    def _figures(self, terms: Terms | None, loss: Tensor, share: float) -> dict[str, float]:
-        """Returns the means of all ranks' figures; a rank without clips adds nothing."""
-        own = {} if terms is None else {"loss": loss.detach(), **terms.figures}
-        names = list(own) if self.world.size == 1 else self._names()
-        values = [float(own.get(name, 0.0)) * share for name in names]
-        totals = torch.tensor(values, dtype=torch.float64, device=self.world.device)
-        if self.world.size > 1:
-            all_reduce(totals)
-        return dict(zip(names, (totals / self.replicas).tolist(), strict=True))
-
     def _names(self) -> list[str]:
         """Names of a step's figures, the same on all ranks."""
-        loss = self.config.loss
-        adversarial = bool(loss.adversarial) and self.done >= loss.adversarial_start
-        posterior = self.model.config.get("posterior", False)
+        loss, adversarial = self.config.loss, self._judging is not None
+        posterior = self.autoencoder.config.get("posterior", False)
         named = {
             "loss": True,
             loss.reconstruction: True,
@@ -247,13 +233,28 @@ class AutoencoderTrainer:
         }
         return [name for name, there in named.items() if there]
 
-    def _check_finite(self, loss: float, norm: float) -> None:
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            self.booster.wait()
-            raise GulliverError(
-                f"loss {loss} with gradient norm {norm} at step {self.done} of the autoencoder: "
-                "training stopped before the weights changed; try a lower learning rate"
-            )
+    def describe(self, line: dict[str, Any], batch: Any, seconds: float) -> dict[str, str]:
+        """What the progress bar shows."""
+        rate = self.step_number / max(self.seconds, 1e-9) * self.config.data.batch_size
+        return {"grad_norm": f"{line['grad_norm']:.3f}", "samples_per_s": f"{rate:.1f}"}
+
+    def evaluate(self) -> None:
+        """Reports on held-out clips while training goes on."""
+        if self.step_number % self.config.report_every == 0 and not self.is_over:
+            model = self.result()
+            self.report(model, self.quality(model))
+
+    def report(self, model: VideoAutoencoder, quality: Quality) -> None:
+        """Logs figures of held-out clips, and draws some of them; every rank calls it."""
+        path = self.run.folder / "reconstruction.png" if self.world.is_main else None
+        reconstruction_picture(path, model, self.sources.held_out, self.world.device)
+        if not self.world.is_main:
+            return
+        figures = quality._asdict()
+        seconds = round(self.seconds, 3)
+        self.run.log.append({"step": self.step_number, **figures, "seconds": seconds})
+        for name, value in figures.items():
+            self.scalars(f"held_out/{name}", value, self.step_number)
 
     def result(self) -> VideoAutoencoder:
         """Returns the autoencoder with averaged weights, or the trained one where there are none.
@@ -261,8 +262,8 @@ class AutoencoderTrainer:
         Every rank calls it.
         """
         if self.average is None:
-            return self.model
-        found = VideoAutoencoder(**self.model.config).to(self.world.device, self.dtype)
+            return self.autoencoder
+        found = VideoAutoencoder(**self.autoencoder.config).to(self.world.device, self.dtype)
         found.load_state_dict(self.average.shadow)
         return found
 
@@ -299,55 +300,26 @@ class AutoencoderTrainer:
         model.mean.copy_(values.mean(dim=1))
         model.std.copy_(values.std(dim=1).clamp(min=1e-6))
 
-    def save(self, folder: Path) -> None:
-        """Begins a checkpoint of this step; every rank calls it. A step is saved once.
-
-        Args:
-            folder: folder of the run's checkpoints.
-        """
-        if self.done == self.saved:
-            return
-        self.saved = self.done
-        average = self.average
-        state: dict[str, Any] = {} if self.adversary is None else self.adversary.state()
-        table = self.sources.table
-        state["run"] = {
-            "step": self.done,
-            "sampler": self.sampler_state,
+    def state(self) -> dict[str, Any]:
+        """The discriminator, the average of the weights, and what a resumed run must share."""
+        average, table = self.average, self.sources.table
+        run = {
             "rows": None if table is None else table.fingerprint,
             "ema_updates": 0 if average is None else average.updates,
             "config": resolved(self.config),
         }
-        if average is not None:
-            state["ema"] = average.leaves()
-        self.booster.save(
-            folder,
-            self.done,
-            self.boosted_model,
-            self.optimizer,
-            self.scheduler,
-            state=state,
-            use_async=self.config.async_save,
-            keep=self.config.keep,
-        )
+        ema = {} if average is None else {"ema": average.leaves()}
+        return {**self.loaded_in_place(), **ema, "run": run}
 
-    def restore(self, folder: Path) -> None:
-        """Takes up the state of a checkpoint; every rank calls it."""
-        state: dict[str, Any] = {} if self.adversary is None else self.adversary.state()
-        loaded = self.booster.load(
-            folder,
-            self.boosted_model,
-            self.optimizer,
-            self.scheduler,
-            state={**state, "run": None},
-            random=False,  # every step draws from seeds of its own
-        )
-        run, table = loaded.values["run"], self.sources.table
-        if table is not None and "rows" in run:  # older checkpoints have none
-            table.check_rows(run["rows"])
+    def loaded_in_place(self) -> dict[str, Any]:
+        """The discriminator and its optimizer."""
+        return {} if self.adversary is None else self.adversary.state()
+
+    def load_state(self, run: dict[str, Any], folder: Path) -> None:
+        """Takes up the average of the weights and the position in the data."""
+        if self.sources.table is not None:
+            self.sources.table.check_rows(run["rows"])
         if self.average is not None:
             load(folder, {"ema": self.average.leaves()})
             self.average.updates = run["ema_updates"]
-        self.sampler.load_state_dict(run["sampler"])
-        self.sampler_state = run["sampler"]
-        self.done = self.saved = run["step"]
+        self.sampler.load_state_dict(run["position"])

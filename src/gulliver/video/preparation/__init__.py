@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gulliver.video.preparation._scorers import IN_THE_BOX
     from gulliver.video.preparation._show import show
     from gulliver.video.preparation._table import Table, broken_path, read_broken, write_broken
-    from gulliver.video.preparation._work import Outcome, work_on
+    from gulliver.video.preparation._work import FileOutcome, work_on
 
 __all__ = [
     "IN_THE_BOX",
@@ -29,8 +29,8 @@ __all__ = [
     "CutSettings",
     "Deduplicated",
     "Encoded",
+    "FileOutcome",
     "Filtered",
-    "Outcome",
     "Pair",
     "Samples",
     "Scanned",
@@ -68,7 +68,7 @@ _MODULES = {
     "_scorers": ("IN_THE_BOX",),
     "_show": ("show",),
     "_table": ("Table", "broken_path", "read_broken", "write_broken"),
-    "_work": ("Outcome", "work_on"),
+    "_work": ("FileOutcome", "work_on"),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 

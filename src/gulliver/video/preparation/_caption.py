@@ -16,7 +16,7 @@ from gulliver.checkpoint import read_json
 from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.video.preparation._samples import take_samples
 from gulliver.video.preparation._table import Table, check_suffix, write_broken
-from gulliver.video.preparation._work import work_on
+from gulliver.video.preparation._work import fill_columns
 
 PLACE = "{path}"
 """Where a command has the path of the clip; without it the path comes last."""
@@ -25,15 +25,10 @@ Captioner = Callable[[Path], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Captioned:
-    """A table with captions.
-
-    Attributes:
-        table: the table.
-        broken: name and reason of each clip that got none.
-        fresh: number of rows that were looked at now.
-    """
+    """A table with captions."""
 
     table: Table
+    # Name and reason of each clip that got none.
     broken: list[tuple[str, str]]
     fresh: int
 
@@ -49,23 +44,7 @@ def caption(
     again: bool = False,
     workers: int = 0,
 ) -> Captioned:
-    """Writes a table whose clips have captions.
-
-    Args:
-        table: table of clips.
-        out: table to write; None: the one that was read.
-        command: program and arguments, no shell; ``{path}`` in it stands for the clip's path.
-        model: folder of a transformers model that says what is in a picture: of the middle frame.
-        prompt: what the model is asked, or the words that the sentence begins with.
-        tokens: most tokens of a caption of the model.
-        seconds: how long the command may take.
-        again: whether to replace the captions that are there.
-        workers: commands at once; 0 takes one for each core. A model takes a clip at a time.
-
-    Raises:
-        GulliverError: both of command and model, or neither; the command is not found, or the
-            folder holds no such model.
-    """
+    """Writes a table whose clips have captions."""
     if (command is None) == (model is None):
         raise GulliverError("name either --command, a program, or --model, a folder")
     out = Path(out or table.path)
@@ -76,26 +55,16 @@ def caption(
         work = command_captioner(command or "", seconds)
     texts = table.column("text") if "text" in table.names else [None] * len(table)
     left = [row for row, text in enumerate(texts) if again or not (text or "").strip()]
-    clips = table.clips()
     settings = json.dumps([command, str(model), prompt, tokens])
-    with work_on([clips[row] for row in left], work, out, "caption", settings, workers) as outcomes:
-        broken = []
-        for row, outcome in zip(left, outcomes, strict=True):
-            if outcome.problem:
-                broken.append((clips[row][0], outcome.problem))
-            else:
-                texts[row] = outcome.values["text"]
-        captioned = table.with_columns({"text": texts}).write(out)
+    columns = {"text": texts}
+    with fill_columns(table, left, work, out, "caption", columns, settings, workers) as broken:
+        captioned = table.with_columns(columns).write(out)
         write_broken(out, "caption", broken)
     return Captioned(captioned, broken, len(left))
 
 
 def command_captioner(command: str, seconds: float) -> Captioner:
-    """Makes a captioner of a command.
-
-    Raises:
-        GulliverError: its quotes do not match.
-    """
+    """Makes a captioner of a command."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -134,11 +103,7 @@ def _sentence(who: str, text: str) -> dict[str, Any]:
 
 
 def model_captioner(folder: Path, prompt: str, tokens: int) -> Captioner:
-    """Makes a captioner of a transformers model that reads pictures and writes text.
-
-    Raises:
-        GulliverError: transformers is missing, or the folder holds no such model.
-    """
+    """Makes a captioner of a transformers model that reads pictures and writes text."""
     model, processor = _loaded(folder)
 
     @torch.inference_mode()

@@ -2,23 +2,11 @@
 
 Read `cut` first. A source is decoded twice: once to find its scenes (`_scenes.py`), once to write
 their clips (`_reencode.py`), from its first frame on, as seeking is exact in some files only.
-
-[Note: nothing is lost silently]
-Each frame of each source is in a clip, or in the list of what is left out, with the reason; a
-source that cannot be read, or that is there twice, is in the list as a whole. So each row of the
-table ends in one or the other.
-
-[Note: a job that is killed]
-What is to be cut of a source is kept in a plan beside the clips as soon as it is known, with the
-settings, size and time of change of the source. A clip has its name only when it is complete, so
-what a plan names and what is there is done, and the next run writes the rest.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -43,8 +31,8 @@ from gulliver.video.preparation._scan import FACTS, FPS
 from gulliver.video.preparation._scenes import Footage, SourceError, source_frames, survey
 from gulliver.video.preparation._score import GROUP
 from gulliver.video.preparation._scorers import IN_THE_BOX
-from gulliver.video.preparation._table import COLUMNS, Table, check_suffix
-from gulliver.video.preparation._work import Outcome, usable_cores, work_on
+from gulliver.video.preparation._table import COLUMNS, Table, check_other, write_list
+from gulliver.video.preparation._work import FileOutcome, usable_cores, work_on
 
 SOURCE = ("source", "source_first", "source_end")
 """Columns of a clip: path of its source, its first frame there, and the frame after its last."""
@@ -52,6 +40,14 @@ VERSION = 3
 """Number that changes when the same settings give other clips."""
 
 
+# [Note: nothing is lost silently] Each frame of each source is in a clip, or in the list of what is
+# left out, with the reason; a source that cannot be read, or that is there twice, is in the list as
+# a whole. So each row of the table ends in one or the other.
+#
+# [Note: a job that is killed] What is to be cut of a source is kept in a plan beside the clips as
+# soon as it is known, with the settings, size and time of change of the source. A clip has its name
+# only when it is complete, so what a plan names and what is there is done, and the next run writes
+# the rest.
 @dataclass(frozen=True)
 class Left:
     """Frames of a source that are in no clip; None: the whole source."""
@@ -69,37 +65,25 @@ class Left:
 
 @dataclass(frozen=True)
 class CutReport:
-    """Clips that were cut, and all that was left out.
-
-    Attributes:
-        table: clips.
-        sources: number of sources that clips were cut from.
-        left_out: what is in no clip.
-        listed: file that lists it; None where there is nothing.
-    """
+    """Clips that were cut, and all that was left out."""
 
     table: Table
     sources: int
     left_out: list[Left]
+    # File that lists it; None where there is nothing.
     listed: Path | None
 
 
 @dataclass(frozen=True)
 class PlannedClip:
-    """A clip to write.
-
-    Attributes:
-        name: name of its file.
-        first: first frame of the source.
-        end: frame after the last.
-        size: height and width.
-        frames: frames of the source that it shows, one for each of its own.
-    """
+    """A clip to write."""
 
     name: str
     first: int
+    # Frame after the last.
     end: int
     size: tuple[int, int]
+    # Frames of the source that it shows, one for each of its own.
     frames: tuple[int, ...]
 
 
@@ -178,9 +162,7 @@ def clips_folder(out: Path) -> Path:
 
 
 def _check(table: Table, out: Path, settings: CutSettings) -> None:
-    check_suffix(out)
-    if out.absolute() == table.path.absolute():
-        raise GulliverError(f"--out {out} is the table itself: name another, the sources stay")
+    check_other(out, table.path)
     if settings.max_seconds < settings.min_seconds:
         raise GulliverError(
             f"--max-seconds {settings.max_seconds:g} is less than --min-seconds "
@@ -202,20 +184,13 @@ def _rank(path: Path) -> tuple[bool, bool]:
 # --- one source ----------------------------------------------------------------------------------
 
 
-def cut_source(path: Path, folder: Path, settings: CutSettings) -> Outcome:
-    """Cuts a video, but for what is there already.
-
-    Returns:
-        Clips and what is left out, or the problem of a source that cannot be read.
-
-    Raises:
-        GulliverError: a clip cannot be written.
-    """
+def cut_source(path: Path, folder: Path, settings: CutSettings) -> FileOutcome:
+    """Cuts a video, but for what is there already."""
     try:
         plan = _planned(path, folder, settings)
         failed = write_clips(path, plan, folder, settings)
     except SourceError as error:
-        return Outcome(problem=str(error))
+        return FileOutcome(problem=str(error))
     rate = float(plan.rate)
     cuts = [
         [clip.name, clip.first, clip.end, len(clip.frames), *clip.size, rate]
@@ -224,7 +199,7 @@ def cut_source(path: Path, folder: Path, settings: CutSettings) -> Outcome:
     ]
     left = [*plan.left]
     left += [(c.first, c.end, failed[c.name]) for c in plan.clips if c.name in failed]
-    return Outcome({"frames": plan.frames, "cuts": cuts, "left": [list(one) for one in left]})
+    return FileOutcome({"frames": plan.frames, "cuts": cuts, "left": [list(one) for one in left]})
 
 
 def _planned(path: Path, folder: Path, settings: CutSettings) -> Plan:
@@ -251,11 +226,7 @@ def _literal(stem: str) -> str:
 
 
 def _key(path: Path, settings: CutSettings) -> str:
-    """Says what a plan depends on.
-
-    Raises:
-        SourceError: there is no such file.
-    """
+    """Says what a plan depends on."""
     try:
         found = path.stat()
     except OSError:
@@ -350,15 +321,7 @@ def pieces(length: int, least: int, most: int) -> list[int]:
 
 
 def write_clips(path: Path, plan: Plan, folder: Path, settings: CutSettings) -> dict[str, str]:
-    """Writes the clips of a source that are not there.
-
-    Returns:
-        Name and reason of each that no encoder takes.
-
-    Raises:
-        SourceError: the source cannot be read, or has fewer frames than in the plan.
-        GulliverError: a clip cannot be written.
-    """
+    """Writes the clips of a source that are not there."""
     import av
 
     failed: dict[str, str] = {}
@@ -402,11 +365,7 @@ class _Frames:
         self._now: tuple[int, Frame] | None = None
 
     def at(self, number: int) -> Frame:
-        """Returns a frame.
-
-        Raises:
-            SourceError: the file ends before it.
-        """
+        """Returns a frame."""
         while self._now is None or self._now[0] < number:
             self._now = next(self._coming, None)
             if self._now is None:
@@ -424,7 +383,7 @@ def _is_inherited(name: str) -> bool:
     return name == "text" or (name not in told and name not in plugged)
 
 
-def _rows(outcome: Outcome, folder: Path) -> list[dict[str, Any]]:
+def _rows(outcome: FileOutcome, folder: Path) -> list[dict[str, Any]]:
     """Makes the cells of the clips of a source that it has not got from it."""
     rows: list[dict[str, Any]] = [
         {
@@ -447,12 +406,10 @@ def _rows(outcome: Outcome, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _left(name: str, outcome: Outcome, record: dict[str, Any]) -> list[Left]:
-    """Says what of a source is in no clip.
-
-    A file that was cut short may decode without an error: frames that the table counts and that are
-    not there are in the list, too.
-    """
+def _left(name: str, outcome: FileOutcome, record: dict[str, Any]) -> list[Left]:
+    """Says what of a source is in no clip."""
+    # A file that was cut short may decode without an error: frames that the table counts and that
+    # are not there are in the list, too.
     if outcome.problem is not None:
         return [Left(name, None, None, outcome.problem)]
     left = [Left(name, *one) for one in outcome.values["left"]]
@@ -469,9 +426,5 @@ def write_left_out(table: Path, left: Sequence[Left]) -> Path | None:
     if not left:
         path.unlink(missing_ok=True)
         return None
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("path", "first", "end", "reason"))
-    rows.writerows((one.path, one.first, one.end, one.reason) for one in left)
-    write_text(path, text.getvalue())
-    return path
+    rows = [(one.path, one.first, one.end, one.reason) for one in left]
+    return write_list(path, ("path", "first", "end", "reason"), rows)

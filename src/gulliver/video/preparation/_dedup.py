@@ -1,18 +1,7 @@
-"""Copies among clips, however they were coded and scaled: found by hash, decided by picture.
-
-[Note: two stages]
-Perceptual hashes of eight moments are compared, each clip's with every other's, as products of
-matrices of +1 and -1: `512 - 2 x (bits that differ)`. It leaves few pairs, some of them wrong:
-clips of one scene, or plain ones. Of these the pictures are compared, reduced to 32 x 32 and freed
-of brightness and contrast, which copies may have changed: the correlation over all moments, and
-over the worst of them, decides. Clips that are copies of copies make one group, of which the best
-stays: most pixels, then most frames, then most bytes, then the first.
-"""
+"""Copies among clips, however they were coded and scaled: found by hash, decided by picture."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from gulliver.errors import GulliverError
-from gulliver.io import write_text
 from gulliver.video.preparation._samples import MOMENTS, averaged, take_samples
 from gulliver.video.preparation._score import find_scorers, score_file
 from gulliver.video.preparation._scorers import BITS, hash_bits
-from gulliver.video.preparation._table import Table, check_suffix, write_broken
-from gulliver.video.preparation._work import work_on
+from gulliver.video.preparation._table import Table, check_other, write_broken, write_list
+from gulliver.video.preparation._work import fill_columns, work_on
 
 FEW_BITS = 0.25
 """Most share of bits in which hashes of copies differ: other pictures differ in half of them."""
@@ -41,12 +29,18 @@ TILE = 4096
 """Clips on each side of a product of hashes."""
 
 
+# [Note: two stages] Perceptual hashes of eight moments are compared, each clip's with every
+# other's, as products of matrices of +1 and -1: `512 - 2 x (bits that differ)`. It leaves few
+# pairs, some of them wrong: clips of one scene, or plain ones. Of these the pictures are compared,
+# reduced to 32 x 32 and freed of brightness and contrast, which copies may have changed: the
+# correlation over all moments, and over the worst of them, decides. Clips that are copies of copies
+# make one group, of which the best stays: most pixels, then most frames, then most bytes, then the
+# first.
 @dataclass(frozen=True)
 class Pair:
-    """Two clips that are copies: the one that stays and the one that goes.
+    """Two clips that are copies: the one that stays and the one that goes."""
 
-    `bits` of the 512 of their hashes differ; `correlation` is that of their pictures.
-    """
+    # `bits` of the 512 of their hashes differ; `correlation` is that of their pictures.
 
     kept: str
     dropped: str
@@ -56,18 +50,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Deduplicated:
-    """A table without copies.
+    """A table without copies."""
 
-    Attributes:
-        table: the table; clips that could not be read are in it still.
-        pairs: each copy that is left out, with the clip that stays for it.
-        listed: file with the pairs.
-        broken: name and reason of each clip that could not be read.
-    """
-
+    # The table; clips that could not be read are in it still.
     table: Table
+    # Each copy that is left out, with the clip that stays for it.
     pairs: list[Pair]
     listed: Path
+    # Name and reason of each clip that could not be read.
     broken: list[tuple[str, str]]
 
 
@@ -84,21 +74,12 @@ def deduplicate(table: Table, out: Path, alike: float = ALIKE, workers: int = 0)
         GulliverError: `out` is the table itself, or its hashes are no hashes.
     """
     out = Path(out)
-    if out.absolute() == table.path.absolute():
-        raise GulliverError(f"--out {out} is the table itself: name another, rows would be lost")
-    check_suffix(out)
+    check_other(out, table.path)
     hashes = _known_hashes(table)
-    clips, unknown = table.clips(), [row for row, known in enumerate(hashes) if not known]
+    unknown, columns = [row for row, known in enumerate(hashes) if not known], {"phash": hashes}
     work = partial(score_file, scorers=find_scorers(("phash",)))
-    with work_on([clips[row] for row in unknown], work, out, "hash", "", workers) as outcomes:
-        for row, outcome in zip(unknown, outcomes, strict=True):
-            hashes[row] = outcome.values.get("phash")
-        broken = [
-            (clips[row][0], outcome.problem)
-            for row, outcome in zip(unknown, outcomes, strict=True)
-            if outcome.problem
-        ]
-        kept, pairs = _without_copies(table.with_columns({"phash": hashes}), out, alike, workers)
+    with fill_columns(table, unknown, work, out, "hash", columns, workers=workers) as broken:
+        kept, pairs = _without_copies(table.with_columns(columns), out, alike, workers)
         listed = _write_pairs(out, pairs)
         write_broken(out, "dedup", broken)
     return Deduplicated(kept, pairs, listed, broken)
@@ -237,9 +218,5 @@ def _worth(table: Table) -> list[tuple[float, ...]]:
 
 def _write_pairs(out: Path, pairs: Sequence[Pair]) -> Path:
     path = out.with_name(f"{out.stem}.duplicates.csv")
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(("kept", "dropped", "bits", "correlation"))
-    lines.writerows((p.kept, p.dropped, p.bits, f"{p.correlation:.4f}") for p in pairs)
-    write_text(path, text.getvalue())
-    return path
+    lines = [(p.kept, p.dropped, p.bits, f"{p.correlation:.4f}") for p in pairs]
+    return write_list(path, ("kept", "dropped", "bits", "correlation"), lines)

@@ -55,9 +55,9 @@ from gulliver.video._kept_latents import (
     SETTINGS,
     SHARDS,
     TEXTS,
+    ClipWindow,
     KeptLatents,
     KeptText,
-    Sample,
     Settings,
     Shard,
     digest,
@@ -77,7 +77,7 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
-class Window(NamedTuple):
+class PlannedWindow(NamedTuple):
     """A window that is to be encoded: row of the table, bucket, and seed of the window."""
 
     row: int
@@ -86,27 +86,24 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedShard:
     """A shard that is to be made: its file, and its windows, all of one bucket."""
 
     file: str
-    windows: list[tuple[Sample, Window]]
+    windows: list[tuple[ClipWindow, PlannedWindow]]
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Outcome of a call of `encode`.
+    """Outcome of a call of `encode`."""
 
-    Attributes:
-        windows: number of windows of the table that are kept.
-        made: number of those that this call has tried to encode, on all ranks.
-        broken: name and reason of each clip that could not be read.
-        finished: whether all is done; a signal ends a call before.
-    """
-
+    # Number of windows of the table that are kept.
     windows: int
+    # Number of those that this call has tried to encode, on all ranks.
     made: int
+    # Name and reason of each clip that could not be read.
     broken: list[tuple[str, str]] = field(default_factory=list)
+    # Whether all is done; a signal ends a call before.
     finished: bool = True
 
 
@@ -131,11 +128,7 @@ def encode(config: EncodeConfig) -> Encoded:
 
 
 def check_encode(config: EncodeConfig) -> EncodeConfig:
-    """Refuses options that no call could use.
-
-    Raises:
-        GulliverError: naming what is missing, or too much.
-    """
+    """Refuses options that no call could use."""
     if bool(config.shapes) == (config.buckets is not None):
         raise GulliverError(
             "name either --shapes, such as 17x64x64, or --buckets FILE: the shapes of the clips"
@@ -210,18 +203,18 @@ class _Job:
             found[number::ranks] = share
         return found
 
-    def _wanted(self) -> dict[Sample, Window]:
+    def _wanted(self) -> dict[ClipWindow, PlannedWindow]:
         """Every window of the table, by bucket and row; clips that are there twice count once."""
         windows = [
-            Window(row, bucket, seed)
+            PlannedWindow(row, bucket, seed)
             for row in range(len(self.table))
             for bucket, seed in self.table.samples(row)
         ]
         windows.sort(key=lambda window: (window.bucket, window.row, window.seed))
-        found: dict[Sample, Window] = {}
+        found: dict[ClipWindow, PlannedWindow] = {}
         for window in windows:
             start = self.table.first_frame(window.row, window.bucket, window.seed)
-            found.setdefault(Sample(self.clips[window.row], str(window.bucket), start), window)
+            found.setdefault(ClipWindow(self.clips[window.row], str(window.bucket), start), window)
         return found
 
     def run(self, stop: StopRequest) -> Encoded:
@@ -244,33 +237,33 @@ class _Job:
             self._tell_end(outcome)
         return outcome
 
-    def _plan(self) -> tuple[list[Planned], list[Shard], list[Planned]]:
+    def _plan(self) -> tuple[list[PlannedShard], list[Shard], list[PlannedShard]]:
         """Plans new shards: all of them, those that are kept already, and what is not there."""
         old: list[Shard] = []
         if (self.config.out / INDEX).is_file():
             kept = KeptLatents(self.config.out)
             old = [shard for shard in kept.shards if _read_shard(self._file(shard.file))]
-        known = {Sample(clip, one.bucket, start) for one in old for clip, start in one.members}
-        by_bucket: dict[Bucket, list[tuple[Sample, Window]]] = {}
+        known = {ClipWindow(clip, one.bucket, start) for one in old for clip, start in one.members}
+        by_bucket: dict[Bucket, list[tuple[ClipWindow, PlannedWindow]]] = {}
         for sample, window in self.wanted.items():
             if sample not in known:
                 by_bucket.setdefault(window.bucket, []).append((sample, window))
         size = self.config.shard_clips
         planned = [
-            Planned(self._name(part), part)
+            PlannedShard(self._name(part), part)
             for windows in by_bucket.values()
             for part in (windows[start : start + size] for start in range(0, len(windows), size))
         ]
         return planned, old, [one for one in planned if not _read_shard(self._file(one.file))]
 
-    def _name(self, windows: list[tuple[Sample, Window]]) -> str:
+    def _name(self, windows: list[tuple[ClipWindow, PlannedWindow]]) -> str:
         content = json.dumps([self.settings.fingerprint, [sample for sample, _ in windows]])
         return f"{digest(content.encode())}.safetensors"
 
     def _file(self, name: str) -> Path:
         return self.config.out / SHARDS / name
 
-    def _encode(self, shards: list[Planned], stop: StopRequest) -> int:
+    def _encode(self, shards: list[PlannedShard], stop: StopRequest) -> int:
         """Encodes this rank's share of the shards; returns the number of windows."""
         total, made = sum(len(shard.windows) for shard in shards), 0
         ranks = self.world.size
@@ -290,7 +283,7 @@ class _Job:
         return made
 
     @torch.no_grad()
-    def _make(self, shard: Planned, display: Display) -> None:
+    def _make(self, shard: PlannedShard, display: Display) -> None:
         """Encodes the clips of a shard, each by itself, and writes it."""
         rows: list[Tensor] = []
         members, broken = [], []
@@ -312,7 +305,7 @@ class _Job:
         told = {"bucket": str(bucket), "members": members, "broken": broken, "sums": sums}
         write_tensors(self._file(shard.file), {"latents": latents}, {KEY: json.dumps(told)})
 
-    def _read(self, item: tuple[Sample, Window]) -> Any:
+    def _read(self, item: tuple[ClipWindow, PlannedWindow]) -> Any:
         window = item[1]
         return self.table.read(window.row, window.seed, window.bucket)
 
@@ -335,7 +328,7 @@ class _Job:
         return KeptText(path, files, kept.fingerprint, kept.channels, kept.max_length)
 
     def _write_index(
-        self, planned: list[Planned], old: list[Shard], text: KeptText | None, made: int
+        self, planned: list[PlannedShard], old: list[Shard], text: KeptText | None, made: int
     ) -> Encoded:
         """Writes the index, and removes what it does not name."""
         shards, broken = list(old), []
@@ -345,7 +338,7 @@ class _Job:
             if told["members"]:
                 shape = [len(told["members"]), *self._latent_shape(plan.windows[0][1].bucket)]
                 shards.append(
-                    Shard(plan.file, told["bucket"], shape, told["members"], told.get("sums"))
+                    Shard(plan.file, told["bucket"], shape, told["members"], told["sums"])
                 )
             broken += [[clip, told["bucket"], start, why] for clip, start, why in told["broken"]]
         out, rows = self.config.out, self.table.rows
@@ -375,7 +368,7 @@ class _Job:
                 # Of another table, by a call that did not end; or of broken clips only.
                 path.unlink()
         names = {
-            rows[self.wanted[Sample(clip, bucket, start)].row].name: why
+            rows[self.wanted[ClipWindow(clip, bucket, start)].row].name: why
             for clip, bucket, start, why in broken
         }
         return Encoded(len(self.wanted) - len(broken), made, sorted(names.items()))
@@ -383,7 +376,7 @@ class _Job:
     def _latent_shape(self, bucket: Bucket) -> tuple[int, ...]:
         return self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
 
-    def _tell_size(self, missing: list[Planned]) -> None:
+    def _tell_size(self, missing: list[PlannedShard]) -> None:
         """Says beforehand what will be written, where the disk has no room for it."""
         count = [(len(plan.windows), plan.windows[0][1].bucket) for plan in missing]
         itemsize = DTYPES[self.settings.dtype].itemsize

@@ -1,23 +1,17 @@
-"""Rows of a table for which a condition holds, such as ``fps >= 12 and motion > 2``: by DuckDB.
-
-[Note: a condition, and nothing else]
-The condition is SQL that a user writes, or copies from somewhere, so it is read before it is run:
-DuckDB's own parser turns ``SELECT (condition) FROM clips`` into a tree, which must be one SELECT of
-one expression whose parts are of the kinds in `ALLOWED`. Statements, subqueries and what would read
-a file have no place in it. It then runs in a database in memory that may not touch the outside.
-"""
+"""Rows of a table for which a condition holds, such as ``fps >= 12 and motion > 2``: by DuckDB."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gulliver.errors import GulliverError, missing_extra, nearest
-from gulliver.video.preparation._table import TEXTS, Table, check_suffix, without_nan
+from gulliver.video.preparation._table import TEXTS, Table, check_other, without_nan
 from gulliver.video.preparation._work import held_table
 
 _PARTS = (
@@ -28,18 +22,20 @@ ALLOWED = frozenset(_PARTS.split())
 SHAPE = "a condition over columns, such as 'fps >= 12 and motion > 2'"
 
 
+# [Note: a condition, and nothing else] The condition is SQL that a user writes, or copies from
+# somewhere, so it is read before it is run: DuckDB's own parser turns ``SELECT (condition) FROM
+# clips`` into a tree, which must be one SELECT of one expression whose parts are of the kinds in
+# `ALLOWED`. Statements, subqueries and what would read a file have no place in it. It then runs in
+# a database in memory that may not touch the outside.
 @dataclass(frozen=True)
 class Filtered:
-    """Rows that are kept, and how many were not.
+    """Rows that are kept, and how many were not."""
 
-    Attributes:
-        table: rows for which the condition holds.
-        dropped: number of rows for which it does not.
-        unknown: number of rows for which nobody knows, as a cell is empty; they are not kept.
-    """
-
+    # Rows for which the condition holds.
     table: Table
+    # Number of rows for which it does not.
     dropped: int
+    # Number of rows for which nobody knows, as a cell is empty; they are not kept.
     unknown: int
 
 
@@ -57,14 +53,17 @@ def filter_table(table: Table, condition: str) -> Filtered:
 
     duckdb = _duckdb()
     with duckdb.connect(config={"enable_external_access": "false"}) as database:
+        # To DuckDB NaN is larger than all numbers: a division by zero is to be unknown instead.
+        database.execute("SET ieee_floating_point_ops = false")
+        with suppress(duckdb.CatalogException):  # a setting that newer versions have
+            database.execute("SET error_on_division_by_zero = false")
         tree = _parsed(database, condition)
         used = {_column(path, table, condition) for path in _parts(tree, condition)}
         # At least one column, or nobody knows how many rows there are.
         data = _compared(table, sorted(used) or table.names[:1])
         database.register("clips", data)
         try:
-            query = _Guard(database).query(condition)
-            found = database.execute(query).fetchnumpy()["kept"]
+            found = database.execute(_query(condition)).fetchnumpy()["kept"]
         except duckdb.Error as error:
             raise GulliverError(
                 f"{condition!r} cannot be worked out: {_first(error)}{_texts_of(data)}"
@@ -84,11 +83,9 @@ def _query(condition: str) -> str:
 
 
 def _compared(table: Table, names: list[str]) -> Any:
-    """Takes columns as they are compared.
-
-    Text of a CSV file is compared as numbers where each cell is spelt as Python spells its number:
-    then no two of them are one, and no text means a number that it does not say.
-    """
+    """Takes columns as they are compared."""
+    # Text of a CSV file is compared as numbers where each cell is spelt as Python spells its
+    # number: then no two of them are one, and no text means a number that it does not say.
     import pyarrow as pa
 
     data = without_nan(table.data.select(names))
@@ -123,86 +120,8 @@ def _texts_of(data: Any) -> str:
     return f" ({', '.join(texts)} is text, as numbers it is cast({name} as double))"
 
 
-class _Guard:
-    """Rewrites a condition so that a number that is none, as of 0 / 0, is unknown.
-
-    [Note: NaN in a condition]
-    To DuckDB NaN is larger than all numbers, so `0 / 0 > 2` holds. Each outermost expression of
-    floating point is put into `CASE WHEN isnan(x) THEN NULL ELSE x END`: within arithmetic NaN
-    stays NaN, and to wrap each part would double the length of the condition with each level.
-    """
-
-    TESTS = ("isnan", "isinf", "isfinite")
-
-    def __init__(self, database: Any) -> None:
-        self._database = database
-        self._template = self._tree("SELECT CASE WHEN isnan(hole) THEN NULL ELSE hole END")
-
-    def query(self, condition: str) -> str:
-        """Returns the query of a condition."""
-        tree = self._tree(_query(condition))
-        (node,) = (statement["node"] for statement in tree["statements"])
-        self._whole = json.dumps(tree)
-        node["select_list"] = [self._guarded(node["select_list"][0], False)]
-        return self._text(tree)
-
-    def _guarded(self, part: Any, within: bool) -> Any:
-        """Guards what is below a part; `within` an expression that is guarded already."""
-        if isinstance(part, list):
-            return [self._guarded(one, within) for one in part]
-        if not isinstance(part, dict):
-            return part
-        made = part.get("class") in ("FUNCTION", "CAST", "CASE", "OPERATOR")
-        floating = made and self._is_floating(part)
-        tests = part.get("class") == "FUNCTION" and part.get("function_name") in self.TESTS
-        if "class" in part:
-            inside = floating or tests or (within and not self._decides(part))
-        else:
-            inside = within
-        found = {key: self._guarded(value, inside) for key, value in part.items()}
-        return self._wrapped(found) if floating and not within else found
-
-    @staticmethod
-    def _decides(part: dict[str, Any]) -> bool:
-        return part["class"] in ("COMPARISON", "BETWEEN", "CONJUNCTION")
-
-    def _is_floating(self, part: dict[str, Any]) -> bool:
-        tree = json.loads(self._whole)
-        tree["statements"][0]["node"]["select_list"] = [{**part, "alias": "kept"}]
-        ((_, kind, *_),) = self._database.execute(f"DESCRIBE {self._text(tree)}").fetchall()
-        return kind in ("DOUBLE", "FLOAT")
-
-    def _wrapped(self, part: dict[str, Any]) -> dict[str, Any]:
-        case = _filled(self._template["statements"][0]["node"]["select_list"][0], part)
-        return {**case, "alias": part.get("alias", "")}
-
-    def _tree(self, query: str) -> Any:
-        ((text,),) = self._database.execute("SELECT json_serialize_sql(?)", [query]).fetchall()
-        return json.loads(text)
-
-    def _text(self, tree: Any) -> str:
-        asked = "SELECT json_deserialize_sql(?::JSON)"
-        ((text,),) = self._database.execute(asked, [json.dumps(tree)]).fetchall()
-        return text
-
-
-def _filled(tree: Any, part: dict[str, Any]) -> Any:
-    """Puts a part where a tree has the column `hole`."""
-    if isinstance(tree, list):
-        return [_filled(one, part) for one in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if tree.get("column_names") == ["hole"]:
-        return part
-    return {key: _filled(value, part) for key, value in tree.items()}
-
-
 def _parsed(database: Any, condition: str) -> dict[str, Any]:
-    """Parses a condition into DuckDB's tree of one expression.
-
-    Raises:
-        GulliverError: it is anything else.
-    """
+    """Parses a condition into DuckDB's tree of one expression."""
     wanted, node = f"{condition!r} is no condition", {}
     asked = database.execute("SELECT json_serialize_sql(?)", [_query(condition)])
     ((text,),) = asked.fetchall()
@@ -229,11 +148,7 @@ def _parsed(database: Any, condition: str) -> dict[str, Any]:
 
 
 def _parts(tree: Any, condition: str) -> Iterator[list[str]]:
-    """Yields the names that a condition's columns have, after a look at each part's kind.
-
-    Raises:
-        GulliverError: a part is of a kind that no condition has.
-    """
+    """Yields the names that a condition's columns have, after a look at each part's kind."""
     if isinstance(tree, list):
         for part in tree:
             yield from _parts(part, condition)
@@ -250,11 +165,7 @@ def _parts(tree: Any, condition: str) -> Iterator[list[str]]:
 
 
 def _column(path: list[str], table: Table, condition: str) -> str:
-    """Finds the column of a table that a name means; capitals count as small letters, as in SQL.
-
-    Raises:
-        GulliverError: there is none.
-    """
+    """Finds the column of a table that a name means; capitals count as small letters, as in SQL."""
     known = {name.lower(): name for name in table.names}
     for name in path[:2] if path[0].lower() == "clips" else path[:1]:
         if name.lower() in known:
@@ -280,14 +191,8 @@ def _first(error: BaseException) -> str:
 
 
 def filter_file(path: Path, condition: str, out: Path) -> Filtered:
-    """Filters the table of a file into another.
-
-    Raises:
-        GulliverError: as `filter_table`; or `out` is the table itself.
-    """
-    if out.absolute() == path.absolute():
-        raise GulliverError(f"--out {out} is the table itself: name another, rows would be lost")
-    check_suffix(out)
+    """Filters the table of a file into another."""
+    check_other(out, path)
     with held_table(out, "filter"):
         found = filter_table(Table.read(path), condition)
         return Filtered(found.table.write(out), found.dropped, found.unknown)

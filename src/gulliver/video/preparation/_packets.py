@@ -1,12 +1,4 @@
-"""What a file's header and its packets say: the one clock of scans, cuts and scores.
-
-[Note: when frames are shown]
-Packets are stored in the order of decoding. Their presentation times, in order, are the times of
-frames 0, 1, 2, ...; times of decoding only say where files were joined, and Matroska leaves some of
-them out. AVI has no presentation times, and those that FFmpeg makes up for it are wrong where
-frames are reordered. There a frame is shown when a packet is decoded as many places later as the
-decoder holds frames back, which its first frame tells.
-"""
+"""What a file's header and its packets say: the one clock of scans, cuts and scores."""
 
 from __future__ import annotations
 
@@ -34,15 +26,20 @@ USUAL_FPS = 25.0
 """Frames per second of a file that says nothing about its times."""
 
 
+# [Note: when frames are shown] Packets are stored in the order of decoding. Their presentation
+# times, in order, are the times of frames 0, 1, 2, ...; times of decoding only say where files were
+# joined, and Matroska leaves some of them out. AVI has no presentation times, and those that FFmpeg
+# makes up for it are wrong where frames are reordered. There a frame is shown when a packet is
+# decoded as many places later as the decoder holds frames back, which its first frame tells.
 @dataclass(frozen=True)
 class Packets:
-    """Packets of a file's video and what its header says.
+    """Packets of a file's video and what its header says."""
 
-    `times` are those at which frames are shown, in seconds, in order; `stated` is the header's
-    number of frames, 0 where it has none, and `seconds` its duration. `restarts` is how often times
-    begin anew: `times` go on there. `missing` are the seconds between the last packet and the end
-    that a header of Matroska states. `presented` is whether packets have presentation times.
-    """
+    # `times` are those at which frames are shown, in seconds, in order; `stated` is the header's
+    # number of frames, 0 where it has none, and `seconds` its duration. `restarts` is how often
+    # times begin anew: `times` go on there. `missing` are the seconds between the last packet and
+    # the end that a header of Matroska states. `presented` is whether packets have presentation
+    # times.
 
     codec: str
     audio: bool
@@ -76,12 +73,7 @@ class Packets:
         return self.missing > FEW * max(longest, 1 / self.rate if self.rate else 0.04)
 
     def ends_early(self, frames: int, last: float | None) -> str:
-        """Says that frames end before packets do: some decoders skip damage without an error.
-
-        Args:
-            frames: number of frames that were decoded.
-            last: seconds at which the last of them is shown, where that is known.
-        """
+        """Says that frames end before packets do: some decoders skip damage without an error."""
         lost = 0.0 if self.codec in HIDING else float(self.packets - frames)
         if self.has_times and last is not None and (usual := _usual(self.times)):
             lost = float(self.times[-1] - last) * usual
@@ -135,11 +127,7 @@ class Packets:
 
 
 def read_packets(path: Path) -> Packets:
-    """Reads the packets of a file's video, without decoding them.
-
-    Raises:
-        GulliverError: it is missing, empty or unreadable, or holds no video.
-    """
+    """Reads the packets of a file's video, without decoding them."""
     shown, coded, packets, damaged, end = [], [], 0, False, 0.0
     with open_video(path) as (container, stream):
         clock = float(stream.time_base or 0)
@@ -197,12 +185,7 @@ def _delayed(path: Path, times: np.ndarray, clock: float) -> np.ndarray:
 
 
 def steady_rate(times: np.ndarray, said: float) -> Fraction | None:
-    """Returns the constant rate at which frames are shown; None where there is none.
-
-    Args:
-        times: seconds at which frames are shown, in order.
-        said: rate that the file states, or 0.
-    """
+    """Returns the constant rate at which frames are shown; None where there is none."""
     span = float(times[-1] - times[0]) if len(times) > 1 else 0.0
     mean = (len(times) - 1) / span if span > 0 else 0.0
     for rate in (said, mean, 0.0 if len(times) > 1 else USUAL_FPS):
@@ -228,15 +211,7 @@ def _usual(times: np.ndarray) -> float:
 
 
 def _unrolled(times: np.ndarray, coded: np.ndarray) -> tuple[np.ndarray, int]:
-    """Puts the times of packets in order; parts that begin anew follow each other.
-
-    Args:
-        times: seconds at which packets are shown, in the order of the file.
-        coded: seconds at which they are decoded, which never go back within a part; or NaN.
-
-    Returns:
-        The times in order, and how often they begin anew.
-    """
+    """Puts the times of packets in order; parts that begin anew follow each other."""
     known = np.flatnonzero(~np.isnan(coded))
     places = known[1:][np.diff(coded[known]) < 0]
     if not len(places):

@@ -13,24 +13,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from gulliver.video.preparation._work import Outcome
+from gulliver.video.preparation._work import FileOutcome
 
-Work = Callable[[Path], Outcome]
+FileWork = Callable[[Path], FileOutcome]
 Busy = dict[Any, tuple[str, Any]]
 """Key and process of what is under way, by pipe."""
 
 
 def in_processes(
-    work: Work, jobs: Iterable[tuple[str, Path]], workers: int
-) -> Iterator[tuple[str, Outcome]]:
-    """Works on files, and yields key and outcome of each as it is done.
-
-    Args:
-        work: outcome of a file, as a function that can be sent to another process; what it raises
-            ends everything.
-        jobs: key and path of each file.
-        workers: number of processes.
-    """
+    work: FileWork, jobs: Iterable[tuple[str, Path]], workers: int
+) -> Iterator[tuple[str, FileOutcome]]:
+    """Works on files, and yields key and outcome of each as it is done."""
     # Not fork: this process may have threads, of torch and of the display.
     context = get_context("forkserver")
     context.set_forkserver_preload([work_module(work)])
@@ -56,7 +49,7 @@ def work_module(work: Any) -> str:
     return getattr(work, "func", work).__module__
 
 
-def _started(context: Any, work: Work) -> tuple[Any, Any]:
+def _started(context: Any, work: FileWork) -> tuple[Any, Any]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, work), daemon=True)
     process.start()
@@ -76,20 +69,20 @@ def _give(worker: tuple[Any, Any], left: Iterator[tuple[str, Path]], busy: Busy)
     busy[pipe] = job[0], process
 
 
-def _received(pipe: Any, process: Any) -> Outcome:
+def _received(pipe: Any, process: Any) -> FileOutcome:
     """Receives an outcome; a process that died has none."""
     try:
         found = pipe.recv()
     except (EOFError, ConnectionResetError):
         process.join()
-        return Outcome(problem=f"crashed its decoder (exit code {process.exitcode})")
+        return FileOutcome(problem=f"crashed its decoder (exit code {process.exitcode})")
     if isinstance(found, BaseException):
         process.kill()
         raise found
     return found
 
 
-def _serve(pipe: Connection, work: Work) -> None:
+def _serve(pipe: Connection, work: FileWork) -> None:
     """Works on what comes through a pipe until None does, or its other end is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -29,17 +29,7 @@ def rate_of(footage: Footage, settings: CutSettings) -> Fraction:
 
 
 def slots(footage: Footage, first: int, end: int, rate: Fraction) -> np.ndarray:
-    """Chooses the frames that a scene shows at a constant rate.
-
-    Args:
-        footage: times of the file.
-        first: first frame of the scene.
-        end: frame after its last.
-        rate: frames per second.
-
-    Returns:
-        Numbers of frames of the file, which never go back: at least one.
-    """
+    """Chooses the frames that a scene shows at a constant rate."""
     if footage.constant and footage.rate == rate:
         return np.arange(first, end)
     times = footage.times[first : end + 1] - footage.times[first]
@@ -47,10 +37,8 @@ def slots(footage: Footage, first: int, end: int, rate: Fraction) -> np.ndarray:
 
 
 def clip_size(height: int, width: int, settings: CutSettings) -> tuple[int, int]:
-    """Returns height and width of a clip; H.264 takes even numbers only.
-
-    Without a change of scale an odd row or column is cut off, and not scaled away.
-    """
+    """Returns height and width of a clip; H.264 takes even numbers only."""
+    # Without a change of scale an odd row or column is cut off, and not scaled away.
     shorter = settings.shorter_side
     if shorter is not None and min(height, width) > shorter:
         ratio = shorter / min(height, width)
@@ -61,15 +49,7 @@ def clip_size(height: int, width: int, settings: CutSettings) -> tuple[int, int]
 
 
 class ClipWriter:
-    """Writes frames to a file, in the order in which they come; a context manager.
-
-    Args:
-        path: file to write.
-        suffix: suffix of its final name, which says the format.
-        size: height and width.
-        rate: frames per second.
-        settings: codec and its options.
-    """
+    """Writes frames to a file, in the order in which they come; a context manager."""
 
     def __init__(
         self, path: Path, suffix: str, size: tuple[int, int], rate: Fraction, settings: CutSettings
@@ -129,10 +109,8 @@ class ClipWriter:
 
 
 def fitted(frame: Frame, size: tuple[int, int], pixels: str) -> Any:
-    """Returns a frame, upright, in a size and pixel format, as PyAV has it.
-
-    It stays as it was decoded where that is right already: nothing is lost on the way.
-    """
+    """Returns a frame, upright, in a size and pixel format, as PyAV has it."""
+    # It stays as it was decoded where that is right already: nothing is lost on the way.
     import av
 
     height, width = size

@@ -54,18 +54,8 @@ class Samples:
 
 
 def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Samples:
-    """Decodes a clip up to its last moment.
-
-    Where it breaks off the last frame stands for what is missing, and `problem` says so.
-
-    Args:
-        path: clip or picture.
-        moments: number of moments, each in the middle of one of as many parts.
-        side: most pixels of the longer side.
-
-    Raises:
-        GulliverError: no frame can be decoded.
-    """
+    """Decodes a clip up to its last moment."""
+    # Where it breaks off the last frame stands for what is missing, and `problem` says so.
     packets = read_packets(path)
     wanted = packets.moments(moments)
     taken: list[tuple[np.ndarray, np.ndarray]] = []

@@ -1,12 +1,4 @@
-"""A folder of clips becomes a table: what each file holds, by PyAV, and which cannot be used.
-
-[Note: files that lie about their length]
-A header says how many frames there are, and may be wrong: a download that broke off, a recorder
-that died, a tool that cut without decoding. So the packets are counted, which reads the file but
-decodes nothing: thousands of clips a minute. Where packets say otherwise than the header, or are no
-frames in the file's codec, or are damaged, the frames are decoded and counted. The first frame is
-decoded always: it tells whether anything can be, and how the picture is turned.
-"""
+"""A folder of clips becomes a table: what each file holds, by PyAV, and which cannot be used."""
 
 from __future__ import annotations
 
@@ -30,7 +22,7 @@ from gulliver.video.preparation._table import (
     stamp_of,
     write_broken,
 )
-from gulliver.video.preparation._work import Outcome, work_on
+from gulliver.video.preparation._work import FileOutcome, work_on
 
 _VIDEOS = (
     ".3gp .asf .avi .f4v .flv .gif .m2ts .m4v .mkv .mov .mp4 .mpeg .mpg .mts .mxf .ogv .ts .vob "
@@ -44,18 +36,19 @@ FPS = 0.1, 1000.0
 """Frame rates that training takes."""
 
 
+# [Note: files that lie about their length] A header says how many frames there are, and may be
+# wrong: a download that broke off, a recorder that died, a tool that cut without decoding. So the
+# packets are counted, which reads the file but decodes nothing: thousands of clips a minute. Where
+# packets say otherwise than the header, or are no frames in the file's codec, or are damaged, the
+# frames are decoded and counted. The first frame is decoded always: it tells whether anything can
+# be, and how the picture is turned.
 @dataclass(frozen=True)
 class Scanned:
-    """What became of the files of a folder.
-
-    Attributes:
-        table: files that can be used.
-        broken: name and reason of each that cannot.
-        ignored: how many files are no clips by their suffix, by suffix.
-    """
+    """What became of the files of a folder."""
 
     table: Table
     broken: list[tuple[str, str]]
+    # How many files are no clips by their suffix, by suffix.
     ignored: Counter[str]
 
 
@@ -108,7 +101,9 @@ def _rows_of(table: Table) -> dict[str, dict[str, Any]]:
     return {str(row["path"]): row for row in table.data.to_pylist()}
 
 
-def _row(name: str, before: dict[str, dict[str, Any]], fresh: dict[str, Outcome]) -> dict[str, Any]:
+def _row(
+    name: str, before: dict[str, dict[str, Any]], fresh: dict[str, FileOutcome]
+) -> dict[str, Any]:
     """Returns the row of a file; none where it cannot be used."""
     if name not in fresh:
         return before[name]
@@ -143,14 +138,9 @@ def _files(folder: Path, out: Path) -> tuple[list[Path], Counter[str], list[tupl
 
 
 def _walk(folder: Path) -> tuple[list[Path], int]:
-    """Lists what is below a folder, in order, also behind links to folders.
-
-    Each folder is looked into once, under its own name rather than that of a link: so links that
-    lead back end, and no clip is there twice.
-
-    Returns:
-        Files and folders, and the number of links to folders that are looked into already.
-    """
+    """Lists what is below a folder, in order, also behind links to folders."""
+    # Each folder is looked into once, under its own name rather than that of a link: so links that
+    # lead back end, and no clip is there twice.
     found, again = [], 0
     seen: set[str] = set()
     left = deque([folder])
@@ -175,11 +165,7 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def caption_of(path: Path) -> str:
-    """Reads the text beside a clip, or says the words of its name.
-
-    Raises:
-        GulliverError: the text cannot be read, or is not in UTF-8.
-    """
+    """Reads the text beside a clip, or says the words of its name."""
     beside = path.with_suffix(".txt")
     if beside.is_file():
         with named_errors(beside, "read"):
@@ -196,15 +182,7 @@ def caption_of(path: Path) -> str:
 
 
 def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
-    """Finds out what a file holds: cells of a row, by column.
-
-    Args:
-        path: clip or picture.
-        decode: whether to decode all frames, and not only where in doubt.
-
-    Raises:
-        GulliverError: it is missing or empty, holds no video, or no frame can be decoded.
-    """
+    """Finds out what a file holds: cells of a row, by column."""
     first = next(upright_frames(path), None)
     if first is None:
         raise GulliverError("has no frames")

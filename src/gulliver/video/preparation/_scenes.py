@@ -42,20 +42,17 @@ class SourceError(GulliverError):
 
 @dataclass(frozen=True)
 class Footage:
-    """Scenes and times of a file.
+    """Scenes and times of a file."""
 
-    Attributes:
-        starts: first frames of the scenes; the first is 0.
-        sizes: height and width of each scene, upright.
-        times: seconds at which each frame is shown from the first on, and the end [frames + 1].
-        rate: frames per second; of a variable rate the one of the shortest distance.
-        constant: whether frame n is shown at n / rate.
-    """
-
+    # First frames of the scenes; the first is 0.
     starts: tuple[int, ...]
+    # Height and width of each scene, upright.
     sizes: tuple[tuple[int, int], ...]
+    # Seconds at which each frame is shown from the first on, and the end [frames + 1].
     times: np.ndarray
+    # Frames per second; of a variable rate the one of the shortest distance.
     rate: Fraction
+    # Whether frame n is shown at n / rate.
     constant: bool
 
     @property
@@ -70,12 +67,7 @@ class Footage:
 
 
 def survey(path: Path, settings: CutSettings) -> Footage:
-    """Decodes a file once, finds its scenes, and measures when its frames are shown.
-
-    Raises:
-        SourceError: it cannot be read to its end.
-        GulliverError: PySceneDetect is not installed.
-    """
+    """Decodes a file once, finds its scenes, and measures when its frames are shown."""
     try:
         packets = read_packets(path)
     except GulliverError as error:
@@ -108,11 +100,7 @@ def survey(path: Path, settings: CutSettings) -> Footage:
 
 
 def source_frames(path: Path) -> Iterator[Frame]:
-    """Yields the upright frames of a file.
-
-    Raises:
-        SourceError: it cannot be read; it says after how many frames.
-    """
+    """Yields the upright frames of a file."""
     number = 0
     try:
         for frame in upright_frames(path):
@@ -124,15 +112,14 @@ def source_frames(path: Path) -> Iterator[Frame]:
 
 
 class Detector:
-    """Finds cuts among pictures that are shown to it one after another.
+    """Finds cuts among pictures that are shown to it one after another."""
 
-    [Note: what detectors do not see]
-    The adaptive detector compares a frame with `window` frames on both sides of it, so nothing that
-    is nearer to an end of the file would be a cut, and its clip would end in frames of another
-    scene. It is shown the first and the last picture `window` times more. And where a file holds
-    each picture for several frames, as 12 drawings per second in a film of 24, the changes around a
-    frame are none at all, and every movement would stand out: pictures that are held are not shown.
-    """
+    # [Note: what detectors do not see] The adaptive detector compares a frame with `window` frames
+    # on both sides of it, so nothing that is nearer to an end of the file would be a cut, and its
+    # clip would end in frames of another scene. It is shown the first and the last picture `window`
+    # times more. And where a file holds each picture for several frames, as 12 drawings per second
+    # in a film of 24, the changes around a frame are none at all, and every movement would stand
+    # out: pictures that are held are not shown.
 
     def __init__(self, settings: CutSettings) -> None:
         self._inner = _made(settings)
@@ -207,13 +194,7 @@ def _change(one: np.ndarray, other: np.ndarray) -> float:
 def _measured(
     times: list[float], stated: float, packets: Packets
 ) -> tuple[np.ndarray, Fraction, bool]:
-    """Returns times from the first frame on with the end, the rate, and whether it is constant.
-
-    Args:
-        times: seconds at which the frames are shown.
-        stated: seconds that the last frame stays by the file, or 0.
-        packets: those of the file.
-    """
+    """Returns times from the first frame on with the end, the rate, and whether it is constant."""
     # Broken files may go back: such a frame is shown for no time.
     shown = np.maximum.accumulate(np.array(times) - times[0])
     if rate := steady_rate(shown, packets.rate):
@@ -225,10 +206,8 @@ def _measured(
 
 
 def _fastest_rate(times: np.ndarray, shortest: float) -> Fraction:
-    """Returns the rate of the shortest distance of frames, a whole one if it is nearly that.
-
-    Distances that are rounded count as their mean, if each frame is shown at that rate still.
-    """
+    """Returns the rate of the shortest distance of frames, a whole one if it is nearly that."""
+    # Distances that are rounded count as their mean, if each frame is shown at that rate still.
     steps = np.diff(times)
     near = 1 / float(steps[(steps > 0) & (steps < (1 + STEADY) * shortest)].mean())
     for rate in (round(near), near):
@@ -240,16 +219,9 @@ def _fastest_rate(times: np.ndarray, shortest: float) -> Fraction:
 
 
 def shown_at(times: np.ndarray, rate: Fraction, fastest: Fraction) -> np.ndarray:
-    """Returns the frame that is shown at each moment of a constant rate.
-
-    It is the newest that has begun, where one that begins within half a frame's time counts, as
-    times are rounded in files.
-
-    Args:
-        times: seconds at which frames are shown from the first on, and the end.
-        rate: moments per second.
-        fastest: rate of the file.
-    """
+    """Returns the frame that is shown at each moment of a constant rate."""
+    # It is the newest that has begun, where one that begins within half a frame's time counts, as
+    # times are rounded in files.
     count = max(1, round(float(times[-1] * rate)))
     moments = np.arange(count) / float(rate)
     early = EARLY / float(max(rate, fastest))

@@ -19,7 +19,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.video.preparation._samples import Samples, take_samples
 from gulliver.video.preparation._scorers import IN_THE_BOX
 from gulliver.video.preparation._table import Table, check_suffix, write_broken
-from gulliver.video.preparation._work import Outcome, work_on
+from gulliver.video.preparation._work import FileOutcome, fill_columns
 
 GROUP = "gulliver.scorers"
 """Group of the entry points of plug-ins."""
@@ -28,28 +28,19 @@ Scorer = Callable[[Samples], Any]
 
 @dataclass(frozen=True)
 class Scored:
-    """A table with scores.
+    """A table with scores."""
 
-    Attributes:
-        table: the table; scores that could not be had are null.
-        broken: name and reason of each file without some score, or of which a part was scored.
-        fresh: number of rows that were looked at now.
-        whole: number of those that have every score that was asked for.
-    """
-
+    # The table; scores that could not be had are null.
     table: Table
+    # Name and reason of each file without some score, or of which a part was scored.
     broken: list[tuple[str, str]]
     fresh: int
+    # Number of those that have every score that was asked for.
     whole: int
 
 
 def find_scorers(names: Sequence[str]) -> dict[str, Scorer]:
-    """Finds scorers by name.
-
-    Raises:
-        GulliverError: one is unknown, has the name of another or of a column of clips, or cannot be
-            imported.
-    """
+    """Finds scorers by name."""
     plugged = {point.name: point for point in entry_points(group=GROUP)}
     found: dict[str, Scorer] = {}
     for name in names:
@@ -101,19 +92,10 @@ def score(
     scorers, out = find_scorers(names), Path(out or table.path)
     check_suffix(out)
     have = {name: _column(table, name, again) for name in scorers}
-    clips = table.clips()
     left = [row for row in range(len(table)) if any(have[name][row] is None for name in scorers)]
     settings = json.dumps(sorted(scorers))
     work = partial(score_file, scorers=scorers)
-    with work_on([clips[row] for row in left], work, out, "score", settings, workers) as outcomes:
-        for row, outcome in zip(left, outcomes, strict=True):
-            for name in scorers:
-                have[name][row] = outcome.values.get(name)
-        broken = [
-            (clips[row][0], outcome.problem)
-            for row, outcome in zip(left, outcomes, strict=True)
-            if outcome.problem
-        ]
+    with fill_columns(table, left, work, out, "score", have, settings, workers) as broken:
         whole = sum(all(have[name][row] is not None for name in scorers) for row in left)
         scored = table.with_columns(have).write(out)
         write_broken(out, "score", broken)
@@ -125,7 +107,7 @@ def _column(table: Table, name: str, again: bool) -> list[Any]:
     return table.column(name) if known else [None] * len(table)
 
 
-def score_file(path: Path, scorers: dict[str, Scorer]) -> Outcome:
+def score_file(path: Path, scorers: dict[str, Scorer]) -> FileOutcome:
     """Scores a clip; what a scorer raises is the clip's problem, and the others are kept."""
     samples = take_samples(path)
     values: dict[str, Any] = {}
@@ -135,7 +117,7 @@ def score_file(path: Path, scorers: dict[str, Scorer]) -> Outcome:
             values[name] = _plain(name, scorer(samples))
         except Exception as error:
             problems.append(f"{name}: {_told(error)}")
-    return Outcome(values, "; ".join(problems) or None)
+    return FileOutcome(values, "; ".join(problems) or None)
 
 
 def _plain(name: str, value: Any) -> Any:

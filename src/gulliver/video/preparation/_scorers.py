@@ -47,11 +47,9 @@ def motion(samples: Samples) -> float:
 
 
 def text_share(samples: Samples) -> float:
-    """Share of the picture that boxes around lines of text take, 0 to 1, mean of three moments.
-
-    A line of text is a row of strong edges that are close together (morphological gradient, closed
-    along the row), flat, mostly filled, and crossed by as many strokes as it has letters.
-    """
+    """Share of the picture that boxes around lines of text take, 0 to 1, mean of three moments."""
+    # A line of text is a row of strong edges that are close together (morphological gradient,
+    # closed along the row), flat, mostly filled, and crossed by as many strokes as it has letters.
     cv2 = _cv2()
     shares = []
     for picture in samples.pictures[:: max(1, len(samples.pictures) // 3)]:
@@ -90,11 +88,9 @@ def _is_line(grey: np.ndarray, edges: np.ndarray, area: int) -> bool:
 
 
 def phash(samples: Samples) -> str:
-    """Perceptual hash of each moment: 64 bits as 16 hexadecimal digits, one after another.
-
-    A bit says whether one of the 8 x 8 lowest frequencies (cosine transform of 32 x 32 averages) is
-    above their median: coding and scaling change few of them.
-    """
+    """Perceptual hash of each moment: 64 bits as 16 hexadecimal digits, one after another."""
+    # A bit says whether one of the 8 x 8 lowest frequencies (cosine transform of 32 x 32 averages)
+    # is above their median: coding and scaling change few of them.
     small = averaged(samples.grey, HASH_SIDE)
     basis = _cosines(HASH_SIDE)[:BITS]
     low = (basis @ small @ basis.T).reshape(len(small), -1)

@@ -20,7 +20,7 @@ from gulliver.errors import GulliverError
 from gulliver.io import write_text
 from gulliver.video.preparation._samples import take_samples
 from gulliver.video.preparation._table import Table, read_broken
-from gulliver.video.preparation._work import Outcome, work_on
+from gulliver.video.preparation._work import FileOutcome, work_on
 
 FRAMES = 3
 """Frames of a clip that are shown: of its beginning, middle and end."""
@@ -44,20 +44,7 @@ li{overflow-wrap:anywhere}
 
 
 def show(table: Table, out: Path, most: int = 200, workers: int = 0) -> int:
-    """Writes the sheet of a table.
-
-    Args:
-        table: table of clips.
-        out: .html file to write.
-        most: most clips that are shown, evenly out of all; histograms are of all rows.
-        workers: threads; 0 takes one for each core.
-
-    Returns:
-        Number of clips shown.
-
-    Raises:
-        GulliverError: another suffix than .html.
-    """
+    """Writes the sheet of a table."""
     if out.suffix not in (".html", ".htm"):
         raise GulliverError(f"--out {out.name} is a web page: it must end in .html")
     taken = np.unique(np.linspace(0, len(table) - 1, min(most, len(table))).round().astype(int))
@@ -137,7 +124,7 @@ def _strip(path: Path) -> dict[str, Any]:
     return {"jpeg": base64.b64encode(content.getvalue()).decode()}
 
 
-def _card(row: dict[str, Any], outcome: Outcome) -> str:
+def _card(row: dict[str, Any], outcome: FileOutcome) -> str:
     facts = ", ".join(
         f"{name} {_short(value)}"
         for name, value in row.items()

@@ -35,11 +35,7 @@ Stamp = tuple[int, int, int]
 
 
 def arrow() -> Any:
-    """Imports PyArrow.
-
-    Raises:
-        GulliverError: it is not installed.
-    """
+    """Imports PyArrow."""
     try:
         import pyarrow
         import pyarrow.compute
@@ -216,30 +212,33 @@ def check_suffix(path: Path) -> None:
         raise GulliverError(f"table {path.name} must end in .parquet or .csv")
 
 
+def check_other(out: Path, table: Path) -> None:
+    """Refuses to write a step's new table in the place of the one that it reads."""
+    check_suffix(out)
+    if out.absolute() == table.absolute():
+        raise GulliverError(f"--out {out} is the table itself: name another, rows would be lost")
+
+
 def broken_path(table: Path) -> Path:
     """Names the list of files that a step on a table could not use."""
     return table.with_name(f"{table.stem}.broken.csv")
 
 
 def write_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> Path | None:
-    """Lists files that a step cannot use, beside a table; what other steps have listed stays.
-
-    Args:
-        table: table that the step writes.
-        step: name of the step; what an earlier run of it has listed goes.
-        broken: path and reason of each file.
-
-    Returns:
-        The list, with the columns path, step and reason; None where there is nothing to list.
-    """
+    """Lists files that a step cannot use, beside a table; what other steps have listed stays."""
     path = broken_path(table)
     rows = [row for row in read_broken(table) if row[1] != step]
     rows += [(name, step, reason) for name, reason in broken]
     if not rows:
         path.unlink(missing_ok=True)
         return None
+    return write_list(path, ("path", "step", "reason"), rows)
+
+
+def write_list(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    """Writes a CSV file for people, whole or not at all."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([("path", "step", "reason"), *rows])
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
     write_text(path, text.getvalue())
     return path
 
@@ -380,11 +379,7 @@ def _comes_back(cast: Any, text: Any) -> bool:
 
 
 def _fractions(path: Path, name: str, column: Any) -> Any:
-    """Reads numbers among which there are fractions, such as 30000/1001.
-
-    Raises:
-        GulliverError: a cell is no number.
-    """
+    """Reads numbers among which there are fractions, such as 30000/1001."""
     values: list[float | None] = []
     for row, cell in enumerate(column.to_pylist(), 1):
         try:

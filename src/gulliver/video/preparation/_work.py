@@ -1,24 +1,10 @@
-"""One piece of work for each file of many: by threads, with progress, taken up where it was left.
-
-[Note: one step at a time]
-Steps read a table at their beginning and replace it at their end, so of two at once one would lose
-what the other has done. Whoever writes a table holds the file `.NAME.lock` beside it, in which he
-says what he does. A table that was read before the lock was had is noticed by `Table.write`.
-
-[Note: work that can be killed]
-A step over a table may take hours, and its table is written whole, at its end. Until then each
-result is a line of JSON in a journal beside the table, appended as soon as it is known: a process
-that is killed loses the files that it was at. The next one reads the journal, leaves out a torn
-last line, and does the rest. A result counts for a file of the same size and time of change only.
-The journal goes when the table is there; one that is left behind by a kill between the two says
-nothing that the table does not.
-"""
+"""One piece of work per file of many: by threads, with progress, resumable."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -28,10 +14,22 @@ from typing import Any
 from gulliver.errors import GulliverError
 from gulliver.io import hold, named_errors, remove_leftovers
 from gulliver.jobs import Display
+from gulliver.video.preparation._table import Table
 
 
+# [Note: one step at a time] Steps read a table at their beginning and replace it at their end, so
+# of two at once one would lose what the other has done. Whoever writes a table holds the file
+# `.NAME.lock` beside it, in which he says what he does. A table that was read before the lock was
+# had is noticed by `Table.write`.
+#
+# [Note: work that can be killed] A step over a table may take hours, and its table is written
+# whole, at its end. Until then each result is a line of JSON in a journal beside the table,
+# appended as soon as it is known: a process that is killed loses the files that it was at. The next
+# one reads the journal, leaves out a torn last line, and does the rest. A result counts for a file
+# of the same size and time of change only. The journal goes when the table is there; one that is
+# left behind by a kill between the two says nothing that the table does not.
 @dataclass(frozen=True)
-class Outcome:
+class FileOutcome:
     """Values of a file by column, and why others could not be had.
 
     A file that cannot be read has a problem and no values.
@@ -42,8 +40,8 @@ class Outcome:
 
 
 Clips = Sequence[tuple[str, Path]]
-Work = Callable[[Path], dict[str, Any] | Outcome]
-Each = Callable[[Any, Iterable[tuple[str, Path]], int], Iterator[tuple[str, Outcome]]]
+Work = Callable[[Path], dict[str, Any] | FileOutcome]
+Each = Callable[[Any, Iterable[tuple[str, Path]], int], Iterator[tuple[str, FileOutcome]]]
 
 
 @contextmanager
@@ -56,22 +54,8 @@ def work_on(
     workers: int = 0,
     each: Each | None = None,
     within: bool = False,
-) -> Iterator[list[Outcome]]:
-    """Yields the outcome of each file; the block writes the table, after which the journal goes.
-
-    Args:
-        clips: name and path of each file.
-        work: values of a file, or its outcome; a `GulliverError` that it raises is its problem.
-        table: table that is being made: the journal lies beside it.
-        step: name of what is done, which names the journal and is shown with the progress.
-        settings: what the values depend on besides the file; a journal of others starts anew.
-        workers: threads; 0 takes one for each core.
-        each: way to work on all files, which yields key and outcome of each; by default in threads.
-        within: whether the caller holds the table already.
-
-    Raises:
-        GulliverError: another process is at a step of this table.
-    """
+) -> Iterator[list[FileOutcome]]:
+    """Yields the outcome of each file; the block writes the table, after which the journal goes."""
     path = table.with_name(f".{table.name}.{step}.jsonl")
     with nullcontext() if within else held_table(table, step):
         remove_leftovers(path.parent)
@@ -83,12 +67,32 @@ def work_on(
 
 
 @contextmanager
-def held_table(table: Path, step: str) -> Iterator[None]:
-    """Keeps a table for one step, from before it is worked on until it is written.
+def fill_columns(
+    table: Table,
+    rows: Sequence[int],
+    work: Work,
+    out: Path,
+    step: str,
+    columns: Mapping[str, list[Any]],
+    settings: str = "",
+    workers: int = 0,
+) -> Iterator[list[tuple[str, str]]]:
+    """Fills cells of some rows with what is found of their files, as `work_on`.
 
-    Raises:
-        GulliverError: another process has it; it says which step of it.
+    Yields name and reason of each file with a problem; cells without a new value stay.
     """
+    clips = table.clips()
+    with work_on([clips[row] for row in rows], work, out, step, settings, workers) as outcomes:
+        found = list(zip(rows, outcomes, strict=True))
+        for row, outcome in found:
+            for name, values in columns.items():
+                values[row] = outcome.values.get(name, values[row])
+        yield [(clips[row][0], outcome.problem) for row, outcome in found if outcome.problem]
+
+
+@contextmanager
+def held_table(table: Path, step: str) -> Iterator[None]:
+    """Keeps a table for one step, from before it is worked on until it is written."""
     path = table.with_name(f".{table.name}.lock")
     with ExitStack() as stack:
         while True:
@@ -121,7 +125,7 @@ def _worked(
     step: str,
     workers: int,
     each: Each,
-) -> list[Outcome]:
+) -> list[FileOutcome]:
     keys = [_key(name, path) for name, path in clips]
     left = [place for place, key in enumerate(keys) if key not in journal.found]
     done = len(keys) - len(left)
@@ -143,11 +147,11 @@ def usable_cores() -> int:
 
 def _in_threads(
     work: Work, jobs: Iterable[tuple[str, Path]], workers: int
-) -> Iterator[tuple[str, Outcome]]:
+) -> Iterator[tuple[str, FileOutcome]]:
     """Works on files in threads, which decoders leave each other, and yields what is ready."""
     pool = ThreadPoolExecutor(workers, "clips")
     try:
-        keys: dict[Future[Outcome], str] = {}
+        keys: dict[Future[FileOutcome], str] = {}
         for key, path in jobs:
             keys[pool.submit(_tried, work, path)] = key
         for future in as_completed(keys):
@@ -156,12 +160,12 @@ def _in_threads(
         pool.shutdown(cancel_futures=True)
 
 
-def _tried(work: Work, path: Path) -> Outcome:
+def _tried(work: Work, path: Path) -> FileOutcome:
     try:
         found = work(path)
-        return found if isinstance(found, Outcome) else Outcome(found)
+        return found if isinstance(found, FileOutcome) else FileOutcome(found)
     except GulliverError as error:
-        return Outcome(problem=str(error))
+        return FileOutcome(problem=str(error))
 
 
 def _key(name: str, path: Path) -> str:
@@ -176,13 +180,13 @@ class _Journal:
 
     def __init__(self, path: Path, settings: str) -> None:
         self.path, self.settings = path, settings
-        self.found: dict[str, Outcome] = {}
+        self.found: dict[str, FileOutcome] = {}
         head, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
         self._begins = head != json.dumps(settings)
         for line in [] if self._begins else lines:
             with suppress(ValueError):
                 key, values, problem = json.loads(line)
-                self.found[key] = Outcome(values, problem)
+                self.found[key] = FileOutcome(values, problem)
 
     def __enter__(self) -> _Journal:
         with named_errors(self.path):
@@ -191,7 +195,7 @@ class _Journal:
             self._file.write(json.dumps(self.settings) + "\n" if self._begins else "\n")
         return self
 
-    def add(self, key: str, outcome: Outcome) -> None:
+    def add(self, key: str, outcome: FileOutcome) -> None:
         """Keeps the outcome of a file."""
         self.found[key] = outcome
         with named_errors(self.path):
