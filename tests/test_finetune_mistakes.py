@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from gulliver.errors import GulliverError
 from gulliver.finetune import BadRow, Row, check_finetune, finetune, make_example, read_rows
 from gulliver.finetune._result import NO_BETTER
-from gulliver.finetune._run import Run
+from gulliver.finetune._run import FinetuneRun
 from gulliver.finetune._step import Learner
 from gulliver.jobs import tensorboard
 from gulliver.memory import ActivationPeak, activation_peak
@@ -268,7 +268,7 @@ def test_an_adapter_goes_on_as_it_is(tmp_path: Path, example: Example) -> None:
     assert not again.out.exists()
     finetune(again)
     assert f"those of {adapter}" in (again.out / "README.md").read_text()
-    assert Run(again.out).log.read()
+    assert FinetuneRun(again.out).log.read()
 
 
 def test_a_full_disk_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

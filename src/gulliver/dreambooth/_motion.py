@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +37,9 @@ from gulliver.dreambooth._video import VideoBase, load_adapter
 from gulliver.errors import GulliverError
 from gulliver.io import named_errors, write_text
 from gulliver.jobs import Display, derive
+from gulliver.jobs._loop import Outcome
 
-Teach = Callable[[DreamboothConfig, Any], "Outcome"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a call of `dreambooth`.
-
-    Attributes:
-        step: last step.
-        finished: whether the run is over; False where a signal has stopped it.
-        result: folder of what was learnt; None where there is none yet.
-    """
-
-    step: int
-    finished: bool
-    result: Path | None = None
+Teach = Callable[[DreamboothConfig, Any], Outcome]
 
 
 def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Outcome:
@@ -83,15 +69,15 @@ def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Out
         prior_folder=prior_folder(config) if config.priors else None,
     )
     steps = config.still_steps
-    found = teach(replace(half, out=config.out / "stills", steps=steps), plugin)
-    if found.result is None:
-        return found
-    folder = _moved(config, found.result, world)
+    first = teach(replace(half, out=config.out / "stills", steps=steps), plugin)
+    if first.result is None:
+        return first
+    folder = _moved(config, first.result, world)
     second = replace(
         half,
         out=config.out / "clips",
         subject=folder,
-        adapter=found.result,
+        adapter=first.result,
         steps=config.steps - steps,
         # Of the adapters that go on.
         lora_rank=DreamboothConfig.lora_rank,
@@ -100,7 +86,7 @@ def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Out
     )
     found = teach(second, plugin)
     if found.result is None:
-        return Outcome(steps + found.step, False)
+        return Outcome(steps + found.step, False, first.seconds + found.seconds)
     result = config.out / "result"
     if world.is_main and not result.is_dir():
         partial = config.out / ".result.partial"
@@ -109,7 +95,7 @@ def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Out
             shutil.copytree(found.result, partial)
             os.replace(partial, result)
     barrier()
-    return Outcome(config.steps, True, result)
+    return Outcome(config.steps, True, first.seconds + found.seconds, result=result)
 
 
 def _moved(config: DreamboothConfig, adapter: Path, world: World) -> Path:

@@ -15,8 +15,8 @@ from gulliver.dreambooth._base import Base, Learnt, TokenHandle
 from gulliver.dreambooth._config import DreamboothConfig
 from gulliver.dreambooth._student import adapters_of
 from gulliver.errors import GulliverError
-from gulliver.finetune import Run
 from gulliver.io import named_errors
+from gulliver.jobs._run_folder import RunFolder
 from gulliver.memory import Part
 
 FACTS = "gulliver.json"
@@ -52,7 +52,7 @@ class SavedTensors(Mapping[str, Tensor]):
 def write_result(
     base: Base,
     config: DreamboothConfig,
-    run: Run,
+    run: RunFolder,
     tokens: tuple[TokenHandle, ...],
     facts: Mapping[str, str],
 ) -> Path:

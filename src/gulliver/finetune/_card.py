@@ -6,7 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from gulliver.finetune._run import Run
+from gulliver.finetune._run import FinetuneRun
 
 if TYPE_CHECKING:
     from gulliver.finetune._prepare import Job
@@ -15,7 +15,7 @@ PACKAGES = ("gulliver", "torch", "transformers", "peft", "safetensors")
 SHOWN_EVALUATIONS, SHOWN_SAMPLES = 12, 3
 
 
-def model_card(job: Job, run: Run, step: int, which: str) -> str:
+def model_card(job: Job, run: FinetuneRun, step: int, which: str) -> str:
     """The text of README.md.
 
     Args:
@@ -117,7 +117,7 @@ def _evaluations(lines: list[dict[str, Any]]) -> str:
     return "\n".join(["## Evaluation", "", "| step | held-out loss |", "|---:|---:|", *rows])
 
 
-def _samples(run: Run, step: int) -> str:
+def _samples(run: FinetuneRun, step: int) -> str:
     """What the model made of prompts before, and at the step that became the result."""
     found = run.samples.read()
     parts = []

@@ -22,7 +22,7 @@ from gulliver.finetune._encode import load_tokenizer
 from gulliver.finetune._job_config import FinetuneConfig
 from gulliver.finetune._planning import STATE, Planned, Shape, plan_run
 from gulliver.finetune._recipe import SAMPLES, Recipe, choose_batch, choose_precision, complete
-from gulliver.finetune._run import Run
+from gulliver.finetune._run import FinetuneRun
 from gulliver.finetune._sampling import Prompt, prompts_of
 from gulliver.finetune._texts import TextData, read_text
 from gulliver.jobs import console
@@ -47,7 +47,7 @@ class Job:
     """
 
     config: FinetuneConfig
-    run: Run
+    run: FinetuneRun
     base: Base
     tokenizer: Any
     data: TextData
@@ -140,7 +140,7 @@ def prepare(config: FinetuneConfig, world: World) -> Job:
     """
     say = console().print if world.is_main else lambda _: None
     assert config.model is not None, "it is checked"
-    base, run = Base(config.model), Run(config.out, config.keep)
+    base, run = Base(config.model), FinetuneRun(config.out, config.keep)
     context, fingerprint = base.context, base.fingerprint
     if config.adapter is not None:
         check_adapter(config.adapter, fingerprint)
@@ -216,7 +216,7 @@ def _recipe(
 
 def _plan(
     config: FinetuneConfig,
-    run: Run,
+    run: FinetuneRun,
     data: TextData,
     recipe: Recipe,
     model: nn.Module,

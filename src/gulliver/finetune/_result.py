@@ -36,7 +36,7 @@ from gulliver.finetune._adapters import (
 )
 from gulliver.finetune._base import DTYPES
 from gulliver.finetune._card import model_card
-from gulliver.finetune._run import Run
+from gulliver.finetune._run import FinetuneRun
 from gulliver.io import write_text
 from gulliver.jobs import console
 from gulliver.memory import Part
@@ -49,7 +49,7 @@ CARRIED = ("generation_config.json",)
 """Files of the model's folder that the result has, too."""
 
 
-def write_result(job: Job, run: Run, model: nn.Module, world: World, best: int) -> Path:
+def write_result(job: Job, run: FinetuneRun, model: nn.Module, world: World, best: int) -> Path:
     """Writes the result of a run that is over; every rank calls it, rank 0 writes.
 
     Args:
@@ -87,7 +87,7 @@ def write_result(job: Job, run: Run, model: nn.Module, world: World, best: int) 
     return adapter if job.config.method == "lora" else whole
 
 
-def _chosen(job: Job, run: Run, best: int) -> tuple[Path, str]:
+def _chosen(job: Job, run: FinetuneRun, best: int) -> tuple[Path, str]:
     """The folder of the weights that become the result, and what they are."""
     if job.config.result == "best" and best >= 0:
         if best == 0 and job.config.method != "lora":
