@@ -182,14 +182,14 @@ def measure_draft(
                 seconds[name].append(spent)
     tokens = sum(map(len, made["plain"])) - len(texts)
     rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
-    acceptance = tuple(always.told.acceptance())
+    acceptance = tuple(always.stats.acceptance())
     drafting = always.drafting(1, depth)
     loads = tuple(_load(runner, always, acceptance, sequences) for sequences in LOADS)
     pay = [one.sequences for one in loads if one.speed > 1.0]
     cost = {n: statistics.median(step(runner, n) for _ in range(7)) for n in (1, depth + 1)}
-    per_round = always.told.guesses / max(1, always.told.drafted)
-    expected = 1 + always.told.accepted / max(1, always.told.drafted)
-    share = always.told.drafted / max(1, always.told.rounds)
+    per_round = always.stats.guesses / max(1, always.stats.drafted)
+    expected = 1 + always.stats.accepted / max(1, always.stats.drafted)
+    share = always.stats.drafted / max(1, always.stats.rounds)
     verify = cost[1] + (cost[depth + 1] - cost[1]) * per_round / depth
     # Rounds in which nothing could be drafted take a plain step.
     whole = share * (verify + drafting) + (1 - share) * cost[1]
