@@ -3,11 +3,6 @@
 A user's clips wait in the order in which they were asked for, and users take turns: who asks for
 ten clips at once does not keep another waiting for all of them. What a process tells goes to the
 ticket that it works for, and to no other.
-
-[Note: turns] A ticket's round is one more than that of the user's ticket before, and at least one
-more than that of the ticket that was served last. The lowest round is next, and of one round the
-ticket that came first. So a user who asks for many gets one of each round, a newcomer joins the
-round that is next, and nobody waits for ever (start-time fair queueing, with clips of equal cost).
 """
 
 from __future__ import annotations
@@ -40,20 +35,21 @@ TRIES = 3
 """Processes in a row that end before they have made a clip, after which none is started ahead."""
 
 
+# [Note: turns] A ticket's round is one more than that of the user's ticket before, and at least one
+# more than that of the ticket that was served last. The lowest round is next, and of one round the
+# ticket that came first. So a user who asks for many gets one of each round, a newcomer joins the
+# round that is next, and nobody waits for ever (start-time fair queueing, with clips of equal
+# cost).
 @dataclass(eq=False)
 class Ticket:
-    """A job that a user waits for.
+    """A job that a user waits for."""
 
-    Attributes:
-        user: whoever asked, as the page tells them apart.
-        job: the job.
-        number: place in the order of arrival.
-        round: round in which it is served; see the note on turns.
-    """
-
+    # Whoever asked, as the page tells them apart.
     user: str
     job: Job
+    # Place in the order of arrival.
     number: int
+    # Round in which it is served; see the note on turns.
     round: int
     _events: SimpleQueue[Event] = field(default_factory=SimpleQueue)
 
@@ -71,13 +67,7 @@ class Ticket:
 
 
 class Worker:
-    """The process that samples, and the pipe to it.
-
-    Args:
-        work: function that it runs.
-        source: model that it samples with.
-        ended: function that is called, by a thread, when it has ended.
-    """
+    """The process that samples, and the pipe to it."""
 
     def __init__(self, work: Work, source: Source, ended: Callable[[], None]) -> None:
         # Forked from a server that has imported torch and never run it: threads of the page are
@@ -113,12 +103,7 @@ class Worker:
 
 
 class Service:
-    """Makes clips for users, one after the other.
-
-    Args:
-        source: model to sample with.
-        work: function that the process runs.
-    """
+    """Makes clips for users, one after the other."""
 
     def __init__(self, source: Source, work: Work = work) -> None:
         self._source, self._work = source, work

@@ -50,11 +50,7 @@ def look(folder: Path) -> View:
 
 
 def shapes_of(folder: Path) -> list[str]:
-    """Lists the shapes that a run was trained with, as frames x height x width.
-
-    Raises:
-        GulliverError: the folder holds no run.
-    """
+    """Lists the shapes that a run was trained with, as frames x height x width."""
     data = Run(folder).read_config().data
     if data.buckets is not None:
         return []

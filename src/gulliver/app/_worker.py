@@ -93,16 +93,7 @@ class Maker:
         self._checkpoint = ""
 
     def make(self, job: Job, tell: Tell, stop_asked: Callable[[], bool]) -> Made:
-        """Makes a clip and writes its file.
-
-        Args:
-            job: clip to make.
-            tell: function that is told what happens.
-            stop_asked: function that says whether to stop; it is asked after each step.
-
-        Raises:
-            GulliverError: the model cannot make it, or there is no model.
-        """
+        """Makes a clip and writes its file."""
         started = time.monotonic()
         model = self._ready(tell)
         request = request_of(job.settings)
@@ -167,11 +158,7 @@ class _Watch:
 
 
 def request_of(settings: Settings) -> Request:
-    """Converts settings to what a model is asked, as `gulliver generate` does.
-
-    Raises:
-        GulliverError: a number outside of its range, or no readable picture.
-    """
+    """Converts settings to what a model is asked, as `gulliver generate` does."""
     bucket = Bucket(settings.frames, settings.height, settings.width)
     given = None if settings.picture is None else read_frames(settings.picture, 1)
     return Request(settings.prompt, bucket, settings.seed, given, settings.negative_prompt)

@@ -186,17 +186,7 @@ def alternatives(prompt: str) -> list[str]:
 
 
 def check_filled(config: DreamboothConfig, prompt: str, where: str, turns: bool = False) -> str:
-    """A prompt with the token and the class in it.
-
-    Args:
-        config: options of the run.
-        prompt: prompt or caption as it is written.
-        where: option or file that is named where it is wrong.
-        turns: whether alternatives take turns there.
-
-    Raises:
-        GulliverError: braces are left in it, or it names a class and there is none.
-    """
+    """A prompt with the token and the class in it."""
     if "{class}" in prompt and not config.class_word and prompt != DreamboothConfig.prompt:
         raise GulliverError(f"{where} has {{class}} in it: give --class-word, such as dog")
     text = config.filled(prompt)
@@ -220,11 +210,7 @@ MAY_CHANGE = frozenset(
 
 
 def check_dreambooth(config: DreamboothConfig) -> DreamboothConfig:
-    """Refuses options that no run could use, before anything is read.
-
-    Raises:
-        GulliverError: naming the option, its value and what would be right.
-    """
+    """Refuses options that no run could use, before anything is read."""
     if config.model is None:
         raise GulliverError("no base is named: give --model FOLDER, such as a diffusers pipeline")
     if not config.model.is_dir():

@@ -55,23 +55,7 @@ def _wants_mask(encoder: Any) -> bool:
 
 
 class DiffusersBase:
-    """A pipeline of diffusers in a folder.
-
-    Args:
-        folder: folder with ``model_index.json``.
-        resolution: side of the pictures; None takes what the denoiser was made for.
-        device: device of the networks.
-        dtype: dtype of denoiser and text encoders; the autoencoder is in float32.
-        sampling_steps: steps of sampling.
-        guidance: weight of the prompt in sampling.
-        snr_gamma: see `Noise`.
-        on_meta: build networks without weights, for a plan.
-        scratch: folder for weights that no memory holds, see `map_weights`; None reads them.
-        alone: whether this is the only rank.
-
-    Raises:
-        GulliverError: the folder holds no such pipeline, or one that is not supported.
-    """
+    """A pipeline of diffusers in a folder."""
 
     text_targets: tuple[str, ...] = CLIP_TARGETS
 

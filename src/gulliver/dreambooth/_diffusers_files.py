@@ -31,16 +31,13 @@ ROWS = ".rows"
 
 
 class PipelineFolder(Protocol):
-    """What is asked of a base, so that its files can be read and written.
+    """What is asked of a base, so that its files can be read and written."""
 
-    Attributes:
-        folder: folder of the pipeline that it was read from.
-        kind: networks of the pipeline.
-        tokenizers: tokenizers by their names in the pipeline, with the words that were added.
-    """
-
+    # Folder of the pipeline that it was read from.
     folder: Path
+    # Networks of the pipeline.
     kind: Kind
+    # Tokenizers by their names in the pipeline, with the words that were added.
     tokenizers: dict[str, Any]
 
     def read_encoder(self, name: str) -> Any:
@@ -49,12 +46,7 @@ class PipelineFolder(Protocol):
 
 
 def lora_name(network: str, name: str) -> str:
-    """The name of an adapter's tensor in diffusers' file.
-
-    Args:
-        network: name of the denoiser in the pipeline.
-        name: name with ``trained.`` or ``text.`` before it.
-    """
+    """The name of an adapter's tensor in diffusers' file."""
     side, _, rest = adapter_name(name).partition(".")
     return f"{network}.{rest}" if side == "trained" else rest
 
@@ -62,11 +54,7 @@ def lora_name(network: str, name: str) -> str:
 def read_lora(
     base: PipelineFolder, path: Path
 ) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-    """Reads LoRA weights of diffusers' form, and PEFT's configurations beside them.
-
-    Raises:
-        GulliverError: there is no such file.
-    """
+    """Reads LoRA weights of diffusers' form, and PEFT's configurations beside them."""
     file = path / LORA if path.is_dir() else path
     if not file.is_file():
         raise GulliverError(f"--adapter {path} is none of diffusers: it has no {LORA}")

@@ -66,16 +66,7 @@ FINGERPRINTS = {
 
 
 def dreambooth(config: DreamboothConfig, plugin: Plugin | None = None) -> Outcome:
-    """Teaches a base a subject as `config` says, on every rank of the present world.
-
-    Args:
-        config: options of the run.
-        plugin: how ranks share the work; None makes the one that the options say.
-
-    Raises:
-        GulliverError: the options, the base, the pictures or the machine do not allow it; nothing
-            is written then. Or the loss is no longer a number, or another rank is gone.
-    """
+    """Teaches a base a subject as `config` says, on every rank of the present world."""
     check_dreambooth(config)
     if config.motion and not config.plan:
         return in_motion(config, dreambooth, plugin)
@@ -97,11 +88,7 @@ def dreambooth(config: DreamboothConfig, plugin: Plugin | None = None) -> Outcom
 def open_base(
     config: DreamboothConfig, world: World, precision: str, on_meta: bool = False
 ) -> Base | None:
-    """Opens the base of a run; None where it is to be on meta and cannot be.
-
-    Raises:
-        GulliverError: the folder holds no base that is known.
-    """
+    """Opens the base of a run; None where it is to be on meta and cannot be."""
     assert config.model is not None, "it is checked"
     if (config.model / INDEX).is_file():
         scratch = Path(config.disk.partition(":")[0]) if config.disk else config.out

@@ -23,28 +23,25 @@ T5_LENGTH = 256
 
 @dataclass(frozen=True)
 class Kind:
-    """A pipeline.
+    """A pipeline."""
 
-    Attributes:
-        network: name of the denoiser in the pipeline.
-        encoders: names of its text encoders, in order.
-        conditions: function of the encoders' outputs and the denoiser's configuration, for all
-            that is told of prompts.
-        denoise: function that calls the denoiser with noisy latents, times, conditions and the
-            side of the picture in pixels.
-        names: names of the conditions among a pipeline's arguments.
-        empty_is_zero: whether the empty prompt is told as zeros, where the pipeline says nothing.
-        unused: beginnings of the names of the encoders' parameters that no condition depends on.
-        targets: layers that adapters go into.
-    """
-
+    # Name of the denoiser in the pipeline.
     network: str
+    # Names of its text encoders, in order.
     encoders: tuple[str, ...]
+    # Function of the encoders' outputs and the denoiser's configuration, for all that is told of
+    # prompts.
     conditions: Callable[[Sequence[Any], Any], Conditions]
+    # Function that calls the denoiser with noisy latents, times, conditions and the side of the
+    # picture in pixels.
     denoise: Callable[[nn.Module, Tensor, Tensor, Conditions, int], Tensor]
+    # Names of the conditions among a pipeline's arguments.
     names: Mapping[str, str]
+    # Whether the empty prompt is told as zeros, where the pipeline says nothing.
     empty_is_zero: bool = False
+    # Beginnings of the names of the encoders' parameters that no condition depends on.
     unused: Callable[[int], tuple[str, ...]] = lambda layers: ()
+    # Layers that adapters go into.
     targets: tuple[str, ...] = ATTENTION
 
 

@@ -1,22 +1,4 @@
-"""Pictures that a video base sets in motion, to learn a subject that moves from stills.
-
-[Note: why stills are not enough] A still tells how the subject looks in one frame, and of a clip
-that is the first one of the latent alone: the others hold several frames each, and look otherwise.
-A base that was taught stills only shows the subject at first, and something that it knew before as
-the clip goes on. So it learns clips beside the pictures, from motion that it knows itself: it goes
-on from a picture as the first frame, with the prompt of a motion. What it makes drifts towards what
-it knew before, too, and no later frame is better than those it is taught. Where a subject stands on
-a plain ground the picture itself is moved instead, as the subject of the base's own clip of that
-prompt moves (`along`): every frame is the subject. Nothing is told of motion but by the prompts.
-
-Each of the two halves is a run of its own in the run folder, so that any of them resumes.
-
-run/
-  stills/  the run on the pictures alone
-  motion/  pictures and the clips that were made of them, with captions
-  clips/   the run on those, which goes on from the adapters of the first
-  result/  what was learnt
-"""
+"""Pictures that a video base sets in motion, to learn a subject that moves from stills."""
 
 from __future__ import annotations
 
@@ -42,17 +24,25 @@ from gulliver.jobs._loop import Outcome
 Teach = Callable[[DreamboothConfig, Any], Outcome]
 
 
+# [Note: why stills are not enough] A still tells how the subject looks in one frame, and of a clip
+# that is the first one of the latent alone: the others hold several frames each, and look
+# otherwise. A base that was taught stills only shows the subject at first, and something that it
+# knew before as the clip goes on. So it learns clips beside the pictures, from motion that it knows
+# itself: it goes on from a picture as the first frame, with the prompt of a motion. What it makes
+# drifts towards what it knew before, too, and no later frame is better than those it is taught.
+# Where a subject stands on a plain ground the picture itself is moved instead, as the subject of
+# the base's own clip of that prompt moves (`along`): every frame is the subject. Nothing is told of
+# motion but by the prompts.
+#
+# Each of the two halves is a run of its own in the run folder, so that any of them resumes.
+#
+# run/
+#   stills/  the run on the pictures alone
+#   motion/  pictures and the clips that were made of them, with captions
+#   clips/   the run on those, which goes on from the adapters of the first
+#   result/  what was learnt
 def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Outcome:
-    """Teaches pictures, then the clips that the base makes of them.
-
-    Args:
-        config: options of the run.
-        teach: function that runs a half, with these options and plugin.
-        plugin: how ranks share the work; None makes the one that the options say.
-
-    Raises:
-        GulliverError: the base makes no clips.
-    """
+    """Teaches pictures, then the clips that the base makes of them."""
     assert config.model is not None, "it is checked"
     if not (config.model / "checkpoints").is_dir():
         raise GulliverError(

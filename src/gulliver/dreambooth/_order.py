@@ -18,27 +18,18 @@ from gulliver.jobs import derive
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of a step.
+    """A sample of a step."""
 
-    Attributes:
-        number: number of its picture among the subject's, and after them the prior ones.
-        weight: weight of its loss in that of the step.
-        seed: seed of all that is random about it.
-    """
-
+    # Number of its picture among the subject's, and after them the prior ones.
     number: int
+    # Weight of its loss in that of the step.
     weight: float
+    # Seed of all that is random about it.
     seed: int
 
 
 class Order:
-    """The samples of every step.
-
-    Args:
-        config: options of the run.
-        subjects: number of pictures of the subject.
-        priors: number of prior pictures.
-    """
+    """The samples of every step."""
 
     def __init__(self, config: DreamboothConfig, subjects: int, priors: int) -> None:
         self.config, self.subjects, self.priors = config, subjects, priors
@@ -66,16 +57,8 @@ class Order:
 def shares(
     samples: Sequence[Sample], place: int, places: int, micro: int | None
 ) -> list[list[Sample]]:
-    """Micro-batches of a rank; all ranks have as many, of the same sizes.
-
-    What does not divide is filled up with samples that weigh nothing.
-
-    Args:
-        samples: samples of a step.
-        place: this rank's number among those that see different samples.
-        places: number of these.
-        micro: samples of a micro-batch at most; None for all at once.
-    """
+    """Micro-batches of a rank; all ranks have as many, of the same sizes."""
+    # What does not divide is filled up with samples that weigh nothing.
     each = math.ceil(len(samples) / places)
     size = min(micro or each, each)
     each = math.ceil(each / size) * size

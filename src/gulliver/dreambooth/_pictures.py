@@ -24,16 +24,7 @@ BROKEN = (OSError, ValueError, SyntaxError, EOFError)
 
 
 def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[Picture]:
-    """Reads the pictures of a subject.
-
-    Args:
-        config: options of the run.
-        say: function that is told what is left out, and captions without the token.
-
-    Raises:
-        GulliverError: there is none, or one cannot be read and ``--on-broken`` refuses that; all
-            that cannot be read are named.
-    """
+    """Reads the pictures of a subject."""
     folder = config.subject
     assert folder is not None, "it is checked"
     kinds = SUFFIXES | {CLIP}
@@ -78,11 +69,7 @@ def _tell_others(folder: Path, files: Sequence[Path], say: Callable[[str], Any])
 
 
 def read_picture(path: Path, behind: int = 255) -> np.ndarray:
-    """Reads a picture upright, as EXIF says, with a colour behind what is transparent.
-
-    Raises:
-        GulliverError: it cannot be read; the reason does not name the file.
-    """
+    """Reads a picture upright, as EXIF says, with a colour behind what is transparent."""
     Image, ImageOps = _pillow()
     try:
         with warnings.catch_warnings(), Image.open(path) as opened:
@@ -114,11 +101,7 @@ def _read_clip(path: Path) -> np.ndarray:
 
 
 def _eight_bits(picture: Any, Image: Any) -> Any:
-    """Pictures of 16 bits and more, or of floats: Pillow would cut them off at 255.
-
-    Raises:
-        GulliverError: floats are neither shares of white nor whole levels.
-    """
+    """Pictures of 16 bits and more, or of floats: Pillow would cut them off at 255."""
     values = np.asarray(picture).astype(np.float64)
     low, high = values.min(), values.max()
     shares = picture.mode.startswith("F") and low >= 0 and high <= 1

@@ -49,11 +49,7 @@ def precision_of(config: DreamboothConfig, device: str) -> str:
 
 
 def make_plugin(config: DreamboothConfig, precision: str, ranks: int) -> Plugin:
-    """The plugin that says how the ranks share the work.
-
-    Raises:
-        GulliverError: precision and plugin do not combine.
-    """
+    """The plugin that says how the ranks share the work."""
     half = "bf16" if precision == "bf16" else None
     if config.tp > 1:
         return HybridParallelPlugin(tp_size=config.tp, precision=half, verbose=False)
@@ -77,11 +73,7 @@ def make_plugin(config: DreamboothConfig, precision: str, ranks: int) -> Plugin:
 
 
 def refuse_cut(config: DreamboothConfig, plugin: Plugin, base: Base) -> None:
-    """Refuses ranks that share a model whose family is not known.
-
-    Raises:
-        GulliverError: naming the denoiser, and what would do.
-    """
+    """Refuses ranks that share a model whose family is not known."""
     if isinstance(plugin, HybridParallelPlugin):
         kind = type(base.trained).__name__
         raise GulliverError(
@@ -91,17 +83,7 @@ def refuse_cut(config: DreamboothConfig, plugin: Plugin, base: Base) -> None:
 
 
 def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) -> Planned:
-    """Plans a run; nothing is loaded, and no ranks need to be there.
-
-    Args:
-        config: options of the run.
-        plugin: plugin of the run.
-        base: base on meta, with ``example``; it is changed.
-        ranks: number of ranks.
-
-    Raises:
-        GulliverError: nothing fits; the least limit is named where there is one.
-    """
+    """Plans a run; nothing is loaded, and no ranks need to be there."""
     student, _ = make_student(base, config, [""])
     optimizer, cluster = make_optimizer(student, config), current_cluster(ranks)
     refusal = GulliverError("")
@@ -124,10 +106,8 @@ def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) ->
 
 
 def with_first_use(work: Work) -> Work:
-    """Work of a step that keeps what libraries take at their first use.
-
-    A small model's limit would be held by the plan and exceeded by them.
-    """
+    """Work of a step that keeps what libraries take at their first use."""
+    # A small model's limit would be held by the plan and exceeded by them.
     peaks = {
         name: peak + FIRST_USE
         for name in ("peak", "peak_recomputed", "peak_offloaded")

@@ -86,11 +86,7 @@ def prior_pictures(
 
 
 def _check(folder: Path, base: Base, config: DreamboothConfig) -> bool:
-    """Whether the folder's pictures are, or will be, of this base's making.
-
-    Raises:
-        GulliverError: they were made otherwise, or the user's own are too few.
-    """
+    """Whether the folder's pictures are, or will be, of this base's making."""
     if not (folder / FACTS).is_file():
         given = list(folder.glob("*")) if folder.is_dir() else []
         pictures = [p for p in given if p.suffix.lower() in SUFFIXES]

@@ -23,11 +23,7 @@ FACTS = "gulliver.json"
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """Tensors of a step, each read when it is asked for.
-
-    Args:
-        step: folder of the step.
-    """
+    """Tensors of a step, each read when it is asked for."""
 
     def __init__(self, step: Path) -> None:
         self.weights = open_weights(step)
@@ -56,18 +52,7 @@ def write_result(
     tokens: tuple[TokenHandle, ...],
     facts: Mapping[str, str],
 ) -> Path:
-    """Writes the result of a run that is over, whole or not at all; rank 0 calls it.
-
-    Args:
-        base: base with its adapters and words.
-        config: options of the run.
-        run: folder of the run.
-        tokens: new words.
-        facts: fingerprints of base and data.
-
-    Raises:
-        GulliverError: it cannot be written.
-    """
+    """Writes the result of a run that is over, whole or not at all; rank 0 calls it."""
     folder, partial = run.folder / "result", run.folder / ".result.partial"
     if folder.is_dir():
         return folder
@@ -83,11 +68,7 @@ def write_result(
 
 
 def check_adapter(path: Path, fingerprint: str) -> None:
-    """Refuses an adapter that says of itself that it is of another base.
-
-    Raises:
-        GulliverError: naming both fingerprints.
-    """
+    """Refuses an adapter that says of itself that it is of another base."""
     from gulliver.checkpoint import read_json
 
     file = (path if path.is_dir() else path.parent) / FACTS

@@ -42,15 +42,7 @@ CONFIG, WEIGHTS, FACTS = "adapter_config.json", "adapter_model.safetensors", "gu
 
 
 def adapt(model: nn.Module, config: FinetuneConfig) -> nn.Module:
-    """Puts new adapters into a model, or those of ``--adapter``; all else is frozen.
-
-    Args:
-        model: causal language model, perhaps on meta.
-        config: options of the run.
-
-    Raises:
-        GulliverError: PEFT is not installed, no layer has such a name, or the adapter does not fit.
-    """
+    """Puts new adapters into a model, or those of ``--adapter``; all else is frozen."""
     try:
         import peft
     except ImportError:
@@ -131,11 +123,7 @@ def _read(folder: Path) -> Mapping[str, Any]:
 
 
 def check_adapter(folder: Path, fingerprint: str) -> None:
-    """Refuses an adapter that says of itself that it is of another model.
-
-    Raises:
-        GulliverError: naming both models' fingerprints.
-    """
+    """Refuses an adapter that says of itself that it is of another model."""
     _read(folder)
     if (folder / FACTS).is_file():
         base = read_json(folder / FACTS).get("base")
@@ -149,16 +137,7 @@ def check_adapter(folder: Path, fingerprint: str) -> None:
 def fill_adapters(
     own: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], folder: Path
 ) -> None:
-    """Gives adapters the values of a file.
-
-    Args:
-        own: parameters of the adapters, by the names of the file.
-        saved: tensors of the file.
-        folder: what is named where they do not fit.
-
-    Raises:
-        GulliverError: it is of a model with other layers or shapes.
-    """
+    """Gives adapters the values of a file."""
     for name in dict.fromkeys((*own, *saved)):
         ours = tuple(own[name].shape) if name in own else None
         theirs = tuple(saved[name].shape) if name in saved else None
@@ -185,12 +164,7 @@ def adapter_name(name: str) -> str:
 
 
 def adapter_config(adapted: Any, folder: Path) -> str:
-    """The content of ``adapter_config.json``.
-
-    Args:
-        adapted: model with its adapters.
-        folder: Hugging Face folder of the model that they are of.
-    """
+    """The content of ``adapter_config.json``."""
     values = dict(adapted.peft_config["default"].to_dict())
     values |= {"base_model_name_or_path": str(folder), "inference_mode": True}
     plain = {k: sorted(v) if isinstance(v, set) else v for k, v in values.items()}
@@ -198,15 +172,7 @@ def adapter_config(adapted: Any, folder: Path) -> str:
 
 
 def deltas(adapted: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What adapters add to weights of the model, by their names there.
-
-    Args:
-        adapted: model with its adapters, for their places and scales.
-        tensors: values of the adapters, by the names of `adapter_name`.
-
-    Returns:
-        A function for each weight that computes its float32 difference.
-    """
+    """What adapters add to weights of the model, by their names there."""
     found: dict[str, Any] = {}
     for path, module in adapted.named_modules():
         scale = getattr(module, "scaling", None)

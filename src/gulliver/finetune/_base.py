@@ -34,12 +34,7 @@ class Base:
 
     @cached_property
     def config(self) -> Any:
-        """The configuration, as transformers reads it.
-
-        Raises:
-            GulliverError: transformers is not installed or does not know it, or it is of a model
-                that does not continue texts.
-        """
+        """The configuration, as transformers reads it."""
         try:
             import transformers
         except ImportError:
@@ -85,18 +80,7 @@ class Base:
     def load(
         self, dtype: torch.dtype, device: torch.device, scratch: Path | None, alone: bool
     ) -> nn.Module:
-        """The model with its weights, on this rank.
-
-        Args:
-            dtype: dtype of its floating-point tensors.
-            device: device that it is put on.
-            scratch: folder for a copy in another dtype where memory has a limit; None reads the
-                weights into memory.
-            alone: whether this is the only rank.
-
-        Raises:
-            GulliverError: the weights are missing or broken, or there is no room for a copy.
-        """
+        """The model with its weights, on this rank."""
         try:
             with _quiet():
                 if scratch is not None and device.type == "cpu":

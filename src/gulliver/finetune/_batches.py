@@ -3,18 +3,6 @@
 An epoch is a list of steps of the optimizer, each a list of rows; it depends on the seed and the
 epoch alone. A step is cut into a part for each micro-batch of each rank, so the same tokens make
 the same step on any number of ranks with any accumulation, and the position is a number of steps.
-
-[Note: as many steps in each epoch]
-Both orders are laid out once, on the sorted lengths: `_packed` fills rows of `length` tokens by
-best fit, `_sorted` cuts batches of about as many tokens. An epoch then deals the sequences of equal
-length out anew among the places of that length, and shuffles the rows (the steps, where lengths
-differ). So every epoch has another order and the same number of steps, which a learning rate can be
-laid over.
-
-[Note: the memory of a step]
-A step has room for `tokens` // `length` rows of full length. A sorted step of sequences of at most
-half that length has twice as many rows, and so on: a multiple, so that no rank's part has more
-tokens than it would have of full rows, where the ranks and micro-batches divide those.
 """
 
 from __future__ import annotations
@@ -44,18 +32,25 @@ Rows = list[list[int]]
 """Numbers of the sequences of each row."""
 
 
+# [Note: as many steps in each epoch] Both orders are laid out once, on the sorted lengths:
+# `_packed` fills rows of `length` tokens by best fit, `_sorted` cuts batches of about as many
+# tokens. An epoch then deals the sequences of equal length out anew among the places of that
+# length, and shuffles the rows (the steps, where lengths differ). So every epoch has another order
+# and the same number of steps, which a learning rate can be laid over.
+#
+# [Note: the memory of a step] A step has room for `tokens` // `length` rows of full length. A
+# sorted step of sequences of at most half that length has twice as many rows, and so on: a
+# multiple, so that no rank's part has more tokens than it would have of full rows, where the ranks
+# and micro-batches divide those.
 @dataclass(frozen=True)
 class Part:
-    """What one rank has in a micro-batch.
+    """What one rank has in a micro-batch."""
 
-    Attributes:
-        rows: numbers of the sequences of each row; none where a step has fewer rows than parts.
-        length: tokens that each row is filled up to.
-        items: learnt tokens of the whole step, over all ranks and micro-batches.
-    """
-
+    # Numbers of the sequences of each row; none where a step has fewer rows than parts.
     rows: Rows
+    # Tokens that each row is filled up to.
     length: int
+    # Learnt tokens of the whole step, over all ranks and micro-batches.
     items: int
 
 
@@ -239,11 +234,7 @@ class StepSampler(ResumableSampler):
         return {**state, "done": done, "accumulate": self.accumulate}
 
     def rescaled(self, done: Any, accumulate: int) -> Any:
-        """A number of micro-batches, `accumulate` to a step, in those of this sampler.
-
-        Raises:
-            GulliverError: it lies inside a step, and steps are cut in another way here.
-        """
+        """A number of micro-batches, `accumulate` to a step, in those of this sampler."""
         if accumulate == self.accumulate or not isinstance(done, int):
             return done
         if accumulate < 1 or done % accumulate:

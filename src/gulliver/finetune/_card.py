@@ -16,14 +16,7 @@ SHOWN_EVALUATIONS, SHOWN_SAMPLES = 12, 3
 
 
 def model_card(job: Job, run: FinetuneRun, step: int, which: str) -> str:
-    """The text of README.md.
-
-    Args:
-        job: job of the run.
-        run: folder of the run.
-        step: step whose weights became the result.
-        which: what that is.
-    """
+    """The text of README.md."""
     log = run.log.read()
     evaluations = [line for line in log if "held_out_loss" in line]
     sections = [

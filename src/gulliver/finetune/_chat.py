@@ -1,15 +1,4 @@
-"""Tokens of a conversation, and which of them are the assistant's.
-
-[Note: masks of conversations]
-A chat template is a program: it may write anything, and what it writes of one message may depend on
-those after it. Which tokens are answers is therefore never guessed from their text. Where the
-template marks answers (``{% generation %}``), its marks say it. Elsewhere the prefix property must
-hold: the conversation up to an answer, with the prompt for one, must be the beginning of the whole
-conversation, token by token, and so must the conversation with that answer. What lies between is
-what the model would have had to write. Both are checked for every answer of every conversation. A
-template that breaks the property (one that drops earlier thoughts, say) has no such mask: what the
-model saw in training would not be what it sees when it is asked.
-"""
+"""Tokens of a conversation, and which of them are the assistant's."""
 
 from __future__ import annotations
 
@@ -31,6 +20,15 @@ SHOWN = 8
 MARK_THEM = "mark the answers in the template with {% generation %}, or give --answers-only no"
 
 
+# [Note: masks of conversations] A chat template is a program: it may write anything, and what it
+# writes of one message may depend on those after it. Which tokens are answers is therefore never
+# guessed from their text. Where the template marks answers (``{% generation %}``), its marks say
+# it. Elsewhere the prefix property must hold: the conversation up to an answer, with the prompt for
+# one, must be the beginning of the whole conversation, token by token, and so must the conversation
+# with that answer. What lies between is what the model would have had to write. Both are checked
+# for every answer of every conversation. A template that breaks the property (one that drops
+# earlier thoughts, say) has no such mask: what the model saw in training would not be what it sees
+# when it is asked.
 class BadChat(Exception):
     """A conversation that the template refuses."""
 
@@ -41,11 +39,7 @@ def marks_answers(tokenizer: Any) -> bool:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Refuses a tokenizer without a chat template.
-
-    Raises:
-        GulliverError: it has none; it says where one could come from.
-    """
+    """Refuses a tokenizer without a chat template."""
     try:
         tokenizer.get_chat_template()
     except ValueError:
@@ -57,11 +51,7 @@ def check_template(tokenizer: Any) -> None:
 
 
 def marked_tokens(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]:
-    """Returns the tokens [T] of a conversation, and 1 for those that the template marks [T].
-
-    Raises:
-        BadChat: the template does not take the conversation.
-    """
+    """Returns the tokens [T] of a conversation, and 1 for those that the template marks [T]."""
     found = _applied(
         tokenizer,
         sample,
@@ -73,11 +63,7 @@ def marked_tokens(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]
 
 
 def chat_texts(tokenizer: Any, sample: Sample, answers_only: bool) -> list[str]:
-    """Writes a conversation: the whole, and for each answer what is before it and up to its end.
-
-    Raises:
-        BadChat: the template does not take the conversation.
-    """
+    """Writes a conversation: the whole, and for each answer what is before it and up to its end."""
     count = len(sample.messages)
     texts = [_applied(tokenizer, sample, count, tokenize=False)]
     answers = _answers(sample)
@@ -92,19 +78,7 @@ def chat_texts(tokenizer: Any, sample: Sample, answers_only: bool) -> list[str]:
 
 
 def answer_mask(tokenizer: Any, sample: Sample, tokens: Sequence[list[int]]) -> Array:
-    """Finds the answers of a conversation, and checks the prefix property.
-
-    Args:
-        tokenizer: tokenizer, for the message.
-        sample: conversation.
-        tokens: tokens of each text of `chat_texts`.
-
-    Returns:
-        Whether each token of the whole is an answer's, ``[T]``.
-
-    Raises:
-        GulliverError: the template breaks the prefix property.
-    """
+    """Finds the answers of a conversation, and checks the prefix property."""
     whole, parts = tokens[0], tokens[1:]
     learnt = np.zeros(len(whole), dtype=bool)
     for number, asked, answered in zip(_answers(sample), parts[::2], parts[1::2], strict=True):

@@ -1,10 +1,4 @@
-"""Samples to tokens: which of them are learnt, and what becomes of texts that are too long.
-
-[Note: each token once]
-The first token of a sequence is never learnt: nothing stands before it. Windows of a long text
-therefore overlap by one token, the last of a window being the first of the next, where it is only
-read. So every token of a text is learnt exactly once, but for its very first.
-"""
+"""Samples to tokens: which of them are learnt, and what becomes of texts that are too long."""
 
 from __future__ import annotations
 
@@ -35,6 +29,10 @@ AT_ONCE = 256
 Array = np.ndarray[Any, Any]
 
 
+# [Note: each token once] The first token of a sequence is never learnt: nothing stands before it.
+# Windows of a long text therefore overlap by one token, the last of a window being the first of the
+# next, where it is only read. So every token of a text is learnt exactly once, but for its very
+# first.
 @dataclass(frozen=True, eq=False)
 class Example:
     """A sequence of tokens to learn from.
@@ -102,20 +100,17 @@ TOKENIZER_FILES = (
 
 @dataclass
 class Encoder:
-    """Makes examples of samples.
+    """Makes examples of samples."""
 
-    Attributes:
-        tokenizer: tokenizer of transformers.
-        length: longest sequence, in tokens.
-        answers_only: whether prompts are read and not learnt.
-        cut: whether conversations that are too long are cut; otherwise they are bad rows.
-        counts: what was done beside the obvious: texts cut, split, and so on.
-    """
-
+    # Tokenizer of transformers.
     tokenizer: Any
+    # Longest sequence, in tokens.
     length: int
+    # Whether prompts are read and not learnt.
     answers_only: bool
+    # Whether conversations that are too long are cut; otherwise they are bad rows.
     cut: bool = True
+    # What was done beside the obvious: texts cut, split, and so on.
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:

@@ -62,24 +62,21 @@ class Shape:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and how a step is cut into micro-batches.
+    """A plan, and how a step is cut into micro-batches."""
 
-    Attributes:
-        plan: plan to run.
-        places: number of ranks that read different texts.
-        accumulate: micro-batches of an optimizer step.
-        recompute: whether the model's blocks are to be recomputed by transformers' own means.
-        needed: bytes of memory that a rank needs, state and activations.
-        activations: bytes of activations in that; 0 where they are not known.
-        rates: words for the machine that seconds are predicted for.
-    """
-
+    # Plan to run.
     plan: Plan
+    # Number of ranks that read different texts.
     places: int
+    # Micro-batches of an optimizer step.
     accumulate: int
+    # Whether the model's blocks are to be recomputed by transformers' own means.
     recompute: bool
+    # Bytes of memory that a rank needs, state and activations.
     needed: int
+    # Bytes of activations in that; 0 where they are not known.
     activations: int
+    # Words for the machine that seconds are predicted for.
     rates: str = ""
 
     @property
@@ -152,20 +149,7 @@ def plan_run(
     ranks: int,
     accumulate: int | None = None,
 ) -> Planned:
-    """Plans a run; nothing is loaded, and no ranks need to be there.
-
-    Args:
-        config: options of the run.
-        model: model on meta, with its adapters.
-        optimizer: function that makes the optimizer of a model.
-        shape: largest step of the run.
-        precision: ``fp32`` or ``bf16``.
-        ranks: number of ranks of the run.
-        accumulate: micro-batches of a step; None takes the fewest that fit.
-
-    Raises:
-        GulliverError: nothing fits; the least limit is named where there is one.
-    """
+    """Plans a run; nothing is loaded, and no ranks need to be there."""
     cluster, places = current_cluster(ranks), ranks // config.ranks_of_a_model
     rates = f"on {cluster.name}" if cluster.measured else UNMEASURED
     made, refusal, works = optimizer(model), GulliverError(""), dict[int, Work]()
@@ -240,17 +224,7 @@ def _room(config: FinetuneConfig, ranks: int) -> int | None:
 
 
 def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> Planned:
-    """A plan that fits the memory that there is.
-
-    Args:
-        config: options of the run, with ``activations`` and ``ranks_of_a_model``.
-        plan: plan with the work of a micro-batch.
-        places: number of ranks that read different samples.
-        accumulate: micro-batches of an optimizer step.
-
-    Raises:
-        GulliverError: it does not; a limit with a disk is named.
-    """
+    """A plan that fits the memory that there is."""
     memory, work = plan.memory, plan.work
     state = sum(getattr(memory, kind) for kind in STATE)
     if plan.limited:

@@ -133,11 +133,7 @@ def make_optimizer(
 
 
 def prepare(config: FinetuneConfig, world: World) -> Job:
-    """Reads configuration and data, chooses and plans; every rank calls it, rank 0 tells.
-
-    Raises:
-        GulliverError: see `finetune`.
-    """
+    """Reads configuration and data, chooses and plans; every rank calls it, rank 0 tells."""
     say = console().print if world.is_main else lambda _: None
     assert config.model is not None, "it is checked"
     base, run = Base(config.model), FinetuneRun(config.out, config.keep)
@@ -167,11 +163,7 @@ def prepare(config: FinetuneConfig, world: World) -> Job:
 
 
 def _check_vocabulary(config: FinetuneConfig, data: TextData, model: nn.Module) -> None:
-    """Refuses tokens that a model has no embedding for.
-
-    Raises:
-        GulliverError: naming the highest token, and the number of embeddings.
-    """
+    """Refuses tokens that a model has no embedding for."""
     table = model.get_input_embeddings()  # type: ignore[operator]
     if data.facts["highest"] >= (rows := len(table.weight)):
         raise GulliverError(
@@ -182,11 +174,7 @@ def _check_vocabulary(config: FinetuneConfig, data: TextData, model: nn.Module) 
 
 
 def _packing(config: FinetuneConfig, model: nn.Module, data: TextData, say: Any) -> bool:
-    """Whether several texts share a row.
-
-    Raises:
-        GulliverError: it is asked for, and would not be exact.
-    """
+    """Whether several texts share a row."""
     if config.packing == "no":
         return False
     reason = packing_support(model, data.facts["length"])

@@ -50,21 +50,7 @@ CARRIED = ("generation_config.json",)
 
 
 def write_result(job: Job, run: FinetuneRun, model: nn.Module, world: World, best: int) -> Path:
-    """Writes the result of a run that is over; every rank calls it, rank 0 writes.
-
-    Args:
-        job: job of the run.
-        run: folder of the run.
-        model: model as it was adapted.
-        world: ranks of the run.
-        best: step of the best evaluation; -1 where there was none.
-
-    Returns:
-        Folder of the adapter, or of the model.
-
-    Raises:
-        GulliverError: it cannot be written; what is complete stays.
-    """
+    """Writes the result of a run that is over; every rank calls it, rank 0 writes."""
     whole, adapter = run.folder / "model", run.folder / "adapter"
     if world.is_main:
         step, which = _chosen(job, run, best)
@@ -131,12 +117,7 @@ def _write_merged(job: Job, model: nn.Module, tensors: Mapping[str, Tensor], fol
 
 
 class Merged(Weights):
-    """Weights of files, with what adapters add to some of them.
-
-    Args:
-        base: weights of the model that the adapters are of.
-        added: function that computes the difference of a weight, by name.
-    """
+    """Weights of files, with what adapters add to some of them."""
 
     def __init__(self, base: Weights, added: Mapping[str, Callable[[], Tensor]]) -> None:
         self.path, self.files, self.infos = base.path, base.files, base.infos

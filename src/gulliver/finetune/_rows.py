@@ -147,11 +147,7 @@ class Twice:
 
 
 def parse_json(text: str) -> Any:
-    """Reads JSON, with a `Twice` for each object of which a key would be lost.
-
-    Raises:
-        ValueError: it is no JSON.
-    """
+    """Reads JSON, with a `Twice` for each object of which a key would be lost."""
     return json.loads(text, object_pairs_hook=_object_of)
 
 

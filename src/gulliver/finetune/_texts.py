@@ -2,11 +2,6 @@
 
 Read `read_text`. Nothing is left out in silence: what was skipped, cut or split is counted in
 `TextData.facts`, and said.
-
-[Note: held-out texts]
-The hash of what a text says decides whether it is held out, so a text that occurs twice is on one
-side with both, and rows that are added later move none of the others. Of a single text it is the
-windows that are divided so.
 """
 
 from __future__ import annotations
@@ -36,6 +31,9 @@ NAMES = {
 Item = TypeVar("Item")
 
 
+# [Note: held-out texts] The hash of what a text says decides whether it is held out, so a text that
+# occurs twice is on one side with both, and rows that are added later move none of the others. Of a
+# single text it is the windows that are divided so.
 @dataclass(frozen=True, eq=False)
 class TextData:
     """Texts as tokens.
@@ -158,17 +156,7 @@ def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[Sa
 def divide(
     items: Sequence[Item], share: float, content: Callable[[Item], bytes]
 ) -> tuple[list[Item], list[Item]]:
-    """Divides texts into those to learn from and those kept for evaluation.
-
-    Args:
-        items: all texts.
-        share: share of the different ones that is kept; at least one is, where there are two
-            different ones and the share is above 0.
-        content: function that gives all that a text says.
-
-    Returns:
-        Texts to learn from, and those kept, in their order.
-    """
+    """Divides texts into those to learn from and those kept for evaluation."""
     hashes = [_hash(content(item)) for item in items]
     ordered = sorted(set(hashes))
     if share == 0 or len(ordered) < 2:

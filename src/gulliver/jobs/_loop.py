@@ -77,22 +77,7 @@ class LoopOptions:
 
 
 class TrainingLoop(ABC):
-    """A boosted model and the loop over its batches; jobs subclass it.
-
-    Args:
-        run: folder of the run.
-        world: ranks of the run.
-        options: options of the loop.
-        booster: booster of the model.
-        boosted: model, optimizer and scheduler that it returned.
-        place: this rank among those that read different samples, and their number.
-        replicas: ranks that compute the same samples together.
-
-    Attributes:
-        step_number: steps that are done.
-        position: position in the data after them.
-        seconds: wall time of them, over all resumptions.
-    """
+    """A boosted model and the loop over its batches; jobs subclass it."""
 
     def __init__(
         self,
@@ -108,6 +93,7 @@ class TrainingLoop(ABC):
         self.model, self.optimizer, self.scheduler = boosted
         self.place, self.replicas = place, replicas
         self.step_number, self.saved_step, self.seconds = 0, 0, 0.0
+        # Position in the data after them.
         self.position: Any = None
         self.stop = StopRequest()
         self.display: Display
@@ -124,11 +110,9 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: Any) -> Mapping[str, Tensor | float] | None:
-        """Computes gradients; returns this rank's share of ``loss`` and of other figures.
-
-        The shares of all ranks add up to the figures of the step, so every rank names the same
-        ones. None, on all ranks, is no step: there was nothing to learn from.
-        """
+        """Computes gradients; returns this rank's share of ``loss`` and of other figures."""
+        # The shares of all ranks add up to the figures of the step, so every rank names the same
+        # ones. None, on all ranks, is no step: there was nothing to learn from.
 
     # What a job may say.
 
@@ -170,12 +154,7 @@ class TrainingLoop(ABC):
     # The loop.
 
     def start(self, checkpoint: Path | None, **facts: Any) -> None:
-        """Resumes from a checkpoint, or begins, and writes what the run is; every rank calls it.
-
-        Args:
-            checkpoint: folder of the checkpoint; None for the start.
-            facts: what `RunFolder.write` writes.
-        """
+        """Resumes from a checkpoint, or begins, and writes what the run is; every rank calls it."""
         if checkpoint is not None:
             self.restore(checkpoint)
         if self.world.is_main:
@@ -304,6 +283,7 @@ class TrainingLoop(ABC):
         self.load_state(run, folder)
         # Times are in the log and not in the checkpoint, so that equal runs save equal bytes. Other
         # ranks may not see the folder's log yet.
+        # Wall time of them, over all resumptions.
         self.seconds = broadcast_object(self._past_seconds())
         if self.world.is_main:
             console().print(f"resumed at step {self.step_number} from {folder}")

@@ -17,26 +17,23 @@ from gulliver.options import differences, resolved
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a training run.
+    """The folder of a training run."""
 
-    run/
-      config.json          resolved options, fingerprints of model and data
-      plan.yaml            how the model ran
-      log.jsonl            a line per logged step, and one per evaluation
-      samples.jsonl        what the model made at evaluations
-      tensorboard/
-      checkpoints/step-*/  model, optimizer, schedule, position in the data
+    # run/
+    #   config.json          resolved options, fingerprints of model and data
+    #   plan.yaml            how the model ran
+    #   log.jsonl            a line per logged step, and one per evaluation
+    #   samples.jsonl        what the model made at evaluations
+    #   tensorboard/
+    #   checkpoints/step-*/  model, optimizer, schedule, position in the data
 
-    Attributes:
-        folder: path of the folder.
-        keep: number of newest checkpoints that are kept.
-        may_change: options that may differ when the run is resumed.
-        fingerprints: message for each fingerprint that must not change, by its name.
-    """
-
+    # Path of the folder.
     folder: Path
+    # Number of newest checkpoints that are kept.
     keep: int = 2
+    # Options that may differ when the run is resumed.
     may_change: frozenset[str] = frozenset()
+    # Message for each fingerprint that must not change, by its name.
     fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -70,20 +67,7 @@ class RunFolder:
     def open(
         self, config: Any, fingerprints: Mapping[str, str] | None = None, step: int | None = None
     ) -> Path | None:
-        """Finds the checkpoint to continue from.
-
-        Args:
-            config: options of the run, with a field ``resume``.
-            fingerprints: digests of the model and the data, by the names of `self.fingerprints`.
-            step: step to continue from; the newest by default.
-
-        Returns:
-            Folder of the checkpoint; None to start from the beginning.
-
-        Raises:
-            GulliverError: the folder holds a run and ``resume`` is off, or that run has other
-                options, another model or other data.
-        """
+        """Finds the checkpoint to continue from."""
         newest = self.checkpoints.latest()
         if not config.resume:
             if newest is not None:

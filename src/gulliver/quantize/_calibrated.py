@@ -1,10 +1,4 @@
-"""Quantises a model on data: each linear layer is rounded for the inputs that it is given there.
-
-[Note: in order] Layers are rounded block by block, in the order in which the model calls them, and
-the data goes through the model once for each block, up to that block: its inputs are those that the
-blocks before give when they are rounded. So a model of L blocks runs about L / 2 times over the
-data. What is kept beside it are the products of one block's inputs.
-"""
+"""Quantises a model on data: each linear layer is rounded for the inputs that it is given there."""
 
 from __future__ import annotations
 
@@ -33,6 +27,10 @@ from gulliver.precision.int8 import (
 Model = TypeVar("Model", bound=nn.Module)
 
 
+# [Note: in order] Layers are rounded block by block, in the order in which the model calls them,
+# and the data goes through the model once for each block, up to that block: its inputs are those
+# that the blocks before give when they are rounded. So a model of L blocks runs about L / 2 times
+# over the data. What is kept beside it are the products of one block's inputs.
 @torch.no_grad()
 def replace_calibrated(
     model: Model,

@@ -64,15 +64,9 @@ def save_quantized(model: nn.Module, folder: Path | str) -> Path:
 
 
 def copy_companions(folder: Path, out: Path) -> None:
-    """Copies what lies beside a model's weights, so that its quantised folder is used like it.
-
-    Those are the tokenizer's files, chat templates, the generation configuration, and whatever else
-    is no weights; what `out` has already stays.
-
-    Args:
-        folder: folder of the float model.
-        out: folder that `save_quantized` wrote.
-    """
+    """Copies what lies beside a model's weights, so that its quantised folder is used like it."""
+    # Those are the tokenizer's files, chat templates, the generation configuration, and whatever
+    # else is no weights; what `out` has already stays.
     for path in folder.iterdir():
         weights = path.suffix in WEIGHTS or path.name.endswith(".index.json")
         if path.is_dir() and path.name in FOLDERS:
@@ -110,15 +104,7 @@ def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
 
 
 def quantize_like(model: nn.Module, path: Path | str) -> nn.Module:
-    """Gives a float model the quantised layers of a folder, on meta; its own weights are let go.
-
-    Args:
-        model: model of the same configuration, on meta or not.
-        path: folder or file that `save_quantized` wrote.
-
-    Raises:
-        GulliverError: as `load_quantized` does, but for what is wrong with values.
-    """
+    """Gives a float model the quantised layers of a folder, on meta; its own weights are let go."""
     path = Path(path)
     about = _about(path)
     known = dict(model.named_modules(remove_duplicate=False))
@@ -149,11 +135,7 @@ def _allocate(model: nn.Module) -> None:
 
 
 def refuse_quantized(path: Path | str) -> None:
-    """Refuses a folder or file that `save_quantized` wrote, where float weights are wanted.
-
-    Raises:
-        GulliverError: it is quantised.
-    """
+    """Refuses a folder or file that `save_quantized` wrote, where float weights are wanted."""
     path = Path(path)
     file = path / FILE if path.is_dir() else path
     if file.suffix == ".safetensors" and file.is_file() and KEY in read_metadata(file):

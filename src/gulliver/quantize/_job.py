@@ -29,16 +29,13 @@ WINDOW = 256
 
 @dataclass
 class Quantized:
-    """A folder that was quantised.
+    """A folder that was quantised."""
 
-    Attributes:
-        model: model, or pipeline.
-        reports: what became of the layers, by network; a model alone has the name of its class.
-        lines: lines of what was measured, where it was asked for.
-    """
-
+    # Model, or pipeline.
     model: Any
+    # What became of the layers, by network; a model alone has the name of its class.
     reports: dict[str, Report]
+    # Lines of what was measured, where it was asked for.
     lines: list[str] = field(default_factory=list)
 
 
@@ -55,25 +52,7 @@ def quantize_folder(
     steps: int | None = None,
     **ways: Any,
 ) -> Quantized:
-    """Quantises a folder into another, which has the tokenizer and all else that is no weights.
-
-    Args:
-        folder: Hugging Face folder of a causal language model, or diffusers folder of a pipeline.
-        out: folder that is made.
-        report: whether errors, perplexity or pictures, memory and speed are measured.
-        text: file to measure perplexity on, with the folder's tokenizer.
-        mode: mode, as for `replace_module`.
-        rounding: ``nearest``, or ``gptq``, for which the whole model is loaded.
-        calibration: text file that GPTQ rounds for.
-        calibration_tokens: tokens of it that are used.
-        prompts: prompts of the pictures that are compared; of pipelines.
-        steps: steps of each picture.
-        ways: further arguments of `stream_quantized`.
-
-    Raises:
-        GulliverError: the folder is no such model's, an option is of another kind of folder, or
-            `out` exists; nothing is written then.
-    """
+    """Quantises a folder into another, which has the tokenizer and all else that is no weights."""
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist"
         raise GulliverError(f"{folder} {what}: name a folder with a config.json and weights")

@@ -14,14 +14,7 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def perplexity(model: nn.Module, tokens: Tensor, length: int = 256, batch: int = 4) -> float:
-    """Returns the perplexity of a text: e to the mean negative log-likelihood of a token.
-
-    Args:
-        model: causal language model of transformers, or any that returns logits.
-        tokens: ids of the text, ``[tokens]``.
-        length: tokens of a window; windows do not overlap.
-        batch: windows at once.
-    """
+    """Returns the perplexity of a text: e to the mean negative log-likelihood of a token."""
     length = min(length, len(tokens))
     windows = tokens[: len(tokens) // length * length].view(-1, length)
     total = count = 0.0
@@ -39,15 +32,7 @@ def perplexity(model: nn.Module, tokens: Tensor, length: int = 256, batch: int =
 def generation_seconds(
     model: Any, batch: int, prompt: int = 16, tokens: int = 16, turns: int = 3
 ) -> float:
-    """Returns the median seconds in which a model continues prompts greedily.
-
-    Args:
-        model: causal language model of transformers.
-        batch: number of prompts.
-        prompt: tokens of each.
-        tokens: tokens that are added.
-        turns: times that it is measured, after one that is not.
-    """
+    """Returns the median seconds in which a model continues prompts greedily."""
     seed = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (batch, prompt), generator=seed)
     found = []

@@ -23,15 +23,7 @@ def write_page(
     errors: Mapping[str, tuple[str, float]],
     pictures: Mapping[str, tuple[Any, Any]],
 ) -> None:
-    """Writes a page with figures, a bar for each layer's error, and pictures side by side.
-
-    Args:
-        path: file that is written.
-        title: heading.
-        lines: figures before and after, a line each.
-        errors: format and relative error of layers by path.
-        pictures: pairs of PIL pictures, before and after, by what is told of them.
-    """
+    """Writes a page with figures, a bar for each layer's error, and pictures side by side."""
     most = max((error for _, error in errors.values()), default=0.0) or 1.0
     bars = "".join(
         f"<tr><td>{html.escape(name)}<td>{format}<td>{error:.3%}"

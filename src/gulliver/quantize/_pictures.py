@@ -34,22 +34,19 @@ STEPS, SEED = 20, 0
 
 @dataclass
 class Told:
-    """A pipeline that was quantised, and what was seen of it.
+    """A pipeline that was quantised, and what was seen of it."""
 
-    Attributes:
-        pipeline: pipeline with quantised networks.
-        reports: what became of their layers, by the name of the network.
-        before: figures of the pipeline as it was, by name.
-        after: the same afterwards.
-        pictures: pictures of both, by prompt.
-        lines: distances of the pictures.
-    """
-
+    # Pipeline with quantised networks.
     pipeline: Any
+    # What became of their layers, by the name of the network.
     reports: dict[str, Report]
+    # Figures of the pipeline as it was, by name.
     before: dict[str, float] = field(default_factory=dict)
+    # The same afterwards.
     after: dict[str, float] = field(default_factory=dict)
+    # Pictures of both, by prompt.
     pictures: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    # Distances of the pictures.
     lines: list[str] = field(default_factory=list)
 
 
@@ -64,23 +61,7 @@ def quantize_pipeline(
     outlier_threshold: float | None = 6.0,
     embeddings: bool = False,
 ) -> Told:
-    """Quantises a pipeline's folder into another, which `load_pipeline` reads.
-
-    Args:
-        folder: diffusers folder.
-        out: folder that is made.
-        report: whether pictures of the same seed are made before and after.
-        mode: mode, as of `replace_module`, as are the others not told here.
-        prompts: prompts of the pictures.
-        steps: steps of each.
-        exclude: patterns of layers that stay in float, with the network's name before their path.
-        outlier_threshold: magnitude of activations that are not quantised.
-        embeddings: whether embeddings are quantised.
-
-    Raises:
-        GulliverError: no network that can be quantised, a pattern that nothing fits, or pictures
-            are asked for of a pipeline that makes none.
-    """
+    """Quantises a pipeline's folder into another, which `load_pipeline` reads."""
     pipeline = _loaded(folder)
     networks = {
         name: part

@@ -1,10 +1,4 @@
-"""Reads a checkpoint into a quantised model, layer by layer.
-
-[Note: what is held] The model is on meta, cut over its ranks there. One layer after the other is
-filled with the slice of the file that this rank holds, quantised and let go; a slice is read
-without the rest of its tensor. So a rank never holds more than its quantised shard, one layer's
-float slice, and what the reader and the rounding take of one mebi-element.
-"""
+"""Reads a checkpoint into a quantised model, layer by layer."""
 
 from __future__ import annotations
 
@@ -26,6 +20,10 @@ from gulliver.precision.int8 import QuantizedLayer
 from gulliver.quantize._files import refuse_quantized
 
 
+# [Note: what is held] The model is on meta, cut over its ranks there. One layer after the other is
+# filled with the slice of the file that this rank holds, quantised and let go; a slice is read
+# without the rest of its tensor. So a rank never holds more than its quantised shard, one layer's
+# float slice, and what the reader and the rounding take of one mebi-element.
 def stream_quantized(
     model: nn.Module,
     path: Path | str,

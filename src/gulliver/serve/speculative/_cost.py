@@ -24,11 +24,10 @@ class Mean:
 
 
 class StepCost:
-    """Seconds of a forward by its number of tokens.
+    """Seconds of a forward by its number of tokens."""
 
-    Means at sizes that are half a power of two apart, and straight lines between them. Seconds
-    never fall with tokens.
-    """
+    # Means at sizes that are half a power of two apart, and straight lines between them. Seconds
+    # never fall with tokens.
 
     def __init__(self) -> None:
         self._points: dict[int, tuple[Mean, Mean]] = {}
@@ -61,11 +60,10 @@ class StepCost:
 
 
 class AcceptanceRate:
-    """How often guesses were right, of those that the proposer was as sure of.
+    """How often guesses were right, of those that the proposer was as sure of."""
 
-    Guesses are counted by kind and by tenths of how sure the proposer was. Its own word counts as
-    four guesses.
-    """
+    # Guesses are counted by kind and by tenths of how sure the proposer was. Its own word counts as
+    # four guesses.
 
     REMEMBERED = 400
 
@@ -87,33 +85,22 @@ class AcceptanceRate:
 
 @dataclass(frozen=True)
 class GuessChoice:
-    """Guesses that are worth verifying, and what is expected of them.
+    """Guesses that are worth verifying, and what is expected of them."""
 
-    Attributes:
-        taken: number of guesses, the likeliest first.
-        accepted: expected number of them that are right.
-        gain: predicted tokens per second over those without drafts.
-        step: predicted seconds of the forward over those of one without drafts.
-    """
-
+    # Number of guesses, the likeliest first.
     taken: int = 0
+    # Expected number of them that are right.
     accepted: float = 0.0
+    # Predicted tokens per second over those without drafts.
     gain: float = 1.0
+    # Predicted seconds of the forward over those of one without drafts.
     step: float = 1.0
 
 
 def best(chances: Sequence[float], sequences: int, cost: StepCost, drafting: float) -> GuessChoice:
-    """Chooses how many guesses to verify: those with the most tokens per second.
-
-    With s sequences and n guesses, whose chances of being accepted are p, tokens per second are
-    (s + p_1 + ... + p_n) / (t(s + n) + d); without drafts s / t(s).
-
-    Args:
-        chances: chances of being accepted of all guesses of a batch, the highest first.
-        sequences: sequences of the batch.
-        cost: seconds t of a forward.
-        drafting: seconds d of making the guesses.
-    """
+    """Chooses how many guesses to verify: those with the most tokens per second."""
+    # With s sequences and n guesses, whose chances of being accepted are p, tokens per second are
+    # (s + p_1 + ... + p_n) / (t(s + n) + d); without drafts s / t(s).
     if not len(chances):
         return GuessChoice()
     accepted, plain = np.cumsum(chances), float(cost.seconds(sequences))

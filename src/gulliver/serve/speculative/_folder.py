@@ -28,14 +28,7 @@ def is_draft(folder: Path) -> bool:
 def save_draft(
     folder: Path, config: GlideConfig, weights: dict[str, Tensor], facts: dict[str, Any]
 ) -> None:
-    """Writes a draft.
-
-    Args:
-        folder: folder, which is made.
-        config: sizes.
-        weights: parameters and buffers.
-        facts: what there is to say of its training.
-    """
+    """Writes a draft."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "model.safetensors", weights)
     # Last: a folder with a configuration is whole.
@@ -44,11 +37,7 @@ def save_draft(
 
 
 def load_draft(folder: Path) -> Glide:
-    """Reads a draft.
-
-    Raises:
-        GulliverError: the folder has none, or it is of another version.
-    """
+    """Reads a draft."""
     if not is_draft(folder):
         raise GulliverError(f"{folder} has no draft: gulliver speculate train makes one")
     values = read_json(folder / "config.json")
@@ -70,11 +59,7 @@ def load_draft(folder: Path) -> Glide:
 
 
 def _check_version(folder: Path, values: dict[str, Any]) -> None:
-    """Refuses a draft that would guess otherwise here than it has learnt to.
-
-    Raises:
-        GulliverError: it is of another version.
-    """
+    """Refuses a draft that would guess otherwise here than it has learnt to."""
     version = values.get("version", 1)
     if version != VERSION:
         raise GulliverError(

@@ -16,18 +16,14 @@ from gulliver.serve._speculation import Wanted
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may follow a sequence, a tree whose first path stands at its front.
+    """Tokens that may follow a sequence, a tree whose first path stands at its front."""
 
-    Attributes:
-        tokens: guessed tokens; a parent stands before its children.
-        parents: index of each one's parent, -1 for the sequence's last token.
-        sure: chance of each to be right where its parent is, as the proposer has it; it is
-            calibrated by what becomes of guesses, so that its order counts more than its
-            size.
-    """
-
+    # Guessed tokens; a parent stands before its children.
     tokens: Sequence[int]
+    # Index of each one's parent, -1 for the sequence's last token.
     parents: Sequence[int]
+    # Chance of each to be right where its parent is, as the proposer has it; it is calibrated by
+    # what becomes of guesses, so that its order counts more than its size.
     sure: Sequence[float]
 
     @property

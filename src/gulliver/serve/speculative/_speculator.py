@@ -58,37 +58,31 @@ class SpeculationOptions(Options):
 
 @dataclass
 class _Pending:
-    """A proposal whose tokens have not come yet.
+    """A proposal whose tokens have not come yet."""
 
-    Attributes:
-        length: tokens that the sequence had.
-        proposal: what was proposed.
-        kind: kind of its guesses, for the calibration.
-    """
-
+    # Tokens that the sequence had.
     length: int
+    # What was proposed.
     proposal: Proposal
+    # Kind of its guesses, for the calibration.
     kind: object
 
 
 @dataclass
 class SpeculationStats:
-    """Counts since the start.
+    """Counts since the start."""
 
-    Attributes:
-        rounds: rounds in which something could have been drafted.
-        drafted: rounds in which something was verified.
-        guesses: guesses that were verified.
-        accepted: guesses that were right.
-        seen: guesses by depth whose parent was right; verified or not.
-        right: those of them that were right.
-    """
-
+    # Rounds in which something could have been drafted.
     rounds: int = 0
+    # Rounds in which something was verified.
     drafted: int = 0
+    # Guesses that were verified.
     guesses: int = 0
+    # Guesses that were right.
     accepted: int = 0
+    # Guesses by depth whose parent was right; verified or not.
     seen: dict[int, int] = field(default_factory=dict)
+    # Those of them that were right.
     right: dict[int, int] = field(default_factory=dict)
 
     def acceptance(self) -> list[float]:
@@ -264,10 +258,8 @@ class Speculator(Drafter):
     def _ranked(
         self, proposals: Mapping[int, Proposal], asked: Sequence[Wanted]
     ) -> list[tuple[float, int, int]]:
-        """Guesses as (minus the chance of being accepted, sequence, node), the likeliest first.
-
-        A node's parent stands before it: its chance is not less, and its index is.
-        """
+        """Guesses as (minus the chance of being accepted, sequence, node), the likeliest first."""
+        # A node's parent stands before it: its chance is not less, and its index is.
         ranked: list[tuple[float, int, int]] = []
         for one in asked:
             proposal = proposals.get(one.sequence)

@@ -23,14 +23,7 @@ UNROTATED = ("gpt2", "gpt_bigcode", "opt", "bloom")
 
 
 def target_frequencies(model: Any) -> list[float]:
-    """Frequencies of a model's rotary positions; empty where it has none.
-
-    Args:
-        model: causal language model of transformers.
-
-    Raises:
-        GulliverError: its keys have positions in a way that drafts do not follow.
-    """
+    """Frequencies of a model's rotary positions; empty where it has none."""
     kind = model.config.model_type
     if kind in UNROTATED:
         return []
@@ -91,16 +84,7 @@ class _Kept:
 def glimpses_of(
     model: Any, tokens: Tensor, layers: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], int]:
-    """Keys and values that a model has of texts, as serving caches them.
-
-    Args:
-        model: causal language model of transformers.
-        tokens: texts [B, S].
-        layers: layers that are wanted.
-
-    Returns:
-        Keys [B, H, S, D] and values for each of `layers`, and the heads of the model's queries.
-    """
+    """Keys and values that a model has of texts, as serving caches them."""
     kept, _ = _read(model, tokens, layers, False)
     return [kept.keys[n] for n in layers], [kept.values[n] for n in layers], kept.heads
 
@@ -108,16 +92,7 @@ def glimpses_of(
 def lesson_of(
     model: Any, tokens: Tensor, layers: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What a draft learns from: a model's keys and values of texts, and its logits.
-
-    Args:
-        model: causal language model of transformers.
-        tokens: texts [B, S].
-        layers: layers whose keys and values are wanted.
-
-    Returns:
-        Keys [B, H, S, D] and values for each of `layers`, and logits [B, S, V] in float32.
-    """
+    """What a draft learns from: a model's keys and values of texts, and its logits."""
     kept, logits = _read(model, tokens, layers, True)
     keys, values = ([of[n] for n in layers] for of in (kept.keys, kept.values))
     return keys, values, logits.unflatten(0, tokens.shape)

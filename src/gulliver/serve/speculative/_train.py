@@ -47,18 +47,15 @@ FINGERPRINTS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training came to.
+    """What a training came to."""
 
-    Attributes:
-        steps: optimizer steps so far.
-        loss: mean loss of held-out tokens, in nats; NaN without any, or before the end.
-        parameters: number of the draft's parameters.
-        over: whether it has come to its end; a signal stops it at the end of a step.
-    """
-
+    # Optimizer steps so far.
     steps: int
+    # Mean loss of held-out tokens, in nats; NaN without any, or before the end.
     loss: float
+    # Number of the draft's parameters.
     parameters: int
+    # Whether it has come to its end; a signal stops it at the end of a step.
     over: bool = True
 
 
@@ -67,17 +64,7 @@ def train_draft(
     target: tuple[Any, Any] | None = None,
     say: Callable[[str], None] = print,
 ) -> Trained:
-    """Trains a draft and writes its folder; every rank calls it.
-
-    Args:
-        config: options.
-        target: model and tokenizer, where they are loaded already.
-        say: function that shows a line to the user.
-
-    Raises:
-        GulliverError: the options, the target or the data do not allow it, or a run is to be
-            continued that was begun with others.
-    """
+    """Trains a draft and writes its folder; every rank calls it."""
     check_train_draft(config)
     assert config.target is not None
     world = init_world()
@@ -207,11 +194,7 @@ class DraftTrainer(TrainingLoop):
 
 
 def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
-    """Sizes of a draft for a target.
-
-    Raises:
-        GulliverError: it is to look at layers that the target does not have.
-    """
+    """Sizes of a draft for a target."""
     device = next(model.parameters()).device
     count = model.config.num_hidden_layers
     layers = config.glimpses or tuple(range(max(0, count - config.layers), count))
