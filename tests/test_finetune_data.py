@@ -98,7 +98,6 @@ def test_a_table_has_quotes_line_breaks_and_rows_that_do_not_fit(tmp_path: Path)
         (f"{path}:5", "another number of fields"),
         (f"{path}:6", "another number of fields"),
         (f"{path}:8", "no row of a table"),
-        (f"{path}:9", "lost to an open quote"),
     ]
 
 

@@ -16,6 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gulliver.checkpoint import read_json
+from gulliver.errors import GulliverError
+
+FACTS = "gulliver.json"
+"""The file of a result that says what base it is of."""
 Method = Literal["lora", "full", "token"]
 """What learns besides the new tokens: adapters of low rank, all weights, or nothing."""
 
@@ -119,3 +124,13 @@ class Base(Protocol):
     def save(self, folder: Path, learnt: Learnt) -> None:
         """Writes what was learnt, as those who use such models read it; rank 0 calls it."""
         ...
+
+
+def check_adapter(path: Path, fingerprint: str) -> None:
+    """Refuses an adapter that says of itself that it is of another base."""
+    file = (path if path.is_dir() else path.parent) / FACTS
+    if file.is_file() and (known := read_json(file).get("base")) != fingerprint:
+        raise GulliverError(
+            f"--adapter {path} is of another base: it was trained beside {known}, --model is "
+            f"{fingerprint}"
+        )

@@ -24,7 +24,7 @@ from gulliver.dreambooth._base import Learnt, Picture, TokenHandle
 from gulliver.dreambooth._diffusers_files import read_lora, write_learnt
 from gulliver.dreambooth._kinds import KINDS, T5_LENGTH, Conditions
 from gulliver.dreambooth._noise import Noise
-from gulliver.dreambooth._pictures import fitted
+from gulliver.dreambooth._pictures import cropped
 from gulliver.dreambooth._tokens import add_token
 from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.finetune import fingerprint_of, map_weights
@@ -281,7 +281,7 @@ class DiffusersBase:
         """Means and deviations of latents ``[N, 2 C, h, w]``, which every step draws from."""
         vae, (shift, scale), found = self._vae(), self.scaling, []
         for picture in pictures:
-            levels = torch.from_numpy(fitted(picture.pixels, self.side, self.side))
+            levels = torch.from_numpy(cropped(picture.pixels, self.side, self.side))
             levels = levels.permute(2, 0, 1)[None].to(self.device, vae.dtype) / 127.5 - 1
             drawn = vae.encode(levels).latent_dist
             found.append(torch.cat([(drawn.mean - shift) * scale, drawn.std * scale], dim=1))

@@ -16,7 +16,6 @@ run/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import Tensor
 from gulliver.booster import Booster, Plugin
 from gulliver.checkpoint import write_json
 from gulliver.comm import World, barrier, default_ranks, guard, init_world
-from gulliver.dreambooth._base import Base, Picture
+from gulliver.dreambooth._base import Base, Picture, check_adapter
 from gulliver.dreambooth._config import MAY_CHANGE, DreamboothConfig, check_dreambooth
 from gulliver.dreambooth._diffusers import INDEX, DiffusersBase
 from gulliver.dreambooth._diffusers_files import EMBEDDINGS
@@ -46,14 +45,14 @@ from gulliver.dreambooth._planning import (
     refuse_cut,
 )
 from gulliver.dreambooth._prior import prior_pictures, prior_texts, write_pixels
-from gulliver.dreambooth._result import check_adapter, write_result
+from gulliver.dreambooth._result import write_result
 from gulliver.dreambooth._student import make_optimizer, make_student
 from gulliver.dreambooth._video import VideoBase
 from gulliver.dreambooth._words import check_texts
 from gulliver.errors import GulliverError
 from gulliver.finetune import Planned
 from gulliver.jobs import StopRequest, console, derive
-from gulliver.jobs._loop import LoopOptions, Outcome, TrainingLoop
+from gulliver.jobs._loop import LoopOptions, Outcome, TrainingLoop, rate_factor
 from gulliver.jobs._run_folder import RunFolder
 from gulliver.options import resolved
 
@@ -281,7 +280,9 @@ def _boost(
     if recompute and config.memory is None:
         recompute_blocks(student)
     optimizer = make_optimizer(student, config)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(config, step))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: rate_factor(step, config.steps, config.warmup, config.schedule)
+    )
     if planned is not None:
         booster = Booster(plan=planned.plan, verbose=False)
     else:
@@ -289,13 +290,3 @@ def _boost(
     student.train()
     model, boosted, _, _, scheduler = booster.boost(student, optimizer, lr_scheduler=scheduler)
     return booster, (model, boosted, scheduler)
-
-
-def factor(config: DreamboothConfig, step: int) -> float:
-    """The learning rate of a step over its peak: linear warm-up, then the schedule."""
-    if step < config.warmup:
-        return (step + 1) / config.warmup
-    if config.schedule == "constant":
-        return 1.0
-    progress = min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
-    return 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2

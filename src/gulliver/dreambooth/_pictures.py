@@ -113,7 +113,7 @@ def _eight_bits(picture: Any, Image: Any) -> Any:
     return Image.fromarray((values * (255 / most)).clip(0, 255).round().astype(np.uint8))
 
 
-def fitted(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+def cropped(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """Resizes a picture ``[H, W, 3]`` until it covers a size, and cuts out its middle."""
     Image, ImageOps = _pillow()
     picture = Image.fromarray(pixels)

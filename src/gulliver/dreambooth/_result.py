@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from gulliver.checkpoint import open_weights, step_folder, write_json, write_single
-from gulliver.dreambooth._base import Base, Learnt, TokenHandle
+from gulliver.dreambooth._base import FACTS, Base, Learnt, TokenHandle
 from gulliver.dreambooth._config import DreamboothConfig
 from gulliver.dreambooth._student import adapters_of
-from gulliver.errors import GulliverError
 from gulliver.io import named_errors
 from gulliver.jobs._run_folder import RunFolder
 from gulliver.memory import Part
-
-FACTS = "gulliver.json"
 
 
 class SavedTensors(Mapping[str, Tensor]):
@@ -65,15 +62,3 @@ def write_result(
         write_json(partial / FACTS, {**facts, "token": config.token, "method": config.method})
         os.replace(partial, folder)
     return folder
-
-
-def check_adapter(path: Path, fingerprint: str) -> None:
-    """Refuses an adapter that says of itself that it is of another base."""
-    from gulliver.checkpoint import read_json
-
-    file = (path if path.is_dir() else path.parent) / FACTS
-    if file.is_file() and (known := read_json(file).get("base")) != fingerprint:
-        raise GulliverError(
-            f"--adapter {path} is of another base: it was trained beside {known}, --model is "
-            f"{fingerprint}"
-        )

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from gulliver._compat import fake_kind
 from gulliver.checkpoint import read_json, read_tensors, write_json, write_tensors
 from gulliver.data import Bucket
-from gulliver.dreambooth._base import Learnt, Picture, TokenHandle
-from gulliver.dreambooth._result import check_adapter
+from gulliver.dreambooth._base import Learnt, Picture, TokenHandle, check_adapter
 from gulliver.errors import GulliverError
 from gulliver.finetune import adapter_name
 from gulliver.video import (

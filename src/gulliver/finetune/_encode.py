@@ -13,6 +13,7 @@ import numpy as np
 
 from gulliver.errors import GulliverError
 from gulliver.finetune._chat import (
+    Array,
     BadChat,
     answer_mask,
     chat_texts,
@@ -25,8 +26,6 @@ from gulliver.finetune._rows import BadRow
 
 AT_ONCE = 256
 """Samples that a tokenizer gets at a time; its own threads share them."""
-
-Array = np.ndarray[Any, Any]
 
 
 # [Note: each token once] The first token of a sequence is never learnt: nothing stands before it.

@@ -25,11 +25,11 @@ from gulliver.finetune._adapters import adapt
 from gulliver.finetune._base import DTYPES
 from gulliver.finetune._job_config import FinetuneConfig, check_finetune
 from gulliver.finetune._prepare import Job, make_optimizer, prepare
-from gulliver.finetune._recipe import as_values, factor
+from gulliver.finetune._recipe import as_values
 from gulliver.finetune._result import write_result
 from gulliver.finetune._step import Learner
 from gulliver.jobs import StopRequest
-from gulliver.jobs._loop import LoopOptions, Outcome, TrainingLoop
+from gulliver.jobs._loop import LoopOptions, Outcome, TrainingLoop, rate_factor
 from gulliver.options import resolved
 
 
@@ -65,7 +65,10 @@ class Finetuner(TrainingLoop):
             self.plain_model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         optimizer = make_optimizer(self.plain_model, config, recipe.learning_rate)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: factor(config, recipe, step)
+            optimizer,
+            lambda step: rate_factor(
+                step, recipe.steps, recipe.warmup, config.schedule, config.final_fraction
+            ),
         )
         with suppress(ImportError):  # after boost it would count against a memory limit
             import_module("torch.utils.tensorboard")

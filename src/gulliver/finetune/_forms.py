@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gulliver.errors import GulliverError
-from gulliver.finetune._rows import BadRow, Row, parse_json, twice_in
+from gulliver.finetune._rows import BadRow, Row
 
 COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "messages": (("messages",), ("conversations",)),
@@ -196,7 +196,7 @@ def _instruction(row: Row, columns: tuple[str, ...]) -> Sample:
 
 
 def _messages(row: Row, columns: tuple[str, ...]) -> Sample:
-    told = _decoded(row.values[columns[0]], columns[0])
+    told = _from_json(row.values[columns[0]], columns[0])
     if not isinstance(told, list) or not told:
         raise _Unusable(f"no list of messages: {columns[0]} is a {type(told).__name__}")
     messages = tuple(_message(one, number) for number, one in enumerate(told, 1))
@@ -206,23 +206,20 @@ def _messages(row: Row, columns: tuple[str, ...]) -> Sample:
     for number, one in answers:
         if not one.get("content", "").strip() and not one.get("tool_calls"):
             raise _Unusable(f"an empty answer: message {number}")
-    tools = _decoded(row.values.get("tools") or None, "tools")
+    tools = _from_json(row.values.get("tools") or None, "tools")
     if tools is not None and not isinstance(tools, list):
         raise _Unusable(f"no list of tools: a {type(tools).__name__}")
     return Sample(row.source, messages=messages, tools=tools)
 
 
-def _decoded(value: Any, column: str) -> Any:
+def _from_json(value: Any, column: str) -> Any:
     """A value that tables keep as JSON text."""
     if not isinstance(value, str):
         return value
     try:
-        found = parse_json(value)
+        return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise _Unusable(f"no JSON in {column}: {error}") from None
-    if (twice := twice_in(found)) is not None:
-        raise _Unusable(f"a key twice: {twice.key!r} in {column}")
-    return found
 
 
 def _message(told: Any, number: int) -> dict[str, Any]:

@@ -128,19 +128,6 @@ def _rate(method: str, parameters: int) -> tuple[float, str]:
     return min(10 * LR_MOST, LORA_FACTOR * full), f"{LORA_FACTOR:g} times all weights' ({why})"
 
 
-def factor(config: FinetuneConfig, recipe: Recipe, step: int) -> float:
-    """The learning rate of a step over its peak: linear warm-up, then the schedule."""
-    if step < recipe.warmup:
-        return (step + 1) / recipe.warmup
-    if config.schedule == "constant":
-        return 1.0
-    progress = min(1.0, (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup))
-    falling = 1 - progress
-    if config.schedule == "cosine":
-        falling = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.final_fraction + (1 - config.final_fraction) * falling
-
-
 def as_values(recipe: Recipe) -> dict[str, Any]:
     """A recipe as plain values, without its reasons."""
     return {k: v for k, v in vars(recipe).items() if k != "reasons"}

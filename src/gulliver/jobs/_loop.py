@@ -304,3 +304,19 @@ class TrainingLoop(ABC):
             f"loss {loss} with gradient norm {norm} at step {self.step_number}: training stopped "
             f"before the weights changed, {self.kept()}; try a lower {self.options.rate_option}"
         )
+
+
+def rate_factor(
+    step: int, steps: int, warmup: int, schedule: str = "cosine", final: float = 0.0
+) -> float:
+    """The learning rate of a step over its peak: linear warm-up, then the schedule down to `final`.
+
+    `schedule` is ``cosine``, ``linear`` or ``constant``.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    falling = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return final + (1 - final) * falling

@@ -22,7 +22,7 @@ from gulliver.comm import World, all_reduce, barrier, guard, init_world
 from gulliver.errors import GulliverError
 from gulliver.finetune import TextData, fingerprint_of, make_batches, read_text
 from gulliver.jobs import StopRequest, derive
-from gulliver.jobs._loop import LoopOptions, TrainingLoop
+from gulliver.jobs._loop import LoopOptions, TrainingLoop, rate_factor
 from gulliver.jobs._run_folder import RunFolder
 from gulliver.options import resolved
 from gulliver.serve._load import load
@@ -118,7 +118,8 @@ class DraftTrainer(TrainingLoop):
             draft.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: _factor(config, step, steps)
+            optimizer,
+            lambda step: rate_factor(step, steps, min(config.warmup, steps // 4), final=0.1),
         )
         plugin = LowLevelZeroPlugin(stage=config.stage) if config.stage else TorchDDPPlugin()
         booster = Booster(plugin=plugin, verbose=False)
@@ -218,11 +219,3 @@ def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
         *(hidden, heads_of_own, wide, config.layers, () if config.plain else layers),
         *(model.config.model_type, heads, dim, width, config.block, sign_of(values[-1][0])),
     )
-
-
-def _factor(config: TrainDraftConfig, step: int, steps: int) -> float:
-    """Learning rate over its peak: linear warm-up, then a cosine to a tenth."""
-    warmup = min(config.warmup, steps // 4)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
