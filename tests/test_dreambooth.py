@@ -32,7 +32,7 @@ from gulliver.checkpoint import read_tensors
 from gulliver.comm import World
 from gulliver.dreambooth import DreamboothConfig, dreambooth
 from gulliver.dreambooth._dreambooth import DreamBoothTrainer
-from gulliver.dreambooth._order import Order
+from gulliver.dreambooth._order import SampleOrder
 from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.jobs._run_folder import RunFolder
@@ -209,7 +209,7 @@ class Reference:
 
     def step_loss(self, step: int) -> Tensor:
         """Mean loss of the subject's samples, and of the prior ones by their weight."""
-        samples = Order(self.config, 3, 2).samples(step)
+        samples = SampleOrder(self.config, 3, 2).samples(step)
         each = [self.loss(sample.number, sample.seed) for sample in samples]
         assert [sample.number >= 3 for sample in samples] == [False, False, True, True]
         return (each[0] + each[1]) / 2 + 0.7 * (each[2] + each[3]) / 2

@@ -244,7 +244,7 @@ def test_pictures_in_motion_resume_and_are_loaded_by_the_command(
     told[2] = str(other)
     with pytest.raises(SystemExit):
         main([*told, "--prompt", "the digit sks", "--out", str(tmp_path / "b.gif")])
-    assert "is of another base: it was trained beside" in capsys.readouterr().err
+    assert "is of another base: it was trained with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["STDiT3", "STDiT2"])

@@ -257,7 +257,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, example: Example
     assert adapter is not None
     model, _ = make_example(tmp_path / "example", rows=2, seed=1)
     other = replace(config, out=tmp_path / "other", adapter=adapter, model=model)
-    with pytest.raises(GulliverError, match="is of another model: it was trained beside"):
+    with pytest.raises(GulliverError, match="is of another model: it was trained with"):
         finetune(other)
     (adapter / "gulliver.json").unlink()  # of somebody else's adapter only shapes tell
     config_of = LlamaConfig(

@@ -243,6 +243,7 @@ def test_sampled_answers_have_the_distribution_of_enumeration(kind: str, count: 
     assert spec.stats.accepted > count / 20
 
 
+@pytest.mark.full
 def test_100000_draws_have_the_distribution_of_enumeration_and_meet_those_of_a_draft() -> None:
     count = 100_000
     answers_: list[tuple[int, ...]] = [()] * count

@@ -1,4 +1,4 @@
-"""Clips on disk, each with its settings in a JSON file beside it: what is there after a restart."""
+"""Clips on disk, each with its settings in a JSON file, so that they are there after a restart."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Gallery:
         return self.folder / f"{moment}-{secrets.token_hex(3)}.mp4"
 
     def keep(self, made: Made, settings: Settings, source: Source) -> Entry:
-        """Writes the settings beside a clip, which is in the gallery from then on."""
+        """Writes the settings of a clip, which is in the gallery from then on."""
         if settings.picture is not None:
             # The page's copy goes with the page.
             picture = made.path.with_suffix(f".picture{settings.picture.suffix.lower()}")

@@ -66,15 +66,12 @@ class Settings(Options):
 
 
 @dataclass(frozen=True)
-class Job:
-    """A clip to make.
+class ClipJob:
+    """A clip to make."""
 
-    Attributes:
-        settings: settings of the clip.
-        path: mp4 file to write.
-    """
-
+    # Settings of the clip.
     settings: Settings
+    # Mp4 file to write.
     path: Path
 
 

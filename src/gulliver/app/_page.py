@@ -19,9 +19,9 @@ import pandas as pd
 
 from gulliver.app._gallery import Entry, Gallery
 from gulliver.app._messages import (
+    ClipJob,
     Event,
     Failed,
-    Job,
     Loading,
     Made,
     Sampling,
@@ -250,7 +250,7 @@ def _asked(parts: Parts, values: list[Any], user: str) -> Iterator[tuple[Any, ..
     except GulliverError as error:
         yield _wrong(str(error)), "", None, ""
         return
-    ticket = parts.service.submit(user, Job(settings, parts.gallery.place()))
+    ticket = parts.service.submit(user, ClipJob(settings, parts.gallery.place()))
     yield "<p>Asked.</p>", "", None, ""
     try:
         for event in ticket.follow():

@@ -1,7 +1,7 @@
 """Serves users in turns with one process that samples, and outlives it.
 
 A user's clips wait in the order in which they were asked for, and users take turns: who asks for
-ten clips at once does not keep another waiting for all of them. What a process tells goes to the
+ten clips at once does not keep another waiting for all of them. Events of a process go to the
 ticket that it works for, and to no other.
 """
 
@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 
 from gulliver.app._messages import (
+    ClipJob,
     End,
     Event,
     Failed,
-    Job,
     Made,
     Source,
     Stop,
@@ -41,12 +41,12 @@ TRIES = 3
 # round that is next, and nobody waits for ever (start-time fair queueing, with clips of equal
 # cost).
 @dataclass(eq=False)
-class Ticket:
+class ClipTicket:
     """A job that a user waits for."""
 
-    # Whoever asked, as the page tells them apart.
+    # Who asked, as the page identifies users.
     user: str
-    job: Job
+    job: ClipJob
     # Place in the order of arrival.
     number: int
     # Round in which it is served; see the note on turns.
@@ -108,8 +108,8 @@ class Service:
     def __init__(self, source: Source, work: Work = work) -> None:
         self._source, self._work = source, work
         self._changed = threading.Condition()
-        self._waiting: list[Ticket] = []
-        self._current: Ticket | None = None
+        self._waiting: list[ClipTicket] = []
+        self._current: ClipTicket | None = None
         self._number, self._round = 0, 0
         self._rounds: dict[str, int] = {}
         self._closing = False
@@ -129,7 +129,7 @@ class Service:
         """Process id of the process that samples."""
         return self._worker.process.pid
 
-    def submit(self, user: str, job: Job) -> Ticket:
+    def submit(self, user: str, job: ClipJob) -> ClipTicket:
         """Queues a job of a user."""
         with self._changed:
             # Rounds that are past bind nobody.
@@ -137,7 +137,7 @@ class Service:
             number = 1 + max(self._round, self._rounds.get(user, 0))
             self._rounds[user] = number
             self._number += 1
-            ticket = Ticket(user, job, self._number, number)
+            ticket = ClipTicket(user, job, self._number, number)
             self._waiting.append(ticket)
             self._tell_places()
             self._changed.notify_all()
@@ -151,7 +151,7 @@ class Service:
                 ticket.tell(Stopped())
             self._tell_places()
             if self._current is not None and self._current.user == user:
-                # A process that has just ended: the thread that serves will tell.
+                # A process that has just ended: the thread that serves will report it.
                 with suppress(OSError):
                     self._worker.connection.send(Stop())
 
@@ -180,7 +180,7 @@ class Service:
                 self._current = None
             ticket.tell(end)
 
-    def _next(self) -> Ticket | None:
+    def _next(self) -> ClipTicket | None:
         """Waits for a ticket, and keeps a process ready meanwhile; None at the end."""
         with self._changed:
             while not self._closing:
@@ -195,8 +195,8 @@ class Service:
                 self._changed.wait()
         return None
 
-    def _served(self, ticket: Ticket) -> End:
-        """Has a job done, and tells its ticket all but the end."""
+    def _served(self, ticket: ClipTicket) -> End:
+        """Has a job done, and sends its ticket all events but the end."""
         try:
             with self._changed:
                 if not self._worker.alive():
@@ -231,5 +231,5 @@ class Service:
             ticket.tell(Waiting(place + making))
 
 
-def _order(ticket: Ticket) -> tuple[int, int]:
+def _order(ticket: ClipTicket) -> tuple[int, int]:
     return ticket.round, ticket.number

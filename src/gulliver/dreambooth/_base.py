@@ -22,7 +22,7 @@ from gulliver.errors import GulliverError
 FACTS = "gulliver.json"
 """The file of a result that says what base it is of."""
 Method = Literal["lora", "full", "token"]
-"""What learns besides the new tokens: adapters of low rank, all weights, or nothing."""
+"""What learns in addition to the new tokens: adapters of low rank, all weights, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Learnt:
     """What a run has taught a model.
 
     Attributes:
-        method: what learnt besides the tokens.
+        method: what learnt in addition to the tokens.
         tensors: whole tensors of what was trained on the CPU, each read when it is asked for; by
             their names in the networks, with ``trained.`` or ``text.`` before them.
         tokens: new words, whose rows are among the tensors.
@@ -80,7 +80,7 @@ class Base(Protocol):
 
     # Denoiser: a UNet or transformer, which adapters go into or whose weights learn.
     trained: nn.Module
-    # Text encoder, or a module that holds several; None where there is none to train.
+    # Text encoder, or a module that holds several; None if there is none to train.
     text: nn.Module | None
     # Names of the layers of `trained` that adapters go into, their last parts or more; those of
     # PEFT's ``target_modules``.
@@ -131,6 +131,6 @@ def check_adapter(path: Path, fingerprint: str) -> None:
     file = (path if path.is_dir() else path.parent) / FACTS
     if file.is_file() and (known := read_json(file).get("base")) != fingerprint:
         raise GulliverError(
-            f"--adapter {path} is of another base: it was trained beside {known}, --model is "
+            f"--adapter {path} is of another base: it was trained with {known}, --model is "
             f"{fingerprint}"
         )

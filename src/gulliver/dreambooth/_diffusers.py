@@ -181,14 +181,14 @@ class DiffusersBase:
         digest = hashlib.blake2b(digest_size=16)
         parts = (self.kind.network, *self.kind.encoders, "vae")
         found = {name: fingerprint_of(self.folder / name) for name in parts}
-        told = {**found, "scheduler": self._config("scheduler"), "side": self.side}
-        digest.update(json.dumps(told, sort_keys=True).encode())
+        facts = {**found, "scheduler": self._config("scheduler"), "side": self.side}
+        digest.update(json.dumps(facts, sort_keys=True).encode())
         return digest.hexdigest()
 
     # Words.
 
     def add_token(self, token: str, initial: str | None) -> TokenHandle:
-        """Adds a word to each tokenizer and text encoder; the rows told are those of the first."""
+        """Adds a word to each tokenizer and text encoder; returns the rows of the first."""
         encoders = self.with_text().children()
         handles = [
             add_token(tokenizer, encoder, token, initial)
@@ -215,12 +215,12 @@ class DiffusersBase:
         if not self.on_meta:
             self.with_text()
             for text in dict.fromkeys(texts):
-                # One by one: what a prompt says must not depend on those beside it.
+                # One by one: what a prompt says must not depend on the others.
                 self._told[text] = self._encoded([text])
         self.text = None
 
     def conditions(self, texts: Sequence[str]) -> Conditions:
-        """All that the denoiser is told of prompts, by name ``[N, ...]``."""
+        """Conditions of the denoiser for prompts, by name ``[N, ...]``."""
         known = list(dict.fromkeys(texts))
         if self.text is not None:
             found = self._encoded(known)
@@ -318,10 +318,10 @@ class DiffusersBase:
             empty = {name: torch.zeros_like(value) for name, value in empty.items()}
         found = []
         for text, seed in zip(texts, seeds, strict=True):
-            told = {names[n]: v for n, v in self.conditions([text]).items()}
-            told |= {f"negative_{names[n]}": v for n, v in empty.items()}
+            given = {names[n]: v for n, v in self.conditions([text]).items()}
+            given |= {f"negative_{names[n]}": v for n, v in empty.items()}
             latents = pipeline(
-                **told,
+                **given,
                 height=self.side,
                 width=self.side,
                 num_inference_steps=self.sampling_steps,

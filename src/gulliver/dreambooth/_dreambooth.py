@@ -9,7 +9,7 @@ run/
   plan.yaml            how it ran
   log.jsonl            a line per step
   prior/               prior pictures, and what they depend on
-  samples/step-*.png   a grid of pictures, and beside it how they were made (.json)
+  samples/step-*.png   a grid of pictures, and how they were made (.json)
   checkpoints/step-*/  what learns, optimizer, schedule
   result/              what diffusers, or `gulliver generate`, loads
 """
@@ -32,7 +32,7 @@ from gulliver.dreambooth._config import MAY_CHANGE, DreamboothConfig, check_drea
 from gulliver.dreambooth._diffusers import INDEX, DiffusersBase
 from gulliver.dreambooth._diffusers_files import EMBEDDINGS
 from gulliver.dreambooth._motion import in_motion, open_video
-from gulliver.dreambooth._order import Order, Sample, shares
+from gulliver.dreambooth._order import SampleOrder, StepSample, shares
 from gulliver.dreambooth._pictures import fingerprint, grid, read_pictures
 from gulliver.dreambooth._planning import (
     PRECISIONS,
@@ -50,7 +50,7 @@ from gulliver.dreambooth._student import make_optimizer, make_student
 from gulliver.dreambooth._video import VideoBase
 from gulliver.dreambooth._words import check_texts
 from gulliver.errors import GulliverError
-from gulliver.finetune import Planned
+from gulliver.finetune import PlannedRun
 from gulliver.jobs import StopRequest, console, derive
 from gulliver.jobs._loop import LoopOptions, Outcome, TrainingLoop, rate_factor
 from gulliver.jobs._run_folder import RunFolder
@@ -120,8 +120,8 @@ def _plan(
     precision: str,
     ranks: int,
     say: Any,
-) -> Planned | None:
-    """Plans with a base on meta, and tells the plan; None for bases that cannot be on meta."""
+) -> PlannedRun | None:
+    """Plans with a base on meta, and prints the plan; None for bases that cannot be on meta."""
     outline = open_base(config, world, precision, on_meta=True)
     if outline is None:
         return None
@@ -140,7 +140,7 @@ class DreamBoothTrainer(TrainingLoop):
         self,
         config: DreamboothConfig,
         plugin: Plugin,
-        planned: Planned | None,
+        planned: PlannedRun | None,
         world: World,
         precision: str,
     ) -> None:
@@ -168,7 +168,7 @@ class DreamBoothTrainer(TrainingLoop):
         self.latents = base.encode_pictures([*subject, *prior])
         usual = config.filled(config.prompt)
         self.texts = [one.text or usual for one in subject] + [one.text or usual for one in prior]
-        self.order = Order(config, len(subject), len(prior))
+        self.order = SampleOrder(config, len(subject), len(prior))
         self.prompts = [config.filled(text) for text in config.validation_prompt] or [usual]
         shown = [*self.texts, *self.prompts, ""]
         student, self.tokens = make_student(base, config, list(dict.fromkeys(shown)))
@@ -219,13 +219,13 @@ class DreamBoothTrainer(TrainingLoop):
         self.say(f"the result: {result}")
         return Outcome(self.step_number, True, self.seconds, result=result)
 
-    def batches(self) -> Iterator[tuple[list[list[Sample]], None]]:
+    def batches(self) -> Iterator[tuple[list[list[StepSample]], None]]:
         """Yields each step's micro-batches, which follow from its number alone."""
         place, places = self.place
         while True:
             yield shares(self.order.samples(self.step_number), place, places, self.micro), None
 
-    def forward_backward(self, batch: list[list[Sample]]) -> dict[str, Tensor]:
+    def forward_backward(self, batch: list[list[StepSample]]) -> dict[str, Tensor]:
         """Runs backward for micro-batches; returns this rank's shares of the losses."""
         found = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for number, part in enumerate(batch):
@@ -273,7 +273,7 @@ class DreamBoothTrainer(TrainingLoop):
 
 
 def _boost(
-    config: DreamboothConfig, student: Any, plugin: Plugin, planned: Planned | None
+    config: DreamboothConfig, student: Any, plugin: Plugin, planned: PlannedRun | None
 ) -> tuple[Booster, tuple[Any, Any, Any]]:
     """The booster, and what it made of the student, its optimizer and its scheduler."""
     recompute = planned.recompute if planned else config.activations == "recompute"

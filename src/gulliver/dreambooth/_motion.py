@@ -24,22 +24,22 @@ from gulliver.jobs._loop import Outcome
 Teach = Callable[[DreamboothConfig, Any], Outcome]
 
 
-# [Note: why stills are not enough] A still tells how the subject looks in one frame, and of a clip
+# [Note: why stills are not enough] A still shows how the subject looks in one frame, and of a clip
 # that is the first one of the latent alone: the others hold several frames each, and look
 # otherwise. A base that was taught stills only shows the subject at first, and something that it
-# knew before as the clip goes on. So it learns clips beside the pictures, from motion that it knows
-# itself: it goes on from a picture as the first frame, with the prompt of a motion. What it makes
+# knew before as the clip goes on. So it also learns clips, from motion that it knows
+# itself: it continues a picture as the first frame, with the prompt of a motion. What it makes
 # drifts towards what it knew before, too, and no later frame is better than those it is taught.
 # Where a subject stands on a plain ground the picture itself is moved instead, as the subject of
-# the base's own clip of that prompt moves (`along`): every frame is the subject. Nothing is told of
-# motion but by the prompts.
+# the base's own clip of that prompt moves (`along`): every frame is the subject. Only the
+# prompts describe motion.
 #
 # Each of the two halves is a run of its own in the run folder, so that any of them resumes.
 #
 # run/
 #   stills/  the run on the pictures alone
 #   motion/  pictures and the clips that were made of them, with captions
-#   clips/   the run on those, which goes on from the adapters of the first
+#   clips/   the run on those, which continues the adapters of the first
 #   result/  what was learnt
 def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Outcome:
     """Teaches pictures, then the clips that the base makes of them."""
@@ -69,7 +69,7 @@ def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Out
         subject=folder,
         adapter=first.result,
         steps=config.steps - steps,
-        # Of the adapters that go on.
+        # Set by the adapters that are continued.
         lora_rank=DreamboothConfig.lora_rank,
         lora_alpha=None,
         lora_targets=(),

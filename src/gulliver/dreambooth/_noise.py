@@ -25,7 +25,7 @@ class Noised:
 
     # What the network is shown ``[N, ...]``.
     inputs: Tensor
-    # Times as it is told them ``[N]``.
+    # Times as the network takes them ``[N]``.
     times: Tensor
     # What it should answer.
     target: Tensor

@@ -17,7 +17,7 @@ from gulliver.jobs import derive
 
 
 @dataclass(frozen=True)
-class Sample:
+class StepSample:
     """A sample of a step."""
 
     # Number of its picture among the subject's, and after them the prior ones.
@@ -28,13 +28,13 @@ class Sample:
     seed: int
 
 
-class Order:
+class SampleOrder:
     """The samples of every step."""
 
     def __init__(self, config: DreamboothConfig, subjects: int, priors: int) -> None:
         self.config, self.subjects, self.priors = config, subjects, priors
 
-    def samples(self, step: int) -> list[Sample]:
+    def samples(self, step: int) -> list[StepSample]:
         """Samples of a step: the mean loss of the subject's, and of the prior ones by a weight."""
         config, size = self.config, self.config.batch
         found = [(self._picture(0, step, n), 1 / size) for n in range(size)]
@@ -42,7 +42,7 @@ class Order:
             share = config.prior_weight / size
             found += [(self.subjects + self._picture(1, step, n), share) for n in range(size)]
         return [
-            Sample(picture, weight, derive(config.seed, 3, step, number))
+            StepSample(picture, weight, derive(config.seed, 3, step, number))
             for number, (picture, weight) in enumerate(found)
         ]
 
@@ -55,8 +55,8 @@ class Order:
 
 
 def shares(
-    samples: Sequence[Sample], place: int, places: int, micro: int | None
-) -> list[list[Sample]]:
+    samples: Sequence[StepSample], place: int, places: int, micro: int | None
+) -> list[list[StepSample]]:
     """Micro-batches of a rank; all ranks have as many, of the same sizes."""
     # What does not divide is filled up with samples that weigh nothing.
     each = math.ceil(len(samples) / places)

@@ -1,4 +1,4 @@
-"""The subject's folder: pictures, upright and without transparency, and captions beside them."""
+"""The subject's folder: pictures, upright and without transparency, and their captions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[P
 
 
 def _tell_others(folder: Path, files: Sequence[Path], say: Callable[[str], Any]) -> None:
-    """Tells what a folder has besides pictures and their captions, and of captions of several."""
+    """Reports files that are not used, and captions that several pictures share."""
     captions = [path.with_suffix(".txt") for path in files]
     known = {*files, *captions}
     others = [p for p in sorted(folder.iterdir()) if p not in known and p.name[0] != "."]
@@ -122,7 +122,7 @@ def cropped(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def grid(pictures: Sequence[np.ndarray], columns: int) -> np.ndarray:
-    """Lays pictures beside one another, row by row; of clips the middle frames."""
+    """Arranges pictures in rows; of clips the middle frames."""
     stills = [one[len(one) // 2] if one.ndim == 4 else one for one in pictures]
     height, width = (max(one.shape[axis] for one in stills) for axis in (0, 1))
     rows = -(-len(stills) // columns)
@@ -143,13 +143,13 @@ def fingerprint(pictures: Sequence[Picture]) -> str:
 
 
 def _caption(config: DreamboothConfig, path: Path, say: Callable[[str], Any]) -> str | None:
-    """The caption beside a picture; None where there is none."""
-    beside = path.with_suffix(".txt")
-    if not beside.is_file():
+    """The caption of a picture; None if it has none."""
+    caption = path.with_suffix(".txt")
+    if not caption.is_file():
         return None
-    text = check_filled(config, read_utf8(beside), beside.name)
+    text = check_filled(config, read_utf8(caption), caption.name)
     if text and not place_of(config.token, text):
-        say(f"{beside.name} does not name {config.token}: what it says is learnt without it")
+        say(f"{caption.name} does not name {config.token}: what it says is learnt without it")
     return text or None
 
 

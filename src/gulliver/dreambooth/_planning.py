@@ -1,7 +1,7 @@
-"""How a run lies on its ranks, told before a weight is read: the largest micro-batch that fits.
+"""How a run lies on its ranks, known before a weight is read: the largest micro-batch that fits.
 
 A base on meta learns as the real one will; what a step takes is followed with shapes alone.
-Seconds are not told: those of convolutions would be guessed.
+Seconds are not predicted: those of convolutions would be guesses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gulliver.dreambooth._base import Base
 from gulliver.dreambooth._config import DreamboothConfig
 from gulliver.dreambooth._student import Student, make_optimizer, make_student
 from gulliver.errors import GulliverError
-from gulliver.finetune import Planned, fitting
+from gulliver.finetune import PlannedRun, fitting
 from gulliver.hardware import current_cluster
 from gulliver.memory import activation_peak, recompute_modules
 from gulliver.options import size_text
@@ -82,7 +82,7 @@ def refuse_cut(config: DreamboothConfig, plugin: Plugin, base: Base) -> None:
         )
 
 
-def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) -> Planned:
+def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) -> PlannedRun:
     """Plans a run; nothing is loaded, and no ranks need to be there."""
     student, _ = make_student(base, config, [""])
     optimizer, cluster = make_optimizer(student, config), current_cluster(ranks)
@@ -160,7 +160,7 @@ def recompute_blocks(student: Any) -> None:
     recompute_modules(student, recomputable_blocks(student))
 
 
-def lines_of(planned: Planned, size: int, side: str) -> list[str]:
+def lines_of(planned: PlannedRun, size: int, side: str) -> list[str]:
     """Lines for people: memory by kind and tier."""
     first = FIRST_USE if planned.plan.limited and planned.activations else 0
     *found, _ = replace(planned, activations=planned.activations - first).lines(1)

@@ -111,7 +111,7 @@ def _check(folder: Path, base: Base, config: DreamboothConfig) -> bool:
 
 
 def _path(folder: Path, number: int) -> Path | None:
-    """The file of a prior picture; None where there is none yet."""
+    """The file of a prior picture; None if there is none yet."""
     for suffix in (".png", CLIP):
         path = folder / f"prior-{number:05d}{suffix}"
         if path.is_file():
@@ -126,7 +126,7 @@ def _read(path: Path) -> np.ndarray:
     try:
         return read_picture(path)
     except GulliverError as error:
-        raise GulliverError(f"{path} {error}: remove it, it will be made anew") from None
+        raise GulliverError(f"{path} {error}: remove it, and it will be made again") from None
 
 
 def _make(

@@ -1,4 +1,4 @@
-"""New words of a text encoder: rows of their own beside its table of embeddings."""
+"""New words of a text encoder: rows of their own next to its table of embeddings."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class TaughtWords(nn.Module):
 
     def forward(self, captions: list[str]) -> EncodedText:
         """Encodes sentences, as `WordEncoder.encode`."""
-        # The row of now: whoever shards parameters puts them in their place for this call alone.
+        # Read at each call: sharded parameters are whole only during it.
         self.words.teach(self.token, self.rows[0])
         return self.words.encode(captions)
 
@@ -139,7 +139,7 @@ class VideoBase:
         if self.text is None:
             if train_text:
                 self.add_token("", None)  # which refuses
-            # One by one: what a prompt says must not depend on those beside it.
+            # One by one: what a prompt says must not depend on the others.
             self._told = {text: self.maker.text.encode([text]) for text in said}
         else:
             self.text(said or ["nothing"])
@@ -252,7 +252,7 @@ class VideoBase:
         return to_frames(along(first, clip) if placed else clip)
 
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-        """Reads adapters to go on with, and a word's row, which goes on from there too."""
+        """Reads adapters to continue, and the row of a word."""
         if not (path / CONFIG).is_file():
             raise GulliverError(f"--adapter {path} holds no adapters: it has no {CONFIG}")
         if (path / EMBEDDINGS).is_file() and isinstance(self.text, TaughtWords):
@@ -285,7 +285,7 @@ class VideoBase:
 
 
 class LowRank(nn.Module):
-    """A linear layer with an adapter of low rank beside it, computed as PEFT does."""
+    """A linear layer with an adapter of low rank, computed as PEFT does."""
 
     def __init__(self, layer: nn.Linear, down: Tensor, up: Tensor, scale: float) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Weight of the layer itself, which tells dtype and device."""
+        """Weight of the layer itself, for its dtype and device."""
         return self.layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -365,7 +365,7 @@ def spatial_layers(network: nn.Module) -> tuple[str, ...]:
 
 
 def fingerprint_of(maker: VideoModel | VideoPipeline) -> str:
-    """Digest of the networks and words of a run; a few elements of each tensor tell them apart."""
+    """Digest of the networks and words of a run; a few elements of each tensor identify them."""
     digest = hashlib.blake2b(digest_size=16)
     for network in (network_of(maker), maker.autoencoder):
         for name, value in sorted(network.state_dict().items()):

@@ -42,7 +42,7 @@ def check_texts(
     say: Callable[[str], Any],
 ) -> None:
     """Refuses prompts that the text encoders would not read as they were written."""
-    told = set[str]()
+    reported = set[str]()
     for tokenizer in tokenizers:
         most = tokenizer.model_max_length
         whole, plain = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
@@ -58,11 +58,11 @@ def check_texts(
             if found is not None and _length(whole, text[: found.end()]) > most:
                 raise GulliverError(
                     f"{where}: {token} stands beyond the {most} tokens that the text encoder "
-                    "reads: shorten what stands before it"
+                    "reads: shorten what precedes it"
                 )
-            if where not in told:
+            if where not in reported:
                 say(f"{where} has {count} tokens: what stands beyond {most} is not read")
-            told.add(where)
+            reported.add(where)
 
 
 def _length(tokenizer: Any, text: str) -> int:

@@ -66,7 +66,7 @@ def _wanted(model: nn.Module, config: FinetuneConfig) -> Any:
         found = peft.PeftConfig.from_pretrained(str(config.adapter))
         if given.get("peft_type") != "LORA":
             raise GulliverError(
-                f"--adapter {config.adapter} is a {given.get('peft_type')}: only LoRA goes on"
+                f"--adapter {config.adapter} is a {given.get('peft_type')}: give one of LoRA"
             )
         found.inference_mode = False
         _check_own(config, config.adapter, given)
@@ -86,14 +86,14 @@ OWN = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_targets": "target_mod
 
 
 def _check_own(config: FinetuneConfig, folder: Path, given: Mapping[str, Any]) -> None:
-    """Refuses options that ask for other adapters than those that go on."""
+    """Refuses options that contradict the adapter that is continued."""
     for name, key in OWN.items():
         asked, own = getattr(config, name), given.get(key)
         same = set(asked) == set(own or ()) if isinstance(asked, tuple) else asked == own
         if asked != getattr(FinetuneConfig(), name) and not same:
             raise GulliverError(
                 f"--{name.replace('_', '-')} is {asked}, and --adapter {folder} has {own}: leave "
-                "it out, or begin adapters anew"
+                "it out, or leave --adapter out"
             )
 
 
@@ -129,7 +129,7 @@ def check_adapter(folder: Path, fingerprint: str) -> None:
         base = read_json(folder / FACTS).get("base")
         if base != fingerprint:
             raise GulliverError(
-                f"--adapter {folder} is of another model: it was trained beside {base}, --model is "
+                f"--adapter {folder} is of another model: it was trained with {base}, --model is "
                 f"{fingerprint}"
             )
 

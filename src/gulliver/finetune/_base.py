@@ -1,4 +1,4 @@
-"""The model that a run begins with: its folder, what tells it from others, and how it is loaded."""
+"""The model that a run begins with: its folder, its fingerprint, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Base:
 
 
 def fingerprint_of(folder: Path) -> str:
-    """Digest of a configuration, and of names, sizes and both ends of the weights beside it."""
+    """Digest of a configuration, and of names, sizes and both ends of its weights."""
     digest = hashlib.blake2b(digest_size=16)
     values = read_json(folder / "config.json")
     known = {k: v for k, v in values.items() if k != "transformers_version"}

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from gulliver.finetune._run import FinetuneRun
 
 if TYPE_CHECKING:
-    from gulliver.finetune._prepare import Job
+    from gulliver.finetune._prepare import FinetuneJob
 
 PACKAGES = ("gulliver", "torch", "transformers", "peft", "safetensors")
 SHOWN_EVALUATIONS, SHOWN_SAMPLES = 12, 3
 
 
-def model_card(job: Job, run: FinetuneRun, step: int, which: str) -> str:
+def model_card(job: FinetuneJob, run: FinetuneRun, step: int, which: str) -> str:
     """The text of README.md."""
     log = run.log.read()
     evaluations = [line for line in log if "held_out_loss" in line]
@@ -31,7 +31,7 @@ def model_card(job: Job, run: FinetuneRun, step: int, which: str) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _front(job: Job) -> list[str]:
+def _front(job: FinetuneJob) -> list[str]:
     library = "peft" if job.config.method == "lora" else "transformers"
     return [
         "---",
@@ -45,7 +45,7 @@ def _front(job: Job) -> list[str]:
 
 
 def _result(
-    job: Job,
+    job: FinetuneJob,
     number: int,
     which: str,
     log: list[dict[str, Any]],
@@ -67,7 +67,7 @@ def _result(
     return rows
 
 
-def _data(job: Job) -> list[tuple[str, Any]]:
+def _data(job: FinetuneJob) -> list[tuple[str, Any]]:
     facts = job.data.facts
     files = ", ".join(str(path) for path in job.config.data)
     bad = ", ".join(f"{count:,} {reason}" for reason, count in facts["bad"].items()) or "none"
@@ -82,7 +82,7 @@ def _data(job: Job) -> list[tuple[str, Any]]:
     ]
 
 
-def _training(job: Job) -> list[tuple[str, Any]]:
+def _training(job: FinetuneJob) -> list[tuple[str, Any]]:
     recipe, config, plan = job.recipe, job.config, job.planned.plan
     rows: list[tuple[str, Any]] = [
         ("model to begin with", f"{job.base.folder} (fingerprint {job.base.fingerprint})"),

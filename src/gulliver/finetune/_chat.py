@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gulliver.errors import GulliverError
-from gulliver.finetune._forms import Sample
+from gulliver.finetune._forms import TextSample
 
 Array = np.ndarray[Any, Any]
 
@@ -50,7 +50,7 @@ def check_template(tokenizer: Any) -> None:
         ) from None
 
 
-def marked_tokens(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]:
+def marked_tokens(tokenizer: Any, sample: TextSample) -> tuple[list[int], list[int]]:
     """Returns the tokens [T] of a conversation, and 1 for those that the template marks [T]."""
     found = _applied(
         tokenizer,
@@ -62,7 +62,7 @@ def marked_tokens(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]
     return found["input_ids"], found["assistant_masks"]
 
 
-def chat_texts(tokenizer: Any, sample: Sample, answers_only: bool) -> list[str]:
+def chat_texts(tokenizer: Any, sample: TextSample, answers_only: bool) -> list[str]:
     """Writes a conversation: the whole, and for each answer what is before it and up to its end."""
     count = len(sample.messages)
     texts = [_applied(tokenizer, sample, count, tokenize=False)]
@@ -77,7 +77,7 @@ def chat_texts(tokenizer: Any, sample: Sample, answers_only: bool) -> list[str]:
     return texts
 
 
-def answer_mask(tokenizer: Any, sample: Sample, tokens: Sequence[list[int]]) -> Array:
+def answer_mask(tokenizer: Any, sample: TextSample, tokens: Sequence[list[int]]) -> Array:
     """Finds the answers of a conversation, and checks the prefix property."""
     whole, parts = tokens[0], tokens[1:]
     learnt = np.zeros(len(whole), dtype=bool)
@@ -89,12 +89,12 @@ def answer_mask(tokenizer: Any, sample: Sample, tokens: Sequence[list[int]]) -> 
     return learnt
 
 
-def _answers(sample: Sample) -> list[int]:
+def _answers(sample: TextSample) -> list[int]:
     # A greeting answers nothing: it is read, and not learnt.
     return [n for n, one in enumerate(sample.messages) if n and one["role"] == "assistant"]
 
 
-def _applied(tokenizer: Any, sample: Sample, messages: int, **options: Any) -> Any:
+def _applied(tokenizer: Any, sample: TextSample, messages: int, **options: Any) -> Any:
     from jinja2 import TemplateError
 
     try:
@@ -106,7 +106,7 @@ def _applied(tokenizer: Any, sample: Sample, messages: int, **options: Any) -> A
 
 
 def _refuse_template(
-    tokenizer: Any, sample: Sample, number: int, part: list[int], whole: list[int]
+    tokenizer: Any, sample: TextSample, number: int, part: list[int], whole: list[int]
 ) -> None:
     pairs = zip(part, whole, strict=False)
     place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(part), len(whole)))

@@ -1,7 +1,7 @@
 """Fine-tuning of a language model, from a folder and files of texts to a better model.
 
 Read `finetune`, then `Finetuner`. What is decided before is in `_prepare.py`. It does not know how
-a run goes on, is saved and ends (`gulliver.jobs`), how texts become batches (`_batches.py`), how
+a run is resumed, saved and stopped (`gulliver.jobs`), how texts become batches (`_batches.py`), how
 parameters lie in memory and on ranks (`gulliver.booster`), what a micro-batch computes
 (`_step.py`), and what becomes of the weights at the end (`_result.py`).
 """
@@ -24,7 +24,7 @@ from gulliver.comm import World, guard, init_world
 from gulliver.finetune._adapters import adapt
 from gulliver.finetune._base import DTYPES
 from gulliver.finetune._job_config import FinetuneConfig, check_finetune
-from gulliver.finetune._prepare import Job, make_optimizer, prepare
+from gulliver.finetune._prepare import FinetuneJob, make_optimizer, prepare
 from gulliver.finetune._recipe import as_values
 from gulliver.finetune._result import write_result
 from gulliver.finetune._step import Learner
@@ -56,7 +56,7 @@ def finetune(config: FinetuneConfig) -> Outcome:
 class Finetuner(TrainingLoop):
     """A language model that learns from texts, with held-out losses and samples."""
 
-    def __init__(self, job: Job, world: World) -> None:
+    def __init__(self, job: FinetuneJob, world: World) -> None:
         config, recipe, plan = job.config, job.recipe, job.planned.plan
         self.job, self.config = job, config
         self.best, self.best_step, self.worse = math.inf, -1, 0
@@ -155,7 +155,7 @@ class Finetuner(TrainingLoop):
         """Held-out loss and samples; keeps the weights if they are the best so far."""
         step = self.step_number
         for prompt in self.job.prompts:
-            made = prompt.told(self.learner, self.job.tokenizer, self.config.sample_tokens)
+            made = prompt.continued(self.learner, self.job.tokenizer, self.config.sample_tokens)
             if self.world.is_main:
                 self.run.samples.append({"step": step, **made})
         if not self.job.data.held_out:

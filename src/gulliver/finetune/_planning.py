@@ -44,15 +44,12 @@ STATE = ("parameters", "gradients", "optimizer_state")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The largest step of a run.
+class StepShape:
+    """The largest step of a run."""
 
-    Attributes:
-        rows: sequences of full length in a step, over all ranks and micro-batches.
-        length: tokens of such a sequence.
-    """
-
+    # Sequences of full length in a step, over all ranks and micro-batches.
     rows: int
+    # Tokens of such a sequence.
     length: int
 
     def per_micro(self, places: int, accumulate: int) -> int:
@@ -61,7 +58,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """A plan, and how a step is cut into micro-batches."""
 
     # Plan to run.
@@ -144,11 +141,11 @@ def plan_run(
     config: FinetuneConfig,
     model: nn.Module,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    shape: Shape,
+    shape: StepShape,
     precision: str,
     ranks: int,
     accumulate: int | None = None,
-) -> Planned:
+) -> PlannedRun:
     """Plans a run; nothing is loaded, and no ranks need to be there."""
     cluster, places = current_cluster(ranks), ranks // config.ranks_of_a_model
     rates = f"on {cluster.name}" if cluster.measured else UNMEASURED
@@ -170,7 +167,7 @@ def plan_run(
     raise refusal
 
 
-def _splits(config: FinetuneConfig, shape: Shape, places: int) -> Iterator[int]:
+def _splits(config: FinetuneConfig, shape: StepShape, places: int) -> Iterator[int]:
     """Numbers of micro-batches, the fewest first."""
     most = shape.per_micro(places, 1)
     if config.micro_tokens is not None:
@@ -223,7 +220,7 @@ def _room(config: FinetuneConfig, ranks: int) -> int | None:
     return whole if config.memory is None else byte_size("--memory", config.memory, whole)
 
 
-def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> Planned:
+def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun:
     """A plan that fits the memory that there is."""
     memory, work = plan.memory, plan.work
     state = sum(getattr(memory, kind) for kind in STATE)
@@ -231,7 +228,7 @@ def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> Planned:
         assert plan.zero is not None, "a limit is of ZeRO"
         assert plan.zero.tiers is not None, "a limit is of tiers"
         needed = min(state + memory.activations, plan.zero.tiers.limit)
-        return Planned(plan, places, accumulate, False, needed, memory.activations)
+        return PlannedRun(plan, places, accumulate, False, needed, memory.activations)
     shared = config.ranks_of_a_model > 1
     # Ranks of one machine have a GPU each, or the host's memory together.
     sharing = plan.mesh.size if plan.mesh.device == "cpu" else 1
@@ -250,4 +247,4 @@ def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> Planned:
             f"{size_at_least(int(room))} --disk FOLDER:SIZE, or --method lora, or more --ranks"
         )
     own = recompute and not shared
-    return Planned(plan, places, accumulate, own, needed, needed - state)
+    return PlannedRun(plan, places, accumulate, own, needed, needed - state)

@@ -11,7 +11,7 @@ from gulliver.finetune._finetune import finetune
 from gulliver.finetune._forms import Form, recognise
 from gulliver.finetune._job_config import FinetuneConfig, check_finetune
 from gulliver.finetune._mapped import map_weights
-from gulliver.finetune._planning import Planned, fitting
+from gulliver.finetune._planning import PlannedRun, fitting
 from gulliver.finetune._rows import BadRow, Row, read_rows
 from gulliver.finetune._run import FinetuneRun
 from gulliver.finetune._texts import TextData, read_text
@@ -25,7 +25,7 @@ __all__ = [
     "FinetuneRun",
     "Form",
     "Outcome",
-    "Planned",
+    "PlannedRun",
     "Row",
     "TextData",
     "adapter_name",

@@ -1,4 +1,4 @@
-"""What a run does where its options leave it open: each choice with the reason that is told."""
+"""Defaults of a run that depend on model and data, each with its reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from gulliver.finetune._job_config import FinetuneConfig
 
 LEAST_STEPS = 100
-"""Steps that a run should have: fewer do not let the learning rate rise and fall."""
+"""Steps that a run should have: with fewer the learning rate cannot rise and fall."""
 MOST_TOKENS = 32_768
 """Tokens of a step beyond which more steps teach more than larger ones."""
 LR_FULL, FULL_SIZE = 2e-5, 7e9

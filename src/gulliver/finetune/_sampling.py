@@ -1,4 +1,4 @@
-"""What the model is let continue while it trains: held-out texts, and prompts of the user."""
+"""Texts that the model continues while it trains: held-out ones, and prompts of the user."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Prompt:
     # File and line that it comes from.
     source: str
 
-    def told(self, learner: Learner, tokenizer: Any, tokens: int) -> dict[str, str]:
-        """What the model makes of it, beside what follows in the data; every rank calls it."""
+    def continued(self, learner: Learner, tokenizer: Any, tokens: int) -> dict[str, str]:
+        """The model's continuation, and the one in the data; every rank calls it."""
         made = learner.continuation(self.ids, tokens, tokenizer.eos_token_id)
 
         def text(ids: Sequence[int]) -> str:

@@ -122,7 +122,7 @@ class Learner:
     def _through_stages(
         self, batch: Mapping[str, Any], items: int, optimizer: BoostedOptimizer | None
     ) -> Tensor:
-        """The same through the stages of a pipeline, backward too where there is an optimizer."""
+        """Loss through the stages of a pipeline, with backward if there is an optimizer."""
         given = self._on_device(self._with_enough_rows(batch))
         count = int((given["labels"][:, 1:] != IGNORED).sum())
         factor = (self.places if optimizer is not None else 1) * count / max(1, items)

@@ -38,7 +38,7 @@ def console() -> Console:
 
 
 def memory_in_use() -> int:
-    """Peak bytes of this process: of the GPU where there is one, else resident."""
+    """Peak bytes of this process: of the GPU if there is one, else resident."""
     torch = sys.modules.get("torch")  # commands that need none start without its two seconds
     if torch is not None and torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
@@ -46,7 +46,7 @@ def memory_in_use() -> int:
 
 
 class Display:
-    """Progress of `total` steps, under a title, with figures that change beside the bar."""
+    """Progress of `total` steps, under a title, with figures next to the bar."""
 
     # A context manager. On a terminal it is a live bar; elsewhere a line now and then, so that logs
     # stay readable. A disabled display shows nothing (ranks other than 0).
@@ -108,7 +108,7 @@ class Display:
 
 @dataclass(frozen=True)
 class Scalars:
-    """A function that writes a named number of a step, and beside it one for pictures."""
+    """Writes named numbers of a step, and pictures."""
 
     folder: Path
     writer: Any

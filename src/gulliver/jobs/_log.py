@@ -1,4 +1,4 @@
-"""The log of a job: a line of JSON for each step that is told, cut where a job is taken up."""
+"""The log of a job: a line of JSON for each logged step, cut where a job resumes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The training loop of all jobs: fine-tuning, DreamBooth, video models, autoencoders and drafts.
 
 Read `TrainingLoop.train`, then `_step`. A job subclasses `TrainingLoop` and says where batches come
-from (`batches`), what a step computes (`forward_backward`), and what belongs to it besides model
-and optimizer (`state`, `load_state`). The loop knows no data and no loss, and nothing of how
+from (`batches`), what a step computes (`forward_backward`), and what is saved with model and
+optimizer (`state`, `load_state`). The loop knows no data and no loss, and nothing of how
 parameters lie in memory: the booster does.
 """
 
@@ -56,7 +56,7 @@ class LoopOptions:
         steps: optimizer steps of the whole run.
         save_every: steps between checkpoints.
         seed: seed of the run.
-        stream: number that tells the seeds of steps from the other seeds that the job derives.
+        stream: number that separates the seeds of steps from other seeds that the job derives.
         log_every: steps between lines of the log.
         clip: largest gradient norm; None or 0 does not clip.
         frozen: whether checkpoints hold the parameters that do not learn.
@@ -91,15 +91,16 @@ class TrainingLoop(ABC):
     ) -> None:
         self.run, self.world, self.options, self.booster = run, world, options, booster
         self.model, self.optimizer, self.scheduler = boosted
+        # This rank among those that read different samples, and their number; and the ranks that
+        # compute each sample together, whose figures count once.
         self.place, self.replicas = place, replicas
         self.step_number, self.saved_step, self.seconds = 0, 0, 0.0
-        # Position in the data after them.
-        self.position: Any = None
+        self.position: Any = None  # in the data, after `step_number` steps
         self.stop = StopRequest()
         self.display: Display
         self.scalars: Scalars
 
-    # What a job has to say.
+    # What a job must define.
 
     @abstractmethod
     def batches(self) -> Iterator[tuple[Any, Any]]:
@@ -114,7 +115,7 @@ class TrainingLoop(ABC):
         # The shares of all ranks add up to the figures of the step, so every rank names the same
         # ones. None, on all ranks, is no step: there was nothing to learn from.
 
-    # What a job may say.
+    # What a job may define.
 
     @property
     def is_over(self) -> bool:
@@ -190,6 +191,7 @@ class TrainingLoop(ABC):
             if stepped:
                 self.evaluate()
             due = stepped and self.step_number % self.options.save_every == 0
+            # Evaluations come first: the checkpoint holds what they found.
             if self.is_over or stopping or due:
                 self.save()
             if stepped and self.after_saving(stopping):
@@ -200,7 +202,7 @@ class TrainingLoop(ABC):
     def _step(self, batch: Any, position: Any) -> bool:
         """Runs one optimizer step and reports it; returns whether a rank wishes to stop."""
         started = time.monotonic()
-        # Seeded anew at each step, so that a resumed run needs no saved generator.
+        # Seeded at each step, so that a resumed run needs no saved generator.
         seed, stream = self.options.seed, self.options.stream
         torch.manual_seed(derive(seed, stream, self.step_number, self.place[0]))
         shares = self.forward_backward(batch)
@@ -208,6 +210,7 @@ class TrainingLoop(ABC):
         if shares is None:
             return wishes > 0
         norm = float(self.optimizer.clip_grad_by_norm(self.options.clip or math.inf))
+        # Before the optimizer's step: the weights are still those of the last good step.
         if not math.isfinite(found["loss"]) or not math.isfinite(norm):
             self._refuse_divergence(found["loss"], norm)
         rate = self.scheduler.get_last_lr()[0]

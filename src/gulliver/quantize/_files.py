@@ -26,7 +26,7 @@ _OTHERS = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".
 WEIGHTS = {".safetensors", *_OTHERS}
 """Endings of files of weights, which a quantised folder has its own of."""
 FOLDERS = ("additional_chat_templates",)
-"""Folders beside a tokenizer that belong to it."""
+"""Folders that belong to a tokenizer."""
 
 
 def save_quantized(model: nn.Module, folder: Path | str) -> Path:
@@ -64,7 +64,7 @@ def save_quantized(model: nn.Module, folder: Path | str) -> Path:
 
 
 def copy_companions(folder: Path, out: Path) -> None:
-    """Copies what lies beside a model's weights, so that its quantised folder is used like it."""
+    """Copies all files that are not weights, so that the quantised folder is used alike."""
     # Those are the tokenizer's files, chat templates, the generation configuration, and whatever
     # else is no weights; what `out` has already stays.
     for path in folder.iterdir():
@@ -86,7 +86,7 @@ def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
-    """Gives a float model the quantised weights of a folder, in place; its own are let go.
+    """Gives a float model the quantised weights of a folder, in place; its own are freed.
 
     Args:
         model: model of the same configuration, on meta or not.
@@ -104,7 +104,7 @@ def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
 
 
 def quantize_like(model: nn.Module, path: Path | str) -> nn.Module:
-    """Gives a float model the quantised layers of a folder, on meta; its own weights are let go."""
+    """Gives a float model the quantised layers of a folder, on meta; its own weights are freed."""
     path = Path(path)
     about = _about(path)
     known = dict(model.named_modules(remove_duplicate=False))

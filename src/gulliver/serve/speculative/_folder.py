@@ -45,7 +45,7 @@ def load_draft(folder: Path) -> Glide:
     names = [field.name for field in fields(GlideConfig)]
     lacking = [name for name in names if name not in values]
     if lacking:
-        raise GulliverError(f"{folder}/config.json lacks {lacking[0]}: train the draft anew")
+        raise GulliverError(f"{folder}/config.json lacks {lacking[0]}: train the draft again")
     known = {name: values[name] for name in names}
     known |= {name: tuple(known[name]) for name in ("glimpses", "target_sign")}
     weights = load_file(folder / "model.safetensors")
@@ -64,5 +64,5 @@ def _check_version(folder: Path, values: dict[str, Any]) -> None:
     if version != VERSION:
         raise GulliverError(
             f"{folder} has a draft of version {version}, and drafts are of version {VERSION} here: "
-            "train it anew with gulliver speculate train"
+            "train it again with gulliver speculate train"
         )

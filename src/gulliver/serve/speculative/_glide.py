@@ -2,8 +2,8 @@
 
 GliDe with a CaPE (Du and others, ICML 2024, arXiv 2402.02082): each layer has attention over its
 own tokens, attention over keys and values that a layer of the target has cached, as they are, and a
-feed-forward part. Other than there, a normalization stands before the second attention too, and
-behind it.
+feed-forward part. Unlike there, the second attention has a normalization before and
+after it.
 """
 
 from __future__ import annotations

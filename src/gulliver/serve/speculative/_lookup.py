@@ -18,7 +18,7 @@ from gulliver.serve.speculative._proposal import Proposal, Proposer, chain
 LONGEST, SHORTEST = 8, 2
 """Most and fewest tokens of a context that is looked up."""
 FEW_TOKENS = 16
-"""Tokens whose reading is counted to the guesses; that of more is told apart."""
+"""Most tokens whose reading counts as drafting; that of more is measured apart."""
 KEPT = 1 << 18
 """Tokens of all sequences that are kept, in two halves: the older one goes when the newer is full.
 A token takes about a kilobyte."""

@@ -22,8 +22,8 @@ CHUNK = 512
 """Most tokens of prompts in a forward of a draft model."""
 
 CAPE = (7, 7, 7, 5, 5, 5, 3, 3, 1, 1, 1)
-"""Guesses beside one on the path, by tenths of how sure the draft is of it: those of the official
-code of GliDe with a CaPE, whose numbers count the one on the path."""
+"""Alternatives to a guess of the path, by tenths of how sure the draft is of it: those of the
+official code of GliDe with a CaPE, whose numbers count the one on the path."""
 Beside = int | tuple[int, ...]
 
 
@@ -32,7 +32,7 @@ Beside = int | tuple[int, ...]
 # often as their distributions allow without changing a draw: see `serve/_draw.py`.
 @dataclass
 class _Path:
-    """Guesses of a sequence on the way: its first path, and the tokens beside each of it."""
+    """Guesses of a sequence on the way: its first path, and alternatives to each token of it."""
 
     one: Wanted
     tokens: list[int] = field(default_factory=list)
@@ -82,7 +82,7 @@ class ModelDraft(Proposer):
         raise NotImplementedError
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
-        """Proposes the first path of each sequence, and what stands beside it."""
+        """Proposes the first path of each sequence, and alternatives to its tokens."""
         self.apart = 0.0
         numbers = {one.sequence for one in wanted}
         news = []
@@ -130,7 +130,7 @@ class ModelDraft(Proposer):
     def _drawn(
         self, logits: Tensor, news: Sequence[New], paths: Mapping[int, _Path], number: int
     ) -> list[int]:
-        """Draws the next token of each path, and notes it with those beside it."""
+        """Draws the next token of each path, and notes it with its alternatives."""
         drawn = draw(logits, [self._row(new.one, paths, number) for new in news])
         tokens = [token.id if token is not None else 0 for token in drawn]
         chances = logits.softmax(-1)

@@ -148,7 +148,7 @@ def measure_draft(
         texts: beginnings.
         asked: how they are continued.
         depth: guesses of a round.
-        rounds: runs of each way, in turns; medians are told.
+        rounds: runs of each way, alternating; medians are reported.
     """
     fixed = SpeculationOptions(depth=depth, fixed=True)
 

@@ -259,7 +259,7 @@ class Speculator(Drafter):
         self, proposals: Mapping[int, Proposal], asked: Sequence[Wanted]
     ) -> list[tuple[float, int, int]]:
         """Guesses as (minus the chance of being accepted, sequence, node), the likeliest first."""
-        # A node's parent stands before it: its chance is not less, and its index is.
+        # Parents come before their children: they have no smaller chance, and a smaller index.
         ranked: list[tuple[float, int, int]] = []
         for one in asked:
             proposal = proposals.get(one.sequence)
@@ -356,7 +356,7 @@ def _kind(one: Wanted) -> object:
 
 
 def _is_first(proposal: Proposal, node: int) -> bool:
-    """Whether a node is on the first path, which stands at the front."""
+    """Whether a node is on the first path, which comes first."""
     return proposal.parents[node] == node - 1
 
 

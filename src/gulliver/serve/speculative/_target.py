@@ -36,7 +36,7 @@ def target_frequencies(model: Any) -> list[float]:
     return found[0].tolist()
 
 
-class _Kept:
+class _KeptKeys:
     """Attention of equally long texts packed one after another, which keeps some layers' keys."""
 
     def __init__(self, texts: int, layers: Sequence[int]) -> None:
@@ -99,10 +99,12 @@ def lesson_of(
 
 
 @torch.no_grad()
-def _read(model: Any, tokens: Tensor, layers: Sequence[int], rows: bool) -> tuple[_Kept, Tensor]:
+def _read(
+    model: Any, tokens: Tensor, layers: Sequence[int], rows: bool
+) -> tuple[_KeptKeys, Tensor]:
     """Runs a model on texts; of logits one row is computed where none are wanted."""
     count, length = tokens.shape
-    kept = _Kept(count, layers)
+    kept = _KeptKeys(count, layers)
     positions = torch.arange(length, device=tokens.device).repeat(count)
     wanted = torch.arange(count * length if rows else 1, device=tokens.device)
     with attached(model, kept):
