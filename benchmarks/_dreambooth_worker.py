@@ -66,7 +66,7 @@ def peer(config: DreamboothConfig) -> dict[str, Any]:
     from PIL import Image
     from transformers import CLIPTextModel, CLIPTokenizer
 
-    from gulliver.dreambooth._order import Order
+    from gulliver.dreambooth._order import SampleOrder
 
     assert config.model is not None
     assert config.subject is not None
@@ -82,7 +82,7 @@ def peer(config: DreamboothConfig) -> dict[str, Any]:
     assert config.prior_folder is not None
     subject = sorted(config.subject.glob("*.png"))
     files = [*subject, *sorted(config.prior_folder.glob("*.png"))]
-    order = Order(config, len(subject), config.priors)
+    order = SampleOrder(config, len(subject), config.priors)
     seconds, losses = [], []
     for step in range(config.steps):
         started = time.monotonic()

@@ -27,7 +27,7 @@ from gulliver.errors import GulliverError
 from gulliver.finetune import FinetuneConfig, finetune, make_example
 from gulliver.finetune import _prepare as preparing
 from gulliver.finetune._finetune import Finetuner
-from gulliver.finetune._run import Run
+from gulliver.finetune._run import FinetuneRun
 
 RATE = 1e-4
 LEAST = "least"
@@ -138,7 +138,7 @@ def ours(job: Job) -> None:
 
     with patch.object(Finetuner, "_tell", telling):
         outcome = finetune(config)
-    evaluations = [line for line in Run(config.out).log.read() if "held_out_loss" in line]
+    evaluations = [line for line in FinetuneRun(config.out).log.read() if "held_out_loss" in line]
     say("facts", facts={"held out": {str(e["step"]): e["held_out_loss"] for e in evaluations}})
     if job.options.get("measure"):
         for when, folder in (("before", prepared.base.folder), ("after", outcome.result)):

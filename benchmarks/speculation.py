@@ -154,7 +154,7 @@ def guard(report: Report, model: Any, folder: Path, texts: list[list[int]], roun
         models = {name: copy.deepcopy(model) for name in drafters}
         found = [in_turns(models, some, drafters, GUARDED) for _ in range(rounds)]
         for name in ("glide", "ngram"):
-            told = drafters[name].told
+            told = drafters[name].stats
             # Of each run beside the plain one of that moment; the first, in which it learns, too.
             speeds = {
                 kind: [one["none"][place] / one[name][place] for one in found]

@@ -32,7 +32,7 @@ def _arm(point: str) -> None:
     if where == "result":
         module.write_result = _end  # type: ignore[assignment]
         return
-    name = {"step": "_step", "save": "_save", "best": "_evaluate"}[where]
+    name = {"step": "_step", "save": "save", "best": "evaluate"}[where]
     inner = getattr(kind, name)
 
     def ending(self: Any, *arguments: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from gulliver.checkpoint import load, split_state
 from gulliver.comm import World
 from gulliver.finetune import FinetuneConfig, finetune, load_tokenizer, make_batches, read_text
-from gulliver.finetune._run import Run
+from gulliver.finetune._run import FinetuneRun
 
 STEPS, TOKENS, RATE = 4, 1024, 1e-4
 
@@ -43,7 +43,7 @@ def small(example: tuple[Path, Path], out: Path, **changes: Any) -> FinetuneConf
 def run_in_world(world: World, config: FinetuneConfig) -> list[dict[str, Any]]:
     """Runs on every rank of a pool; what was logged."""
     finetune(config)
-    return Run(config.out).log.read()
+    return FinetuneRun(config.out).log.read()
 
 
 def losses(log: list[dict[str, Any]], name: str = "loss") -> list[float]:
@@ -86,7 +86,7 @@ def plain_loop(config: FinetuneConfig, packing: bool) -> tuple[list[float], nn.M
 
 def saved_tensors(out: Path) -> dict[str, Tensor]:
     """All that the newest checkpoint holds, bit for bit."""
-    newest = Run(out).checkpoints.latest()
+    newest = FinetuneRun(out).checkpoints.latest()
     assert newest is not None
     values = load(newest).values
     found: dict[str, Tensor] = {}

@@ -28,7 +28,7 @@ from gulliver.app import (
     open_page,
 )
 from gulliver.app._gallery import Gallery
-from gulliver.app._messages import Job, Sampling, Waiting
+from gulliver.app._messages import ClipJob, Sampling, Waiting
 from gulliver.app._server import first_settings, is_local
 from gulliver.app._training import POINTS, look
 from gulliver.app._worker import Maker
@@ -81,8 +81,8 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-def job(prompt: str) -> Job:
-    return Job(Settings(prompt), Path(f"{prompt}.mp4"))
+def job(prompt: str) -> ClipJob:
+    return ClipJob(Settings(prompt), Path(f"{prompt}.mp4"))
 
 
 def ends(*tickets) -> list:
@@ -145,7 +145,7 @@ def test_a_clip_is_that_of_generate_with_the_command_that_is_told(
     gallery, maker = Gallery(tmp_path / "clips"), Maker(Source(run))
     for settings in (QUICK, replace(QUICK, seed=4, width=40, height=24, picture=picture)):
         told: list = []
-        made = maker.make(Job(settings, gallery.place()), told.append, lambda: False)
+        made = maker.make(ClipJob(settings, gallery.place()), told.append, lambda: False)
         entry = gallery.keep(made, settings, Source(run))
         steps = [event for event in told if isinstance(event, Sampling)]
         assert [event.done for event in steps] == [1, 2, 3, 4]
@@ -175,7 +175,7 @@ def test_public_parts_make_the_clip_of_generate_and_previews_if_they_are_kept(
     first, shapes = first_settings(source)
     assert (shapes, first.guidance) == ([], VideoPipeline.load(*paths).sampling.guidance)
     settings, told = Settings("the cat runs", frames=17, steps=2, guidance=3.0, seed=5), []
-    made = Maker(source).make(Job(settings, gallery.place()), told.append, lambda: False)
+    made = Maker(source).make(ClipJob(settings, gallery.place()), told.append, lambda: False)
     frames = [event.frames for event in told if isinstance(event, Sampling)]
     assert [gif is not None for gif in frames] == [keep, keep]
     entry = gallery.keep(made, settings, source)
@@ -186,14 +186,14 @@ def test_public_parts_make_the_clip_of_generate_and_previews_if_they_are_kept(
 
 def test_a_new_checkpoint_is_taken_and_a_run_without_one_says_so(run: Path, tmp_path: Path) -> None:
     maker = Maker(Source(run))
-    job = Job(replace(QUICK, steps=1), tmp_path / "clip.mp4")
+    job = ClipJob(replace(QUICK, steps=1), tmp_path / "clip.mp4")
     assert maker.make(job, lambda event: None, lambda: False).checkpoint == "step-00000001"
     (tmp_path / "young").mkdir()
     (tmp_path / "young/config.json").write_bytes((run / "config.json").read_bytes())
     with pytest.raises(GulliverError, match="no complete checkpoint yet"):
         Maker(Source(tmp_path / "young")).make(job, lambda event: None, lambda: False)
     with pytest.raises(GulliverError, match="do not fit the autoencoder"):
-        maker.make(Job(replace(QUICK, frames=6), job.path), lambda event: None, lambda: False)
+        maker.make(ClipJob(replace(QUICK, frames=6), job.path), lambda event: None, lambda: False)
 
 
 # ---- users

@@ -31,11 +31,11 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 from gulliver.checkpoint import read_tensors
 from gulliver.comm import World
 from gulliver.dreambooth import DreamboothConfig, dreambooth
-from gulliver.dreambooth._dreambooth import Teacher
-from gulliver.dreambooth._order import Order
+from gulliver.dreambooth._dreambooth import DreamBoothTrainer
+from gulliver.dreambooth._order import SampleOrder
 from gulliver.errors import GulliverError
-from gulliver.finetune import Run
 from gulliver.jobs import derive
+from gulliver.jobs._run_folder import RunFolder
 from tests.pool import Pool
 from tests.tiny_pipelines import SIDE, save_sd, save_sd3, save_sdxl, unplanned
 
@@ -106,7 +106,7 @@ def _run_here(configs: list[DreamboothConfig]) -> list[Log]:
     found = []
     for config in configs:
         dreambooth(config)
-        found.append(Run(config.out).log.read())
+        found.append(RunFolder(config.out).log.read())
     return found
 
 
@@ -209,7 +209,7 @@ class Reference:
 
     def step_loss(self, step: int) -> Tensor:
         """Mean loss of the subject's samples, and of the prior ones by their weight."""
-        samples = Order(self.config, 3, 2).samples(step)
+        samples = SampleOrder(self.config, 3, 2).samples(step)
         each = [self.loss(sample.number, sample.seed) for sample in samples]
         assert [sample.number >= 3 for sample in samples] == [False, False, True, True]
         return (each[0] + each[1]) / 2 + 0.7 * (each[2] + each[3]) / 2
@@ -250,7 +250,7 @@ def _final(config: DreamboothConfig) -> dict[str, Tensor]:
     """Trained tensors of the last checkpoint."""
     from gulliver.dreambooth._result import SavedTensors
 
-    newest = Run(config.out).checkpoints.latest()
+    newest = RunFolder(config.out).checkpoints.latest()
     assert newest is not None
     return {name.replace(".table.", "."): value for name, value in SavedTensors(newest).items()}
 
@@ -457,22 +457,22 @@ def test_a_run_that_is_ended_and_resumed_has_the_same_curve_and_bytes(
     tmp_path: Path, whole: DreamboothConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(whole, out=tmp_path / "ended", resume=True)
-    step = Teacher._step
+    step = DreamBoothTrainer._step
     for last in (1, 3):  # before the first checkpoint, and between two
 
-        def ending(self: Teacher, *arguments: Any, last: int = last) -> bool:
+        def ending(self: DreamBoothTrainer, *arguments: Any, last: int = last) -> bool:
             stopped = step(self, *arguments)
             if self.step_number == last:
                 self.booster.wait()
                 raise KeyboardInterrupt
             return stopped
 
-        monkeypatch.setattr(Teacher, "_step", ending)
+        monkeypatch.setattr(DreamBoothTrainer, "_step", ending)
         with pytest.raises(KeyboardInterrupt):
             dreambooth(config)
-    monkeypatch.setattr(Teacher, "_step", step)
+    monkeypatch.setattr(DreamBoothTrainer, "_step", step)
     assert dreambooth(config).finished
-    logs = [Run(one.out).log.read() for one in (whole, config)]
+    logs = [RunFolder(one.out).log.read() for one in (whole, config)]
     assert [_without_time(line) for line in logs[0]] == [_without_time(line) for line in logs[1]]
     one, other = (c.out / "result" / "pytorch_lora_weights.safetensors" for c in (whole, config))
     assert one.read_bytes() == other.read_bytes()

@@ -22,8 +22,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from gulliver.booster import HybridParallelPlugin, recomputable_blocks
 from gulliver.cli._main import run
 from gulliver.dreambooth import DreamboothConfig, check_dreambooth, dreambooth
-from gulliver.dreambooth._order import Order, shares
-from gulliver.dreambooth._pictures import grid, read_picture, read_pictures
+from gulliver.dreambooth._order import SampleOrder, shares
+from gulliver.dreambooth._pictures import read_picture, read_pictures
 from gulliver.errors import GulliverError
 from tests.tiny_pipelines import save_sd, save_subject, tiny_unet, unplanned
 
@@ -224,7 +224,7 @@ def test_an_adapter_of_another_base_is_refused_with_the_tensor_that_differs(
     assert result is not None
     with pytest.raises(GulliverError, match=r"of another model: trained\.down_blocks\.0\.\S+ is"):
         dreambooth(_config(wide, subject, tmp_path / "two", adapter=result))
-    with pytest.raises(GulliverError, match="of another base: it was trained beside"):
+    with pytest.raises(GulliverError, match="of another base: it was trained with"):
         dreambooth(_config(same, subject, tmp_path / "two", adapter=result))
     with pytest.raises(GulliverError, match="is none of diffusers"):
         dreambooth(_config(base, subject, tmp_path / "two", adapter=subject))
@@ -233,7 +233,7 @@ def test_an_adapter_of_another_base_is_refused_with_the_tensor_that_differs(
 
 def test_each_picture_is_shown_once_before_one_is_shown_again() -> None:
     config = DreamboothConfig(batch=2, class_word="dog", prior_pictures=3)
-    order = Order(config, 4, 3)
+    order = SampleOrder(config, 4, 3)
     shown = [sample.number for step in range(6) for sample in order.samples(step)[:2]]
     assert all(sorted(shown[start : start + 4]) == [0, 1, 2, 3] for start in (0, 4, 8))
     priors = [sample.number - 4 for step in range(3) for sample in order.samples(step)[2:]]
@@ -250,12 +250,6 @@ def test_layers_with_adapters_are_no_blocks_of_their_own() -> None:
     before = recomputable_blocks(unet)
     inject_adapter_in_model(LoraConfig(target_modules=["to_k", "to_q", "to_v", "to_out.0"]), unet)
     assert recomputable_blocks(unet) == before
-
-
-def test_grids_have_a_row_for_each_prompt() -> None:
-    clip = np.stack([np.full((2, 2, 3), n, np.uint8) for n in range(3)])
-    sheet = grid([clip, clip[2], clip[0], clip[1]], 2)
-    assert sheet[::2, ::2, 0].tolist() == [[1, 2], [0, 1]]
 
 
 def test_the_plan_of_a_command_needs_no_weights(

@@ -26,7 +26,7 @@ from gulliver.dreambooth import (
     load_adapter,
 )
 from gulliver.dreambooth._config import alternatives
-from gulliver.dreambooth._dreambooth import Teacher, make_plugin
+from gulliver.dreambooth._dreambooth import DreamBoothTrainer, make_plugin
 from gulliver.dreambooth._student import make_student
 from gulliver.dreambooth._video import along
 from gulliver.errors import GulliverError
@@ -191,13 +191,13 @@ def test_what_is_saved_makes_the_same_clips_and_only_adapters_and_the_row_have_l
 ) -> None:
     config = config_for(run, subject, tmp_path / "out")
     plugin = make_plugin(config, "fp32", 1)
-    teacher = Teacher(config, plugin, None, init_world(), "fp32")
-    outcome = teacher.run_to_end(_Never())  # type: ignore[arg-type]
+    trainer = DreamBoothTrainer(config, plugin, None, init_world(), "fp32")
+    outcome = trainer.run_to_end(_Never())  # type: ignore[arg-type]
     assert outcome.result is not None
     requests = [Request(f"{TEXT} moving left", CLIP, 3), Request("the digit 2", CLIP, 4)]
     sampling = SamplingConfig(steps=3)
-    teacher.base.trained.eval()
-    made = teacher.base.maker.generate(requests, sampling)  # type: ignore[attr-defined]
+    trainer.base.trained.eval()
+    made = trainer.base.maker.generate(requests, sampling)  # type: ignore[attr-defined]
     loaded, base = open_run(run), open_run(run)
     load_adapter(loaded, outcome.result)
     # On some processors a product depends on where its operands lie.
@@ -206,7 +206,7 @@ def test_what_is_saved_makes_the_same_clips_and_only_adapters_and_the_row_have_l
     plain = base.generate(requests, sampling)
     assert (plain[0] - made[0]).abs().max() > 1e-2
     frozen = dict(base.model.state_dict())  # type: ignore[union-attr]
-    for name, value in teacher.base.trained.state_dict().items():
+    for name, value in trainer.base.trained.state_dict().items():
         if "lora" not in name:
             assert torch.equal(value, frozen[name.replace(".base_layer", "")]), name
     assert not any("sks" in line for line in loaded.remarks(requests[0]))
@@ -244,7 +244,7 @@ def test_pictures_in_motion_resume_and_are_loaded_by_the_command(
     told[2] = str(other)
     with pytest.raises(SystemExit):
         main([*told, "--prompt", "the digit sks", "--out", str(tmp_path / "b.gif")])
-    assert "is of another base: it was trained beside" in capsys.readouterr().err
+    assert "is of another base: it was trained with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["STDiT3", "STDiT2"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pydoc
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ pytest.importorskip("diffusers")
 
 from diffusers import StableDiffusionPipeline
 
-import gulliver.dreambooth
 from gulliver.checkpoint import write_tensors
 from gulliver.dreambooth import DreamboothConfig, check_dreambooth, dreambooth
 from gulliver.dreambooth._diffusers import DiffusersBase
@@ -185,8 +183,3 @@ def test_adapters_of_a_text_encoder_are_taken_with_it_and_words_are_told(
     assert "the embedding of its word is not taken up" in " ".join(
         (captured.out + captured.err).split()
     )
-
-
-def test_the_public_names_are_listed() -> None:
-    assert {"dreambooth", "DreamboothConfig"} <= set(dir(gulliver.dreambooth))
-    assert "DreamboothConfig" in pydoc.render_doc(gulliver.dreambooth, renderer=pydoc.plaintext)

@@ -22,7 +22,7 @@ from gulliver.errors import GulliverError
 from gulliver.finetune import FinetuneConfig, check_finetune, finetune, make_example
 from gulliver.finetune._base import Base
 from gulliver.finetune._finetune import Finetuner
-from gulliver.finetune._run import Run
+from gulliver.finetune._run import FinetuneRun
 from gulliver.finetune._step import Learner
 from tests.family_models import config_of
 from tests.finetune_killed import POINTS
@@ -47,14 +47,14 @@ def _limited_run(world: World, config: FinetuneConfig) -> list[dict[str, Any]]:
 
 def _moving_run(world: World, config: FinetuneConfig) -> tuple[list[dict[str, Any]], list[int]]:
     """The log of a run, and the bytes that each of its steps wrote to the disk."""
-    moved, tell = list[int](), Finetuner._tell
+    moved, describe = list[int](), Finetuner.describe
 
-    def telling(self: Finetuner, *arguments: Any) -> None:
+    def describing(self: Finetuner, *arguments: Any) -> dict[str, str]:
         assert self.booster.moved is not None
         moved.append(self.booster.moved[1])
-        tell(self, *arguments)
+        return describe(self, *arguments)
 
-    with patch.object(Finetuner, "_tell", telling):
+    with patch.object(Finetuner, "describe", describing):
         return _limited_run(world, config), moved
 
 
@@ -145,7 +145,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     whole, killed = (saved_tensors(tmp_path / name) for name in ("whole", "killed"))
     assert whole.keys() == killed.keys()
     assert [name for name in whole if not torch.equal(whole[name], killed[name])] == []
-    logs = [Run(tmp_path / name).log.read() for name in ("whole", "killed")]
+    logs = [FinetuneRun(tmp_path / name).log.read() for name in ("whole", "killed")]
     for log in logs:
         for line in log:
             line.pop("seconds", None)
@@ -180,7 +180,7 @@ def test_an_adapter_loads_in_peft_and_its_merged_model_is_the_same(
 
     again = small(example, tmp_path / "again", method="lora", adapter=outcome.result, steps=1)
     finetune(again)
-    first, last = (Run(out).log.read() for out in (config.out, again.out))
+    first, last = (FinetuneRun(out).log.read() for out in (config.out, again.out))
     reached = min(losses(first, "held_out_loss"))
     assert losses(last, "held_out_loss")[0] == pytest.approx(reached, rel=1e-6)
 
@@ -193,7 +193,7 @@ def test_the_best_evaluation_is_kept_and_ends_the_run_in_time(
     config = small(example, tmp_path / "run", steps=20, eval_every=1, patience=2)
     outcome = finetune(config)
     assert (outcome.finished, outcome.step, outcome.best) == (True, 3, 2.0)
-    best = Run(config.out).best.latest()
+    best = FinetuneRun(config.out).best.latest()
     assert best is not None
     assert best.name == "step-00000001"
     assert "step-00000001" in (config.out / "README.md").read_text()
@@ -215,7 +215,7 @@ def test_a_signal_ends_the_run_after_a_step_and_is_no_end_of_it(
     monkeypatch.setattr(Learner, "learn", learnt)
     config = small(example, tmp_path / "run", save_every=100, samples=0)
     outcome = finetune(config)
-    assert (outcome.finished, outcome.step, outcome.result) == (False, 3, None)
+    assert (outcome.finished, outcome.step, outcome.result) == (False, 2, None)
     resumed = finetune(replace(config, resume=True))
     assert (resumed.finished, resumed.step, len(calls)) == (True, STEPS, STEPS)
 
@@ -242,7 +242,7 @@ def test_other_data_and_another_model_are_not_resumed(tmp_path: Path, example: E
     rows = example[1].read_text().splitlines()
     other = tmp_path / "other.jsonl"
     other.write_text("\n".join(rows[:-5]) + "\n")
-    with pytest.raises(GulliverError, match="what they are tokenized with, are not those"):
+    with pytest.raises(GulliverError, match="--data or the tokenizer"):
         finetune(replace(config, data=(other,), resume=True))
     model, _ = make_example(tmp_path / "example", rows=2, seed=1)
     with pytest.raises(GulliverError, match="--model is not the one"):
@@ -257,7 +257,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, example: Example
     assert adapter is not None
     model, _ = make_example(tmp_path / "example", rows=2, seed=1)
     other = replace(config, out=tmp_path / "other", adapter=adapter, model=model)
-    with pytest.raises(GulliverError, match="is of another model: it was trained beside"):
+    with pytest.raises(GulliverError, match="is of another model: it was trained with"):
         finetune(other)
     (adapter / "gulliver.json").unlink()  # of somebody else's adapter only shapes tell
     config_of = LlamaConfig(
@@ -345,7 +345,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(
 def test_steps_of_a_run_are_those_of_its_options(tmp_path: Path, example: Example) -> None:
     config = small(example, tmp_path / "run", steps=None, epochs=2, eval_every=None, samples=0)
     outcome = finetune(config)
-    log = Run(config.out).log.read()
+    log = FinetuneRun(config.out).log.read()
     assert outcome.step == len(losses(log)) > STEPS
     epoch = sum(line["items"] for line in log if "items" in line) // 2
     assert epoch == json.loads((config.out / "config.json").read_text())["data"]["learnt"]
@@ -411,7 +411,7 @@ def test_folders_in_other_names_are_trained_and_written_as_those_of_their_values
         finetune(replace(config, method=method, merge=merge, learning_rate=1e-2, result="last"))
         written = json.loads((config.out / "model" / "config.json").read_text())
         assert "quantization_config" not in written
-        results.append((_weights(config.out / "model"), losses(Run(config.out).log.read())))
+        results.append((_weights(config.out / "model"), losses(FinetuneRun(config.out).log.read())))
     before = _weights(exact)
     assert any(not torch.equal(value, before[name]) for name, value in results[0][0].items())
     for weights, loss in results[1:]:

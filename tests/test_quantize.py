@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor, nn
 
 import gulliver
@@ -239,9 +240,9 @@ def test_a_pipeline_is_quantised_pictured_and_comes_back(
     assert "memory: " in said
     found = re.search(r"picture 'a dog': PSNR ([0-9.]+) dB, largest difference ([0-9.e-]+)", said)
     assert found is not None, said
-    page = (out / "report.html").read_text()
-    assert page.count("<img src=") == 2
-    assert "unet.mid_block" in page
+    assert "unet.mid_block" in said
+    with Image.open(out / "picture-1.png") as picture:
+        assert picture.width == 2 * picture.height
     # By hand: the pictures of the folder and of what was written, of the same seed.
     from diffusers import StableDiffusionPipeline
 

@@ -1,4 +1,4 @@
-"""Clips on disk, each with its settings in a JSON file beside it: what is there after a restart."""
+"""Clips on disk, each with its settings in a JSON file, so that they are there after a restart."""
 
 from __future__ import annotations
 
@@ -23,17 +23,13 @@ SHOWN = 60
 
 @dataclass(frozen=True)
 class Entry:
-    """A clip with its settings.
-
-    Attributes:
-        path: mp4 file.
-        settings: settings that it was made with.
-        facts: what else its JSON file says: source (options that name the model), checkpoint, fps,
-            scale, seconds, date.
-    """
+    """A clip with its settings."""
 
     path: Path
+    # Settings that it was made with.
     settings: Settings
+    # What else its JSON file says: source (options that name the model), checkpoint, fps, scale,
+    # seconds, date.
     facts: dict[str, Any]
 
     @property
@@ -79,16 +75,7 @@ class Gallery:
         return self.folder / f"{moment}-{secrets.token_hex(3)}.mp4"
 
     def keep(self, made: Made, settings: Settings, source: Source) -> Entry:
-        """Writes the settings beside a clip, which is in the gallery from then on.
-
-        Args:
-            made: clip whose file lies in the folder.
-            settings: settings that it was made with.
-            source: model that made it.
-
-        Raises:
-            GulliverError: the folder cannot be written.
-        """
+        """Writes the settings of a clip, which is in the gallery from then on."""
         if settings.picture is not None:
             # The page's copy goes with the page.
             picture = made.path.with_suffix(f".picture{settings.picture.suffix.lower()}")
@@ -117,11 +104,7 @@ class Gallery:
         return found
 
     def find(self, name: str) -> Entry:
-        """Returns a clip by the name of its file.
-
-        Raises:
-            GulliverError: it is gone.
-        """
+        """Returns a clip by the name of its file."""
         for entry in self._read(self.folder / f"{Path(name).stem}.json"):
             return entry
         raise GulliverError(f"{Path(name).name} is no longer in {self.folder}")

@@ -11,22 +11,19 @@ from gulliver.options import GUIDANCE, SEED, Options, Range
 
 @dataclass(frozen=True)
 class Source:
-    """A model to sample with: a run, or the parts of a public one.
+    """A model to sample with: a run, or the parts of a public one."""
 
-    Attributes:
-        run: folder of the run; None where `model` is given.
-        model: folder or file of a public transformer.
-        autoencoder: folder or file of its autoencoder.
-        text_encoder: folder of its T5.
-        clip: folder of its CLIP, where it reads one.
-        keep: whether networks of public parts stay in memory once they are filled.
-    """
-
+    # Folder of the run; None where `model` is given.
     run: Path | None = None
+    # Folder or file of a public transformer.
     model: Path | None = None
+    # Folder or file of its autoencoder.
     autoencoder: Path | None = None
+    # Folder of its T5.
     text_encoder: Path | None = None
+    # Folder of its CLIP, where it reads one.
     clip: Path | None = None
+    # Whether networks of public parts stay in memory once they are filled.
     keep: bool = False
 
     @property
@@ -69,15 +66,12 @@ class Settings(Options):
 
 
 @dataclass(frozen=True)
-class Job:
-    """A clip to make.
+class ClipJob:
+    """A clip to make."""
 
-    Attributes:
-        settings: settings of the clip.
-        path: mp4 file to write.
-    """
-
+    # Settings of the clip.
     settings: Settings
+    # Mp4 file to write.
     path: Path
 
 
@@ -88,12 +82,9 @@ class Stop:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The job waits.
+    """The job waits."""
 
-    Attributes:
-        before: number of clips that are made before.
-    """
-
+    # Number of clips that are made before.
     before: int
 
 
@@ -104,50 +95,40 @@ class Loading:
 
 @dataclass(frozen=True)
 class Sampling:
-    """A sampling step is done.
+    """A sampling step is done."""
 
-    Attributes:
-        done: number of steps done.
-        steps: number of steps in all.
-        seconds_left: seconds that the other steps will take, judged by those done.
-        frames: animated GIF of the clip as it is expected to become; None: as before.
-    """
-
+    # Number of steps done.
     done: int
+    # Number of steps in all.
     steps: int
+    # Seconds that the other steps will take, judged by those done.
     seconds_left: float
+    # Animated GIF of the clip as it is expected to become; None: as before.
     frames: bytes | None = None
 
 
 @dataclass(frozen=True)
 class Made:
-    """The clip is there.
-
-    Attributes:
-        path: mp4 file.
-        checkpoint: name of the checkpoint, or of the public model.
-        fps: frames per second of the file.
-        scale: times that each pixel is repeated in both directions.
-        seconds: seconds that it took.
-        notes: what a user should know of it.
-    """
+    """The clip is there."""
 
     path: Path
+    # Name of the checkpoint, or of the public model.
     checkpoint: str
+    # Frames per second of the file.
     fps: float
+    # Times that each pixel is repeated in both directions.
     scale: int
+    # Seconds that it took.
     seconds: float
+    # What a user should know of it.
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Failed:
-    """There will be no clip.
+    """There will be no clip."""
 
-    Attributes:
-        reason: what is wrong, in a line.
-    """
-
+    # What is wrong, in a line.
     reason: str
 
 

@@ -19,9 +19,9 @@ import pandas as pd
 
 from gulliver.app._gallery import Entry, Gallery
 from gulliver.app._messages import (
+    ClipJob,
     Event,
     Failed,
-    Job,
     Loading,
     Made,
     Sampling,
@@ -49,20 +49,16 @@ CSS = """
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of the page, and the functions that they call.
+    """Parts of the page, and the functions that they call."""
 
-    Attributes:
-        service: service that makes clips.
-        gallery: gallery that keeps them.
-        source: model.
-        first: settings that a new tab begins with.
-        shapes: shapes to choose from, as frames x height x width; any other may be typed.
-    """
-
+    # Service that makes clips.
     service: Service
+    # Gallery that keeps them.
     gallery: Gallery
     source: Source
+    # Settings that a new tab begins with.
     first: Settings
+    # Shapes to choose from, as frames x height x width; any other may be typed.
     shapes: list[str]
 
 
@@ -228,11 +224,7 @@ def _values(settings: Settings) -> list[Any]:
 
 
 def _settings(values: list[Any]) -> Settings:
-    """Reads settings from the fields.
-
-    Raises:
-        GulliverError: a field is empty, or a number out of its range.
-    """
+    """Reads settings from the fields."""
     prompt, negative, frames, height, width, steps, guidance, seed, picture = values
     if guidance is None:
         raise GulliverError("guidance is empty: give a number such as 2")
@@ -258,7 +250,7 @@ def _asked(parts: Parts, values: list[Any], user: str) -> Iterator[tuple[Any, ..
     except GulliverError as error:
         yield _wrong(str(error)), "", None, ""
         return
-    ticket = parts.service.submit(user, Job(settings, parts.gallery.place()))
+    ticket = parts.service.submit(user, ClipJob(settings, parts.gallery.place()))
     yield "<p>Asked.</p>", "", None, ""
     try:
         for event in ticket.follow():

@@ -1,9 +1,4 @@
-"""Puts the page on a port: finds the run, starts the service, and ends both.
-
-[Note: without network] The page may hold things that must not leave the machine, and machines that
-train often reach nothing. gradio's telemetry and its search for newer versions are off, its share
-links are never made, and a content security policy has browsers load nothing from elsewhere.
-"""
+"""Puts the page on a port: finds the run, starts the service, and ends both."""
 
 from __future__ import annotations
 
@@ -31,15 +26,12 @@ RUNS = (Path("out/demo/run"), Path("runs/video"))
 POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
 
 
+# [Note: without network] The page may hold things that must not leave the machine, and machines
+# that train often reach nothing. gradio's telemetry and its search for newer versions are off, its
+# share links are never made, and a content security policy has browsers load nothing from
+# elsewhere.
 def find_run(named: Path | None) -> Path:
-    """Finds the run to open.
-
-    Args:
-        named: folder of a run, or one that holds it as `run`; None for the usual ones.
-
-    Raises:
-        GulliverError: there is none; it says where it was looked for, and how to make one.
-    """
+    """Finds the run to open."""
     places = RUNS if named is None else (named, named / "run")
     for place in places:
         if Run(place).config_path.is_file():
@@ -52,11 +44,7 @@ def find_run(named: Path | None) -> Path:
 
 
 def first_settings(source: Source) -> tuple[Settings, list[str]]:
-    """Returns settings to begin with, and the shapes to choose from.
-
-    Raises:
-        GulliverError: there is no run; parts of a public model are missing or do not fit.
-    """
+    """Returns settings to begin with, and the shapes to choose from."""
     if source.run is not None:
         shapes = shapes_of(source.run)
         frames, height, width = (int(n) for n in (shapes or ["13x32x32"])[0].split("x"))
@@ -100,17 +88,7 @@ class Page:
 
 
 def open_page(source: Source, out: Path, host: str = "127.0.0.1", port: int = 0) -> Page:
-    """Serves a page in the background.
-
-    Args:
-        source: model to sample with.
-        out: folder that keeps the clips.
-        host: address to listen at.
-        port: port to listen at; 0 for any that is free.
-
-    Raises:
-        GulliverError: gradio is missing, the model does not open, or the port is taken.
-    """
+    """Serves a page in the background."""
     port = _free_port(host, port)
     copies = Path(tempfile.mkdtemp(prefix="gulliver-app-"))
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
@@ -148,17 +126,7 @@ def open_page(source: Source, out: Path, host: str = "127.0.0.1", port: int = 0)
 
 
 def serve(source: Source, out: Path, host: str, port: int) -> None:
-    """Serves a page until it is interrupted.
-
-    Args:
-        source: model to sample with.
-        out: folder that keeps the clips.
-        host: address to listen at.
-        port: port to listen at; 0 for any that is free.
-
-    Raises:
-        GulliverError: as `open_page`.
-    """
+    """Serves a page until it is interrupted."""
     page = open_page(source, out, host, port)
     show = console().print
     if not is_local(host):
@@ -182,11 +150,7 @@ def is_local(host: str) -> bool:
 
 
 def _free_port(host: str, port: int) -> int:
-    """Returns a port that can be listened at.
-
-    Raises:
-        GulliverError: it cannot.
-    """
+    """Returns a port that can be listened at."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

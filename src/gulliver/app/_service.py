@@ -1,13 +1,8 @@
 """Serves users in turns with one process that samples, and outlives it.
 
 A user's clips wait in the order in which they were asked for, and users take turns: who asks for
-ten clips at once does not keep another waiting for all of them. What a process tells goes to the
+ten clips at once does not keep another waiting for all of them. Events of a process go to the
 ticket that it works for, and to no other.
-
-[Note: turns] A ticket's round is one more than that of the user's ticket before, and at least one
-more than that of the ticket that was served last. The lowest round is next, and of one round the
-ticket that came first. So a user who asks for many gets one of each round, a newcomer joins the
-round that is next, and nobody waits for ever (start-time fair queueing, with clips of equal cost).
 """
 
 from __future__ import annotations
@@ -23,10 +18,10 @@ from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 
 from gulliver.app._messages import (
+    ClipJob,
     End,
     Event,
     Failed,
-    Job,
     Made,
     Source,
     Stop,
@@ -40,20 +35,21 @@ TRIES = 3
 """Processes in a row that end before they have made a clip, after which none is started ahead."""
 
 
+# [Note: turns] A ticket's round is one more than that of the user's ticket before, and at least one
+# more than that of the ticket that was served last. The lowest round is next, and of one round the
+# ticket that came first. So a user who asks for many gets one of each round, a newcomer joins the
+# round that is next, and nobody waits for ever (start-time fair queueing, with clips of equal
+# cost).
 @dataclass(eq=False)
-class Ticket:
-    """A job that a user waits for.
+class ClipTicket:
+    """A job that a user waits for."""
 
-    Attributes:
-        user: whoever asked, as the page tells them apart.
-        job: the job.
-        number: place in the order of arrival.
-        round: round in which it is served; see the note on turns.
-    """
-
+    # Who asked, as the page identifies users.
     user: str
-    job: Job
+    job: ClipJob
+    # Place in the order of arrival.
     number: int
+    # Round in which it is served; see the note on turns.
     round: int
     _events: SimpleQueue[Event] = field(default_factory=SimpleQueue)
 
@@ -71,13 +67,7 @@ class Ticket:
 
 
 class Worker:
-    """The process that samples, and the pipe to it.
-
-    Args:
-        work: function that it runs.
-        source: model that it samples with.
-        ended: function that is called, by a thread, when it has ended.
-    """
+    """The process that samples, and the pipe to it."""
 
     def __init__(self, work: Work, source: Source, ended: Callable[[], None]) -> None:
         # Forked from a server that has imported torch and never run it: threads of the page are
@@ -113,18 +103,13 @@ class Worker:
 
 
 class Service:
-    """Makes clips for users, one after the other.
-
-    Args:
-        source: model to sample with.
-        work: function that the process runs.
-    """
+    """Makes clips for users, one after the other."""
 
     def __init__(self, source: Source, work: Work = work) -> None:
         self._source, self._work = source, work
         self._changed = threading.Condition()
-        self._waiting: list[Ticket] = []
-        self._current: Ticket | None = None
+        self._waiting: list[ClipTicket] = []
+        self._current: ClipTicket | None = None
         self._number, self._round = 0, 0
         self._rounds: dict[str, int] = {}
         self._closing = False
@@ -144,7 +129,7 @@ class Service:
         """Process id of the process that samples."""
         return self._worker.process.pid
 
-    def submit(self, user: str, job: Job) -> Ticket:
+    def submit(self, user: str, job: ClipJob) -> ClipTicket:
         """Queues a job of a user."""
         with self._changed:
             # Rounds that are past bind nobody.
@@ -152,7 +137,7 @@ class Service:
             number = 1 + max(self._round, self._rounds.get(user, 0))
             self._rounds[user] = number
             self._number += 1
-            ticket = Ticket(user, job, self._number, number)
+            ticket = ClipTicket(user, job, self._number, number)
             self._waiting.append(ticket)
             self._tell_places()
             self._changed.notify_all()
@@ -166,7 +151,7 @@ class Service:
                 ticket.tell(Stopped())
             self._tell_places()
             if self._current is not None and self._current.user == user:
-                # A process that has just ended: the thread that serves will tell.
+                # A process that has just ended: the thread that serves will report it.
                 with suppress(OSError):
                     self._worker.connection.send(Stop())
 
@@ -195,7 +180,7 @@ class Service:
                 self._current = None
             ticket.tell(end)
 
-    def _next(self) -> Ticket | None:
+    def _next(self) -> ClipTicket | None:
         """Waits for a ticket, and keeps a process ready meanwhile; None at the end."""
         with self._changed:
             while not self._closing:
@@ -210,8 +195,8 @@ class Service:
                 self._changed.wait()
         return None
 
-    def _served(self, ticket: Ticket) -> End:
-        """Has a job done, and tells its ticket all but the end."""
+    def _served(self, ticket: ClipTicket) -> End:
+        """Has a job done, and sends its ticket all events but the end."""
         try:
             with self._changed:
                 if not self._worker.alive():
@@ -246,5 +231,5 @@ class Service:
             ticket.tell(Waiting(place + making))
 
 
-def _order(ticket: Ticket) -> tuple[int, int]:
+def _order(ticket: ClipTicket) -> tuple[int, int]:
     return ticket.round, ticket.number

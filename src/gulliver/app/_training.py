@@ -1,7 +1,7 @@
 """Looks at a run, which may still be training: nothing is written, and anything may be half there.
 
 Losses come from the lines of the logs that can be read; samples are the pictures and clips in the
-run's folder `samples`, and the sheet that `gulliver demo` puts beside the run.
+run's folder `samples`, and the sheet that `gulliver demo` puts next to the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gulliver.errors import GulliverError
-from gulliver.video import Run, TrainConfig, sentence
+from gulliver.video import Run, TrainConfig
 
 POINTS = 400
 """Most points of a curve: a longer log is drawn as the means of as many stretches."""
@@ -22,21 +22,18 @@ SUFFIXES = {".png", ".gif", ".mp4", ".jpg", ".webp"}
 
 
 @dataclass(frozen=True)
-class View:
-    """Figures and samples of a run, as the page shows them.
+class RunView:
+    """Figures and samples of a run, as the page shows them."""
 
-    Attributes:
-        summary: how far it is, in a line.
-        losses: points (step, loss, "training" or "held out").
-        samples: files of pictures and clips, newest first.
-    """
-
+    # How far it is, in a line.
     summary: str
+    # Points (step, loss, "training" or "held out").
     losses: list[tuple[int, float, str]]
+    # Files of pictures and clips, newest first.
     samples: list[Path]
 
 
-def look(folder: Path) -> View:
+def look(folder: Path) -> RunView:
     """Looks at a run."""
     run = Run(folder)
     try:
@@ -44,26 +41,17 @@ def look(folder: Path) -> View:
         newest = run.checkpoints.latest()
         lines, held_out = run.log.read(), run.validation.read()
     except (GulliverError, OSError, ValueError, TypeError, KeyError) as error:
-        return View(f"{folder} cannot be read now: {error}", [], [])
+        return RunView(f"{folder} cannot be read now: {error}", [], [])
     losses = [*_curve(lines, "training"), *_curve(held_out, "held out")]
-    return View(_summary(run, config, lines, newest), losses, _samples(folder))
+    return RunView(_summary(run, config, lines, newest), losses, _samples(folder))
 
 
 def shapes_of(folder: Path) -> list[str]:
-    """Lists the shapes that a run was trained with, as frames x height x width.
-
-    Raises:
-        GulliverError: the folder holds no run.
-    """
+    """Lists the shapes that a run was trained with, as frames x height x width."""
     data = Run(folder).read_config().data
     if data.buckets is not None:
         return []
     return [shape.split(":")[0].strip() for shape in data.shapes]
-
-
-def first_prompt(folder: Path) -> str:
-    """Returns a sentence that a run understands: of moving digits; empty where it is not known."""
-    return "" if Run(folder).read_config().data.table else sentence(3, 0)
 
 
 def _summary(

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from gulliver.app._messages import (
+    ClipJob,
     Failed,
-    Job,
     Loading,
     Made,
     Sampling,
@@ -59,17 +59,17 @@ def work(connection: Connection, source: Source) -> None:
     # Ctrl+C goes to all processes of a terminal: the page ends this one when it is done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     maker = Maker(source)
-    # The page is gone, and with it whoever waits for a clip.
+    # The page is gone, and with it all who wait for a clip.
     with suppress(EOFError, OSError):
         while True:
             job = connection.recv()
-            if isinstance(job, Job):
+            if isinstance(job, ClipJob):
                 connection.send(_result(maker, job, connection))
 
 
-def _result(maker: Maker, job: Job, connection: Connection) -> Made | Failed | Stopped:
+def _result(maker: Maker, job: ClipJob, connection: Connection) -> Made | Failed | Stopped:
     try:
-        # Whatever comes while a job is made asks to stop it.
+        # All that comes while a job is made asks to stop it.
         return maker.make(job, connection.send, connection.poll)
     except _StopAsked:
         connection.recv()
@@ -92,17 +92,8 @@ class Maker:
         self._model: Any = None
         self._checkpoint = ""
 
-    def make(self, job: Job, tell: Tell, stop_asked: Callable[[], bool]) -> Made:
-        """Makes a clip and writes its file.
-
-        Args:
-            job: clip to make.
-            tell: function that is told what happens.
-            stop_asked: function that says whether to stop; it is asked after each step.
-
-        Raises:
-            GulliverError: the model cannot make it, or there is no model.
-        """
+    def make(self, job: ClipJob, tell: Tell, stop_asked: Callable[[], bool]) -> Made:
+        """Makes a clip and writes its file."""
         started = time.monotonic()
         model = self._ready(tell)
         request = request_of(job.settings)
@@ -117,7 +108,7 @@ class Maker:
         return Made(job.path, self._checkpoint, fps, scale, seconds, notes)
 
     def _ready(self, tell: Tell) -> Any:
-        """Returns the model, loaded anew where training has saved a newer checkpoint."""
+        """Returns the model, loaded again when training has saved a newer checkpoint."""
         run, source = self._source.run, self._source
         if run is None:
             if self._model is None:
@@ -167,11 +158,7 @@ class _Watch:
 
 
 def request_of(settings: Settings) -> Request:
-    """Converts settings to what a model is asked, as `gulliver generate` does.
-
-    Raises:
-        GulliverError: a number outside of its range, or no readable picture.
-    """
+    """Converts settings to what a model is asked, as `gulliver generate` does."""
     bucket = Bucket(settings.frames, settings.height, settings.width)
     given = None if settings.picture is None else read_frames(settings.picture, 1)
     return Request(settings.prompt, bucket, settings.seed, given, settings.negative_prompt)

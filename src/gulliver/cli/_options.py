@@ -204,7 +204,7 @@ class QuantizeConfig(Options):
     calibration_tokens: Annotated[int, AT_LEAST_1] = 16384
     """Tokens of that text that are used."""
     report: bool = False
-    """Print errors, memory, speed, and perplexity or pictures; and write OUT/report.html."""
+    """Print errors, memory, speed, and perplexity; of pipelines write pictures before and after."""
     text: Path | None = None
     """Text file to measure perplexity on; it needs the folder's tokenizer."""
     prompts: tuple[str, ...] = ()

@@ -16,38 +16,37 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gulliver.checkpoint import read_json
+from gulliver.errors import GulliverError
+
+FACTS = "gulliver.json"
+"""The file of a result that says what base it is of."""
 Method = Literal["lora", "full", "token"]
-"""What learns besides the new tokens: adapters of low rank, all weights, or nothing."""
+"""What learns in addition to the new tokens: adapters of low rank, all weights, or nothing."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that the model learns from, upright and without transparency.
+    """A picture that the model learns from, upright and without transparency."""
 
-    Attributes:
-        path: file that it was read from.
-        pixels: colours ``[H, W, 3]``, or of a prior clip ``[T, H, W, 3]``, uint8.
-        text: caption of its own; None takes the prompt of the run.
-    """
-
+    # File that it was read from.
     path: Path
+    # Colours ``[H, W, 3]``, or of a prior clip ``[T, H, W, 3]``, uint8.
     pixels: np.ndarray
+    # Caption of its own; None takes the prompt of the run.
     text: str | None = None
 
 
 @dataclass(frozen=True)
 class TokenHandle:
-    """A new word of a text encoder.
+    """A new word of a text encoder."""
 
-    Attributes:
-        token: word as it is written in prompts.
-        ids: ids that the word is replaced by, in order.
-        rows: embeddings of the word ``[len(ids), width]``: a parameter of its own inside of
-            `Base.text`, so that no other row can change.
-    """
-
+    # Word as it is written in prompts.
     token: str
+    # Ids that the word is replaced by, in order.
     ids: tuple[int, ...]
+    # Embeddings of the word ``[len(ids), width]``: a parameter of its own inside of `Base.text`, so
+    # that no other row can change.
     rows: nn.Parameter
 
 
@@ -56,7 +55,7 @@ class Learnt:
     """What a run has taught a model.
 
     Attributes:
-        method: what learnt besides the tokens.
+        method: what learnt in addition to the tokens.
         tensors: whole tensors of what was trained on the CPU, each read when it is asked for; by
             their names in the networks, with ``trained.`` or ``text.`` before them.
         tokens: new words, whose rows are among the tensors.
@@ -73,23 +72,20 @@ class Learnt:
 
 
 class Base(Protocol):
-    """A model with what it needs to learn a subject.
+    """A model with what it needs to learn a subject."""
 
-    The recipe puts `trained` and `text` into one module whose forward calls `loss`; adapters go
-    into them in place, so a base calls ``self.trained(...)`` and ``self.text(...)`` as ever and
-    knows nothing of adapters, ranks or memory limits.
+    # The recipe puts `trained` and `text` into one module whose forward calls `loss`; adapters go
+    # into them in place, so a base calls ``self.trained(...)`` and ``self.text(...)`` as ever and
+    # knows nothing of adapters, ranks or memory limits.
 
-    Attributes:
-        trained: denoiser: a UNet or transformer, which adapters go into or whose weights learn.
-        text: text encoder, or a module that holds several; None where there is none to train.
-        targets: names of the layers of `trained` that adapters go into, their last parts or more;
-            those of PEFT's ``target_modules``.
-        text_targets: the same of `text`; empty where it cannot learn.
-    """
-
+    # Denoiser: a UNet or transformer, which adapters go into or whose weights learn.
     trained: nn.Module
+    # Text encoder, or a module that holds several; None if there is none to train.
     text: nn.Module | None
+    # Names of the layers of `trained` that adapters go into, their last parts or more; those of
+    # PEFT's ``target_modules``.
     targets: tuple[str, ...]
+    # The same of `text`; empty where it cannot learn.
     text_targets: tuple[str, ...]
 
     @property
@@ -98,47 +94,23 @@ class Base(Protocol):
         ...
 
     def add_token(self, token: str, initial: str | None) -> TokenHandle:
-        """Adds a word to the tokenizer, with rows of its own in the text encoder.
-
-        Args:
-            token: new word.
-            initial: known word whose embedding the rows begin with; None draws them.
-
-        Raises:
-            GulliverError: the token is a word already, the initial one is none, or there is no
-                text encoder.
-        """
+        """Adds a word to the tokenizer, with rows of its own in the text encoder."""
         ...
 
     def settle(self, texts: Sequence[str], train_text: bool) -> None:
-        """Takes notice of all prompts of the run, before `loss` or `sample` is called.
-
-        Where `text` does not learn, a base may encode them now and free it; `text` is None then.
-
-        Args:
-            texts: prompts of samples and of pictures that are made; ``""`` is among them.
-            train_text: whether the text encoder, or rows of it, learn.
-        """
+        """Takes notice of all prompts of the run, before `loss` or `sample` is called."""
+        # Where `text` does not learn, a base may encode them now and free it; `text` is None then.
         ...
 
     def encode_pictures(self, pictures: Sequence[Picture]) -> Tensor:
-        """Encodes pictures ``[N, ...]``, once for the whole run.
-
-        Where the autoencoder draws, what it draws from (mean and deviation) is encoded.
-        """
+        """Encodes pictures ``[N, ...]``, once for the whole run."""
+        # Where the autoencoder draws, what it draws from (mean and deviation) is encoded.
         ...
 
     def loss(
         self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
     ) -> Tensor:
-        """The loss ``[N]`` of each sample at one random time of its own, in float32 at least.
-
-        Args:
-            latents: rows of what `encode_pictures` gave.
-            texts: prompt of each sample.
-            generators: generator of each sample, on the CPU. All that is random about a sample
-                comes of its own, so that it is the same whatever the batch and the rank.
-        """
+        """The loss ``[N]`` of each sample at one random time of its own, in float32 at least."""
         ...
 
     def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
@@ -146,22 +118,19 @@ class Base(Protocol):
         ...
 
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-        """Reads what `save` wrote of adapters.
-
-        Returns:
-            Tensors by their names in `Learnt.tensors`, without ``.default``, and PEFT's
-            configurations by network, as in `Learnt.adapters`.
-
-        Raises:
-            GulliverError: there is no such file.
-        """
+        """Reads what `save` wrote of adapters."""
         ...
 
     def save(self, folder: Path, learnt: Learnt) -> None:
-        """Writes what was learnt, as those who use such models read it; rank 0 calls it.
-
-        Args:
-            folder: folder that is there and empty.
-            learnt: what was learnt.
-        """
+        """Writes what was learnt, as those who use such models read it; rank 0 calls it."""
         ...
+
+
+def check_adapter(path: Path, fingerprint: str) -> None:
+    """Refuses an adapter that says of itself that it is of another base."""
+    file = (path if path.is_dir() else path.parent) / FACTS
+    if file.is_file() and (known := read_json(file).get("base")) != fingerprint:
+        raise GulliverError(
+            f"--adapter {path} is of another base: it was trained with {known}, --model is "
+            f"{fingerprint}"
+        )

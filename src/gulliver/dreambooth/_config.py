@@ -36,7 +36,7 @@ class DreamboothConfig(Options):
     model: Path | None = None
     """Folder of the base: a pipeline of diffusers, or a run of `gulliver train`."""
     subject: Path | None = None
-    """Folder with the subject's pictures, each perhaps with a caption beside it (.txt)."""
+    """Folder with the subject's pictures, each perhaps with a caption of the same name (.txt)."""
     out: Path = Path("runs/dreambooth")
     """The run folder: config, plan, log, samples, checkpoints and the result."""
     token: str = "sks"
@@ -60,12 +60,12 @@ class DreamboothConfig(Options):
     lora_targets: tuple[str, ...] = ()
     """Names of the layers that are adapted; by default those of attention."""
     adapter: Path | None = None
-    """Adapter of this base to go on training: a folder or file that this command has written."""
+    """Adapter of this base to continue training: a folder or file that this command has written."""
     prior_pictures: Annotated[int | None, AT_LEAST_0] = None
     """Pictures of the class that the base makes, and that it must not forget; by default 100 with
     --class-word and 0 without."""
     prior_weight: Annotated[float, AT_LEAST_0] = 1.0
-    """Weight of the loss of prior pictures beside that of the subject's."""
+    """Weight of the loss of prior pictures, relative to that of the subject's."""
     prior_folder: Path | None = None
     """Folder that keeps prior pictures, for several runs; by default in the run folder."""
     prior_prompt: str = "a photo of {class}"
@@ -79,7 +79,7 @@ class DreamboothConfig(Options):
     """Number of such clips."""
     motion_placed: bool = False
     """Move each picture itself as the subject of the base's own clip moves; for subjects on a plain
-    ground, whose edges are continued. Otherwise the base goes on from the picture."""
+    ground, whose edges are continued. Otherwise the base continues from the picture."""
     resolution: Annotated[int | None, Range(8, 8192)] = None
     """Side of the pictures in pixels; by default what the base was trained with."""
     on_broken: Literal["refuse", "skip"] = "refuse"
@@ -186,17 +186,7 @@ def alternatives(prompt: str) -> list[str]:
 
 
 def check_filled(config: DreamboothConfig, prompt: str, where: str, turns: bool = False) -> str:
-    """A prompt with the token and the class in it.
-
-    Args:
-        config: options of the run.
-        prompt: prompt or caption as it is written.
-        where: option or file that is named where it is wrong.
-        turns: whether alternatives take turns there.
-
-    Raises:
-        GulliverError: braces are left in it, or it names a class and there is none.
-    """
+    """A prompt with the token and the class in it."""
     if "{class}" in prompt and not config.class_word and prompt != DreamboothConfig.prompt:
         raise GulliverError(f"{where} has {{class}} in it: give --class-word, such as dog")
     text = config.filled(prompt)
@@ -211,7 +201,7 @@ def check_filled(config: DreamboothConfig, prompt: str, where: str, turns: bool 
 
 
 MAY_CHANGE = frozenset(
-    {"out", "model", "subject", "adapter", "prior_folder"}  # told apart by fingerprint
+    {"out", "model", "subject", "adapter", "prior_folder"}  # compared by fingerprint
     | {"plugin", "memory", "disk", "ranks", "tp", "activations", "micro_batch", "resume", "plan"}
     | {"keep", "save_every", "validate_every", "validation_prompt", "validation_pictures"}
     | {"on_broken"}
@@ -220,11 +210,7 @@ MAY_CHANGE = frozenset(
 
 
 def check_dreambooth(config: DreamboothConfig) -> DreamboothConfig:
-    """Refuses options that no run could use, before anything is read.
-
-    Raises:
-        GulliverError: naming the option, its value and what would be right.
-    """
+    """Refuses options that no run could use, before anything is read."""
     if config.model is None:
         raise GulliverError("no base is named: give --model FOLDER, such as a diffusers pipeline")
     if not config.model.is_dir():
@@ -302,7 +288,10 @@ def _needs(config: DreamboothConfig) -> dict[str, tuple[bool, str]]:
         ),
         "initial": (config.learns_token, "it needs --learn-token, or --method token"),
         "token_rate": (config.learns_token, "it needs --learn-token, or --method token"),
-        "motion": (lora, "the clips go on from adapters: add --method lora, or leave it out"),
+        "motion": (
+            lora,
+            "the run on the clips continues adapters: add --method lora, or leave it out",
+        ),
         **dict.fromkeys(
             ("motion_after", "motion_clips", "motion_placed"), (bool(config.motion), moved)
         ),

@@ -24,7 +24,7 @@ from gulliver.dreambooth._base import Learnt, Picture, TokenHandle
 from gulliver.dreambooth._diffusers_files import read_lora, write_learnt
 from gulliver.dreambooth._kinds import KINDS, T5_LENGTH, Conditions
 from gulliver.dreambooth._noise import Noise
-from gulliver.dreambooth._pictures import fitted
+from gulliver.dreambooth._pictures import cropped
 from gulliver.dreambooth._tokens import add_token
 from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.finetune import fingerprint_of, map_weights
@@ -55,23 +55,7 @@ def _wants_mask(encoder: Any) -> bool:
 
 
 class DiffusersBase:
-    """A pipeline of diffusers in a folder.
-
-    Args:
-        folder: folder with ``model_index.json``.
-        resolution: side of the pictures; None takes what the denoiser was made for.
-        device: device of the networks.
-        dtype: dtype of denoiser and text encoders; the autoencoder is in float32.
-        sampling_steps: steps of sampling.
-        guidance: weight of the prompt in sampling.
-        snr_gamma: see `Noise`.
-        on_meta: build networks without weights, for a plan.
-        scratch: folder for weights that no memory holds, see `map_weights`; None reads them.
-        alone: whether this is the only rank.
-
-    Raises:
-        GulliverError: the folder holds no such pipeline, or one that is not supported.
-    """
+    """A pipeline of diffusers in a folder."""
 
     text_targets: tuple[str, ...] = CLIP_TARGETS
 
@@ -197,14 +181,14 @@ class DiffusersBase:
         digest = hashlib.blake2b(digest_size=16)
         parts = (self.kind.network, *self.kind.encoders, "vae")
         found = {name: fingerprint_of(self.folder / name) for name in parts}
-        told = {**found, "scheduler": self._config("scheduler"), "side": self.side}
-        digest.update(json.dumps(told, sort_keys=True).encode())
+        facts = {**found, "scheduler": self._config("scheduler"), "side": self.side}
+        digest.update(json.dumps(facts, sort_keys=True).encode())
         return digest.hexdigest()
 
     # Words.
 
     def add_token(self, token: str, initial: str | None) -> TokenHandle:
-        """Adds a word to each tokenizer and text encoder; the rows told are those of the first."""
+        """Adds a word to each tokenizer and text encoder; returns the rows of the first."""
         encoders = self.with_text().children()
         handles = [
             add_token(tokenizer, encoder, token, initial)
@@ -231,12 +215,12 @@ class DiffusersBase:
         if not self.on_meta:
             self.with_text()
             for text in dict.fromkeys(texts):
-                # One by one: what a prompt says must not depend on those beside it.
+                # One by one: what a prompt says must not depend on the others.
                 self._told[text] = self._encoded([text])
         self.text = None
 
     def conditions(self, texts: Sequence[str]) -> Conditions:
-        """All that the denoiser is told of prompts, by name ``[N, ...]``."""
+        """Conditions of the denoiser for prompts, by name ``[N, ...]``."""
         known = list(dict.fromkeys(texts))
         if self.text is not None:
             found = self._encoded(known)
@@ -297,7 +281,7 @@ class DiffusersBase:
         """Means and deviations of latents ``[N, 2 C, h, w]``, which every step draws from."""
         vae, (shift, scale), found = self._vae(), self.scaling, []
         for picture in pictures:
-            levels = torch.from_numpy(fitted(picture.pixels, self.side, self.side))
+            levels = torch.from_numpy(cropped(picture.pixels, self.side, self.side))
             levels = levels.permute(2, 0, 1)[None].to(self.device, vae.dtype) / 127.5 - 1
             drawn = vae.encode(levels).latent_dist
             found.append(torch.cat([(drawn.mean - shift) * scale, drawn.std * scale], dim=1))
@@ -334,10 +318,10 @@ class DiffusersBase:
             empty = {name: torch.zeros_like(value) for name, value in empty.items()}
         found = []
         for text, seed in zip(texts, seeds, strict=True):
-            told = {names[n]: v for n, v in self.conditions([text]).items()}
-            told |= {f"negative_{names[n]}": v for n, v in empty.items()}
+            given = {names[n]: v for n, v in self.conditions([text]).items()}
+            given |= {f"negative_{names[n]}": v for n, v in empty.items()}
             latents = pipeline(
-                **told,
+                **given,
                 height=self.side,
                 width=self.side,
                 num_inference_steps=self.sampling_steps,

@@ -18,29 +18,26 @@ from torch import Tensor, nn
 
 from gulliver.checkpoint import fitted, read_json, read_metadata, read_tensors, write_tensors
 from gulliver.dreambooth._base import Learnt
-from gulliver.dreambooth._kinds import Kind
+from gulliver.dreambooth._kinds import PipelineKind
 from gulliver.errors import GulliverError
 from gulliver.finetune import adapter_name
 from gulliver.io import named_errors, write_text
 
 LORA, EMBEDDINGS = "pytorch_lora_weights.safetensors", "learned_embeds{}.safetensors"
 METADATA = "lora_adapter_metadata"
-"""Key of diffusers for PEFT's configurations beside the tensors."""
+"""Key of diffusers for PEFT's configurations in the file of the tensors."""
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 ROWS = ".rows"
 
 
 class PipelineFolder(Protocol):
-    """What is asked of a base, so that its files can be read and written.
+    """What is asked of a base, so that its files can be read and written."""
 
-    Attributes:
-        folder: folder of the pipeline that it was read from.
-        kind: networks of the pipeline.
-        tokenizers: tokenizers by their names in the pipeline, with the words that were added.
-    """
-
+    # Folder of the pipeline that it was read from.
     folder: Path
-    kind: Kind
+    # Networks of the pipeline.
+    kind: PipelineKind
+    # Tokenizers by their names in the pipeline, with the words that were added.
     tokenizers: dict[str, Any]
 
     def read_encoder(self, name: str) -> Any:
@@ -49,12 +46,7 @@ class PipelineFolder(Protocol):
 
 
 def lora_name(network: str, name: str) -> str:
-    """The name of an adapter's tensor in diffusers' file.
-
-    Args:
-        network: name of the denoiser in the pipeline.
-        name: name with ``trained.`` or ``text.`` before it.
-    """
+    """The name of an adapter's tensor in diffusers' file."""
     side, _, rest = adapter_name(name).partition(".")
     return f"{network}.{rest}" if side == "trained" else rest
 
@@ -62,11 +54,7 @@ def lora_name(network: str, name: str) -> str:
 def read_lora(
     base: PipelineFolder, path: Path
 ) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-    """Reads LoRA weights of diffusers' form, and PEFT's configurations beside them.
-
-    Raises:
-        GulliverError: there is no such file.
-    """
+    """Reads LoRA weights of diffusers' form, and PEFT's configurations with them."""
     file = path / LORA if path.is_dir() else path
     if not file.is_file():
         raise GulliverError(f"--adapter {path} is none of diffusers: it has no {LORA}")
@@ -120,7 +108,7 @@ def _rows(base: PipelineFolder, learnt: Learnt) -> dict[str, str]:
 def _write_pipeline(
     base: PipelineFolder, folder: Path, learnt: Learnt, rows: Mapping[str, str]
 ) -> None:
-    """Writes the whole pipeline: what has learnt anew, all else as it was."""
+    """Writes the whole pipeline: what has learnt, and all else as it was."""
     network = base.kind.network
     encoders = {n.split(".")[1] for n in learnt.tensors if n.startswith("text.")}
     words = {e.replace("text_encoder", "tokenizer") for e in rows}

@@ -1,7 +1,7 @@
-"""Pipelines of diffusers that can be taught: what their networks are told of a prompt.
+"""Pipelines of diffusers that can be taught: the conditions that a prompt becomes.
 
-A `Kind` is what is particular to one: the name of its denoiser, what becomes of the text encoders'
-answers, and how the denoiser is called. All else is `_diffusers.py`.
+A `PipelineKind` has what is particular to one: the name of its denoiser, the conditions that the
+text encoders' answers become, and how the denoiser is called. All else is `_diffusers.py`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,26 @@ T5_LENGTH = 256
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A pipeline.
+class PipelineKind:
+    """A pipeline."""
 
-    Attributes:
-        network: name of the denoiser in the pipeline.
-        encoders: names of its text encoders, in order.
-        conditions: function of the encoders' outputs and the denoiser's configuration, for all
-            that is told of prompts.
-        denoise: function that calls the denoiser with noisy latents, times, conditions and the
-            side of the picture in pixels.
-        names: names of the conditions among a pipeline's arguments.
-        empty_is_zero: whether the empty prompt is told as zeros, where the pipeline says nothing.
-        unused: beginnings of the names of the encoders' parameters that no condition depends on.
-        targets: layers that adapters go into.
-    """
-
+    # Name of the denoiser in the pipeline.
     network: str
+    # Names of its text encoders, in order.
     encoders: tuple[str, ...]
+    # Function of the encoders' outputs and the denoiser's configuration, for all
+    # conditions of prompts.
     conditions: Callable[[Sequence[Any], Any], Conditions]
+    # Function that calls the denoiser with noisy latents, times, conditions and the side of the
+    # picture in pixels.
     denoise: Callable[[nn.Module, Tensor, Tensor, Conditions, int], Tensor]
+    # Names of the conditions among a pipeline's arguments.
     names: Mapping[str, str]
+    # Whether the empty prompt is zeros, unless the pipeline says otherwise.
     empty_is_zero: bool = False
+    # Beginnings of the names of the encoders' parameters that no condition depends on.
     unused: Callable[[int], tuple[str, ...]] = lambda layers: ()
+    # Layers that adapters go into.
     targets: tuple[str, ...] = ATTENTION
 
 
@@ -71,26 +68,26 @@ def _t5(states: Tensor, width: int) -> Tensor:
     return states.new_zeros(len(states), T5_LENGTH, width)
 
 
-def _plain(unet: nn.Module, noisy: Tensor, times: Tensor, told: Conditions, side: int) -> Tensor:
-    return unet(noisy, times, encoder_hidden_states=told["states"]).sample
+def _plain(unet: nn.Module, noisy: Tensor, times: Tensor, given: Conditions, side: int) -> Tensor:
+    return unet(noisy, times, encoder_hidden_states=given["states"]).sample
 
 
 def _with_sizes(
-    unet: nn.Module, noisy: Tensor, times: Tensor, told: Conditions, side: int
+    unet: nn.Module, noisy: Tensor, times: Tensor, given: Conditions, side: int
 ) -> Tensor:
     # Original size, corner of the crop, size: those that the pipeline takes by default.
     sizes = torch.tensor([[side, side, 0, 0, side, side]], dtype=noisy.dtype, device=noisy.device)
-    added = {"text_embeds": told["pooled"], "time_ids": sizes.expand(len(noisy), -1)}
-    states = told["states"]
+    added = {"text_embeds": given["pooled"], "time_ids": sizes.expand(len(noisy), -1)}
+    states = given["states"]
     return unet(noisy, times, encoder_hidden_states=states, added_cond_kwargs=added).sample
 
 
-def _joint(model: nn.Module, noisy: Tensor, times: Tensor, told: Conditions, side: int) -> Tensor:
+def _joint(model: nn.Module, noisy: Tensor, times: Tensor, given: Conditions, side: int) -> Tensor:
     return model(
         hidden_states=noisy,
         timestep=times,
-        encoder_hidden_states=told["states"],
-        pooled_projections=told["pooled"],
+        encoder_hidden_states=given["states"],
+        pooled_projections=given["pooled"],
     ).sample
 
 
@@ -104,8 +101,8 @@ def _last_of_first(layers: int) -> tuple[str, ...]:
 
 STATES, POOLED = {"states": "prompt_embeds"}, {"pooled": "pooled_prompt_embeds"}
 KINDS = {
-    "StableDiffusionPipeline": Kind("unet", ("text_encoder",), _of_one, _plain, STATES),
-    "StableDiffusionXLPipeline": Kind(
+    "StableDiffusionPipeline": PipelineKind("unet", ("text_encoder",), _of_one, _plain, STATES),
+    "StableDiffusionXLPipeline": PipelineKind(
         "unet",
         ("text_encoder", "text_encoder_2"),
         _of_two,
@@ -114,7 +111,7 @@ KINDS = {
         empty_is_zero=True,
         unused=_last_of_first,
     ),
-    "StableDiffusion3Pipeline": Kind(
+    "StableDiffusion3Pipeline": PipelineKind(
         "transformer", ("text_encoder", "text_encoder_2"), _of_three, _joint, STATES | POOLED
     ),
 }

@@ -1,29 +1,11 @@
-"""Pictures that a video base sets in motion, to learn a subject that moves from stills.
-
-[Note: why stills are not enough] A still tells how the subject looks in one frame, and of a clip
-that is the first one of the latent alone: the others hold several frames each, and look otherwise.
-A base that was taught stills only shows the subject at first, and something that it knew before as
-the clip goes on. So it learns clips beside the pictures, from motion that it knows itself: it goes
-on from a picture as the first frame, with the prompt of a motion. What it makes drifts towards what
-it knew before, too, and no later frame is better than those it is taught. Where a subject stands on
-a plain ground the picture itself is moved instead, as the subject of the base's own clip of that
-prompt moves (`along`): every frame is the subject. Nothing is told of motion but by the prompts.
-
-Each of the two halves is a run of its own in the run folder, so that any of them resumes.
-
-run/
-  stills/  the run on the pictures alone
-  motion/  pictures and the clips that were made of them, with captions
-  clips/   the run on those, which goes on from the adapters of the first
-  result/  what was learnt
-"""
+"""Pictures that a video base sets in motion, to learn a subject that moves from stills."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,36 +19,30 @@ from gulliver.dreambooth._video import VideoBase, load_adapter
 from gulliver.errors import GulliverError
 from gulliver.io import named_errors, write_text
 from gulliver.jobs import Display, derive
+from gulliver.jobs._loop import Outcome
 
-Teach = Callable[[DreamboothConfig, Any], "Outcome"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a call of `dreambooth`.
-
-    Attributes:
-        step: last step.
-        finished: whether the run is over; False where a signal has stopped it.
-        result: folder of what was learnt; None where there is none yet.
-    """
-
-    step: int
-    finished: bool
-    result: Path | None = None
+Teach = Callable[[DreamboothConfig, Any], Outcome]
 
 
+# [Note: why stills are not enough] A still shows how the subject looks in one frame, and of a clip
+# that is the first one of the latent alone: the others hold several frames each, and look
+# otherwise. A base that was taught stills only shows the subject at first, and something that it
+# knew before as the clip goes on. So it also learns clips, from motion that it knows
+# itself: it continues a picture as the first frame, with the prompt of a motion. What it makes
+# drifts towards what it knew before, too, and no later frame is better than those it is taught.
+# Where a subject stands on a plain ground the picture itself is moved instead, as the subject of
+# the base's own clip of that prompt moves (`along`): every frame is the subject. Only the
+# prompts describe motion.
+#
+# Each of the two halves is a run of its own in the run folder, so that any of them resumes.
+#
+# run/
+#   stills/  the run on the pictures alone
+#   motion/  pictures and the clips that were made of them, with captions
+#   clips/   the run on those, which continues the adapters of the first
+#   result/  what was learnt
 def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Outcome:
-    """Teaches pictures, then the clips that the base makes of them.
-
-    Args:
-        config: options of the run.
-        teach: function that runs a half, with these options and plugin.
-        plugin: how ranks share the work; None makes the one that the options say.
-
-    Raises:
-        GulliverError: the base makes no clips.
-    """
+    """Teaches pictures, then the clips that the base makes of them."""
     assert config.model is not None, "it is checked"
     if not (config.model / "checkpoints").is_dir():
         raise GulliverError(
@@ -83,24 +59,24 @@ def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Out
         prior_folder=prior_folder(config) if config.priors else None,
     )
     steps = config.still_steps
-    found = teach(replace(half, out=config.out / "stills", steps=steps), plugin)
-    if found.result is None:
-        return found
-    folder = _moved(config, found.result, world)
+    first = teach(replace(half, out=config.out / "stills", steps=steps), plugin)
+    if first.result is None:
+        return first
+    folder = _moved(config, first.result, world)
     second = replace(
         half,
         out=config.out / "clips",
         subject=folder,
-        adapter=found.result,
+        adapter=first.result,
         steps=config.steps - steps,
-        # Of the adapters that go on.
+        # Set by the adapters that are continued.
         lora_rank=DreamboothConfig.lora_rank,
         lora_alpha=None,
         lora_targets=(),
     )
     found = teach(second, plugin)
     if found.result is None:
-        return Outcome(steps + found.step, False)
+        return Outcome(steps + found.step, False, first.seconds + found.seconds)
     result = config.out / "result"
     if world.is_main and not result.is_dir():
         partial = config.out / ".result.partial"
@@ -109,7 +85,7 @@ def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Out
             shutil.copytree(found.result, partial)
             os.replace(partial, result)
     barrier()
-    return Outcome(config.steps, True, result)
+    return Outcome(config.steps, True, first.seconds + found.seconds, result=result)
 
 
 def _moved(config: DreamboothConfig, adapter: Path, world: World) -> Path:

@@ -21,32 +21,20 @@ FLOWS = ("FlowMatchEulerDiscreteScheduler",)
 
 @dataclass(frozen=True)
 class Noised:
-    """Samples with noise.
+    """Samples with noise."""
 
-    Attributes:
-        inputs: what the network is shown ``[N, ...]``.
-        times: times as it is told them ``[N]``.
-        target: what it should answer.
-        weights: weight of each sample's loss ``[N]``.
-    """
-
+    # What the network is shown ``[N, ...]``.
     inputs: Tensor
+    # Times as the network takes them ``[N]``.
     times: Tensor
+    # What it should answer.
     target: Tensor
+    # Weight of each sample's loss ``[N]``.
     weights: Tensor
 
 
 class Noise:
-    """A noise schedule for training.
-
-    Args:
-        values: content of ``scheduler_config.json``.
-        snr_gamma: most that a signal-to-noise ratio counts (Min-SNR, arXiv 2303.09556); None
-            weighs all times alike.
-
-    Raises:
-        GulliverError: the scheduler trains in another way.
-    """
+    """A noise schedule for training."""
 
     def __init__(self, values: Mapping[str, Any], snr_gamma: float | None = None) -> None:
         from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler

@@ -17,33 +17,24 @@ from gulliver.jobs import derive
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A sample of a step.
+class StepSample:
+    """A sample of a step."""
 
-    Attributes:
-        number: number of its picture among the subject's, and after them the prior ones.
-        weight: weight of its loss in that of the step.
-        seed: seed of all that is random about it.
-    """
-
+    # Number of its picture among the subject's, and after them the prior ones.
     number: int
+    # Weight of its loss in that of the step.
     weight: float
+    # Seed of all that is random about it.
     seed: int
 
 
-class Order:
-    """The samples of every step.
-
-    Args:
-        config: options of the run.
-        subjects: number of pictures of the subject.
-        priors: number of prior pictures.
-    """
+class SampleOrder:
+    """The samples of every step."""
 
     def __init__(self, config: DreamboothConfig, subjects: int, priors: int) -> None:
         self.config, self.subjects, self.priors = config, subjects, priors
 
-    def samples(self, step: int) -> list[Sample]:
+    def samples(self, step: int) -> list[StepSample]:
         """Samples of a step: the mean loss of the subject's, and of the prior ones by a weight."""
         config, size = self.config, self.config.batch
         found = [(self._picture(0, step, n), 1 / size) for n in range(size)]
@@ -51,7 +42,7 @@ class Order:
             share = config.prior_weight / size
             found += [(self.subjects + self._picture(1, step, n), share) for n in range(size)]
         return [
-            Sample(picture, weight, derive(config.seed, 3, step, number))
+            StepSample(picture, weight, derive(config.seed, 3, step, number))
             for number, (picture, weight) in enumerate(found)
         ]
 
@@ -64,18 +55,10 @@ class Order:
 
 
 def shares(
-    samples: Sequence[Sample], place: int, places: int, micro: int | None
-) -> list[list[Sample]]:
-    """Micro-batches of a rank; all ranks have as many, of the same sizes.
-
-    What does not divide is filled up with samples that weigh nothing.
-
-    Args:
-        samples: samples of a step.
-        place: this rank's number among those that see different samples.
-        places: number of these.
-        micro: samples of a micro-batch at most; None for all at once.
-    """
+    samples: Sequence[StepSample], place: int, places: int, micro: int | None
+) -> list[list[StepSample]]:
+    """Micro-batches of a rank; all ranks have as many, of the same sizes."""
+    # What does not divide is filled up with samples that weigh nothing.
     each = math.ceil(len(samples) / places)
     size = min(micro or each, each)
     each = math.ceil(each / size) * size

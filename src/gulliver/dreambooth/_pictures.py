@@ -1,4 +1,4 @@
-"""The subject's folder: pictures, upright and without transparency, and captions beside them."""
+"""The subject's folder: pictures, upright and without transparency, and their captions."""
 
 from __future__ import annotations
 
@@ -24,16 +24,7 @@ BROKEN = (OSError, ValueError, SyntaxError, EOFError)
 
 
 def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[Picture]:
-    """Reads the pictures of a subject.
-
-    Args:
-        config: options of the run.
-        say: function that is told what is left out, and captions without the token.
-
-    Raises:
-        GulliverError: there is none, or one cannot be read and ``--on-broken`` refuses that; all
-            that cannot be read are named.
-    """
+    """Reads the pictures of a subject."""
     folder = config.subject
     assert folder is not None, "it is checked"
     kinds = SUFFIXES | {CLIP}
@@ -64,7 +55,7 @@ def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[P
 
 
 def _tell_others(folder: Path, files: Sequence[Path], say: Callable[[str], Any]) -> None:
-    """Tells what a folder has besides pictures and their captions, and of captions of several."""
+    """Reports files that are not used, and captions that several pictures share."""
     captions = [path.with_suffix(".txt") for path in files]
     known = {*files, *captions}
     others = [p for p in sorted(folder.iterdir()) if p not in known and p.name[0] != "."]
@@ -78,11 +69,7 @@ def _tell_others(folder: Path, files: Sequence[Path], say: Callable[[str], Any])
 
 
 def read_picture(path: Path, behind: int = 255) -> np.ndarray:
-    """Reads a picture upright, as EXIF says, with a colour behind what is transparent.
-
-    Raises:
-        GulliverError: it cannot be read; the reason does not name the file.
-    """
+    """Reads a picture upright, as EXIF says, with a colour behind what is transparent."""
     Image, ImageOps = _pillow()
     try:
         with warnings.catch_warnings(), Image.open(path) as opened:
@@ -114,11 +101,7 @@ def _read_clip(path: Path) -> np.ndarray:
 
 
 def _eight_bits(picture: Any, Image: Any) -> Any:
-    """Pictures of 16 bits and more, or of floats: Pillow would cut them off at 255.
-
-    Raises:
-        GulliverError: floats are neither shares of white nor whole levels.
-    """
+    """Pictures of 16 bits and more, or of floats: Pillow would cut them off at 255."""
     values = np.asarray(picture).astype(np.float64)
     low, high = values.min(), values.max()
     shares = picture.mode.startswith("F") and low >= 0 and high <= 1
@@ -130,7 +113,7 @@ def _eight_bits(picture: Any, Image: Any) -> Any:
     return Image.fromarray((values * (255 / most)).clip(0, 255).round().astype(np.uint8))
 
 
-def fitted(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+def cropped(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """Resizes a picture ``[H, W, 3]`` until it covers a size, and cuts out its middle."""
     Image, ImageOps = _pillow()
     picture = Image.fromarray(pixels)
@@ -139,7 +122,7 @@ def fitted(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def grid(pictures: Sequence[np.ndarray], columns: int) -> np.ndarray:
-    """Lays pictures beside one another, row by row; of clips the middle frames."""
+    """Arranges pictures in rows; of clips the middle frames."""
     stills = [one[len(one) // 2] if one.ndim == 4 else one for one in pictures]
     height, width = (max(one.shape[axis] for one in stills) for axis in (0, 1))
     rows = -(-len(stills) // columns)
@@ -160,13 +143,13 @@ def fingerprint(pictures: Sequence[Picture]) -> str:
 
 
 def _caption(config: DreamboothConfig, path: Path, say: Callable[[str], Any]) -> str | None:
-    """The caption beside a picture; None where there is none."""
-    beside = path.with_suffix(".txt")
-    if not beside.is_file():
+    """The caption of a picture; None if it has none."""
+    caption = path.with_suffix(".txt")
+    if not caption.is_file():
         return None
-    text = check_filled(config, read_utf8(beside), beside.name)
+    text = check_filled(config, read_utf8(caption), caption.name)
     if text and not place_of(config.token, text):
-        say(f"{beside.name} does not name {config.token}: what it says is learnt without it")
+        say(f"{caption.name} does not name {config.token}: what it says is learnt without it")
     return text or None
 
 

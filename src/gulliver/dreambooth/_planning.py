@@ -1,7 +1,7 @@
-"""How a run lies on its ranks, told before a weight is read: the largest micro-batch that fits.
+"""How a run lies on its ranks, known before a weight is read: the largest micro-batch that fits.
 
 A base on meta learns as the real one will; what a step takes is followed with shapes alone.
-Seconds are not told: those of convolutions would be guessed.
+Seconds are not predicted: those of convolutions would be guesses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gulliver.dreambooth._base import Base
 from gulliver.dreambooth._config import DreamboothConfig
 from gulliver.dreambooth._student import Student, make_optimizer, make_student
 from gulliver.errors import GulliverError
-from gulliver.finetune import Planned, fitting
+from gulliver.finetune import PlannedRun, fitting
 from gulliver.hardware import current_cluster
 from gulliver.memory import activation_peak, recompute_modules
 from gulliver.options import size_text
@@ -49,11 +49,7 @@ def precision_of(config: DreamboothConfig, device: str) -> str:
 
 
 def make_plugin(config: DreamboothConfig, precision: str, ranks: int) -> Plugin:
-    """The plugin that says how the ranks share the work.
-
-    Raises:
-        GulliverError: precision and plugin do not combine.
-    """
+    """The plugin that says how the ranks share the work."""
     half = "bf16" if precision == "bf16" else None
     if config.tp > 1:
         return HybridParallelPlugin(tp_size=config.tp, precision=half, verbose=False)
@@ -77,11 +73,7 @@ def make_plugin(config: DreamboothConfig, precision: str, ranks: int) -> Plugin:
 
 
 def refuse_cut(config: DreamboothConfig, plugin: Plugin, base: Base) -> None:
-    """Refuses ranks that share a model whose family is not known.
-
-    Raises:
-        GulliverError: naming the denoiser, and what would do.
-    """
+    """Refuses ranks that share a model whose family is not known."""
     if isinstance(plugin, HybridParallelPlugin):
         kind = type(base.trained).__name__
         raise GulliverError(
@@ -90,18 +82,8 @@ def refuse_cut(config: DreamboothConfig, plugin: Plugin, base: Base) -> None:
         )
 
 
-def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) -> Planned:
-    """Plans a run; nothing is loaded, and no ranks need to be there.
-
-    Args:
-        config: options of the run.
-        plugin: plugin of the run.
-        base: base on meta, with ``example``; it is changed.
-        ranks: number of ranks.
-
-    Raises:
-        GulliverError: nothing fits; the least limit is named where there is one.
-    """
+def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) -> PlannedRun:
+    """Plans a run; nothing is loaded, and no ranks need to be there."""
     student, _ = make_student(base, config, [""])
     optimizer, cluster = make_optimizer(student, config), current_cluster(ranks)
     refusal = GulliverError("")
@@ -124,10 +106,8 @@ def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) ->
 
 
 def with_first_use(work: Work) -> Work:
-    """Work of a step that keeps what libraries take at their first use.
-
-    A small model's limit would be held by the plan and exceeded by them.
-    """
+    """Work of a step that keeps what libraries take at their first use."""
+    # A small model's limit would be held by the plan and exceeded by them.
     peaks = {
         name: peak + FIRST_USE
         for name in ("peak", "peak_recomputed", "peak_offloaded")
@@ -180,7 +160,7 @@ def recompute_blocks(student: Any) -> None:
     recompute_modules(student, recomputable_blocks(student))
 
 
-def lines_of(planned: Planned, size: int, side: str) -> list[str]:
+def lines_of(planned: PlannedRun, size: int, side: str) -> list[str]:
     """Lines for people: memory by kind and tier."""
     first = FIRST_USE if planned.plan.limited and planned.activations else 0
     *found, _ = replace(planned, activations=planned.activations - first).lines(1)

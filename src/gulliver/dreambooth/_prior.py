@@ -86,11 +86,7 @@ def prior_pictures(
 
 
 def _check(folder: Path, base: Base, config: DreamboothConfig) -> bool:
-    """Whether the folder's pictures are, or will be, of this base's making.
-
-    Raises:
-        GulliverError: they were made otherwise, or the user's own are too few.
-    """
+    """Whether the folder's pictures are, or will be, of this base's making."""
     if not (folder / FACTS).is_file():
         given = list(folder.glob("*")) if folder.is_dir() else []
         pictures = [p for p in given if p.suffix.lower() in SUFFIXES]
@@ -115,7 +111,7 @@ def _check(folder: Path, base: Base, config: DreamboothConfig) -> bool:
 
 
 def _path(folder: Path, number: int) -> Path | None:
-    """The file of a prior picture; None where there is none yet."""
+    """The file of a prior picture; None if there is none yet."""
     for suffix in (".png", CLIP):
         path = folder / f"prior-{number:05d}{suffix}"
         if path.is_file():
@@ -130,7 +126,7 @@ def _read(path: Path) -> np.ndarray:
     try:
         return read_picture(path)
     except GulliverError as error:
-        raise GulliverError(f"{path} {error}: remove it, it will be made anew") from None
+        raise GulliverError(f"{path} {error}: remove it, and it will be made again") from None
 
 
 def _make(

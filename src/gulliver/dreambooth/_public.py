@@ -4,8 +4,8 @@ from gulliver.dreambooth._base import Base, Learnt, Picture, TokenHandle
 from gulliver.dreambooth._config import DreamboothConfig, check_dreambooth
 from gulliver.dreambooth._diffusers import DiffusersBase
 from gulliver.dreambooth._dreambooth import dreambooth
-from gulliver.dreambooth._motion import Outcome
 from gulliver.dreambooth._video import VideoBase, load_adapter
+from gulliver.jobs._loop import Outcome
 
 __all__ = [
     "Base",

@@ -11,23 +11,16 @@ import torch
 from torch import Tensor
 
 from gulliver.checkpoint import open_weights, step_folder, write_json, write_single
-from gulliver.dreambooth._base import Base, Learnt, TokenHandle
+from gulliver.dreambooth._base import FACTS, Base, Learnt, TokenHandle
 from gulliver.dreambooth._config import DreamboothConfig
 from gulliver.dreambooth._student import adapters_of
-from gulliver.errors import GulliverError
-from gulliver.finetune import Run
 from gulliver.io import named_errors
+from gulliver.jobs._run_folder import RunFolder
 from gulliver.memory import Part
-
-FACTS = "gulliver.json"
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """Tensors of a step, each read when it is asked for.
-
-    Args:
-        step: folder of the step.
-    """
+    """Tensors of a step, each read when it is asked for."""
 
     def __init__(self, step: Path) -> None:
         self.weights = open_weights(step)
@@ -52,22 +45,11 @@ class SavedTensors(Mapping[str, Tensor]):
 def write_result(
     base: Base,
     config: DreamboothConfig,
-    run: Run,
+    run: RunFolder,
     tokens: tuple[TokenHandle, ...],
     facts: Mapping[str, str],
 ) -> Path:
-    """Writes the result of a run that is over, whole or not at all; rank 0 calls it.
-
-    Args:
-        base: base with its adapters and words.
-        config: options of the run.
-        run: folder of the run.
-        tokens: new words.
-        facts: fingerprints of base and data.
-
-    Raises:
-        GulliverError: it cannot be written.
-    """
+    """Writes the result of a run that is over, whole or not at all; rank 0 calls it."""
     folder, partial = run.folder / "result", run.folder / ".result.partial"
     if folder.is_dir():
         return folder
@@ -80,19 +62,3 @@ def write_result(
         write_json(partial / FACTS, {**facts, "token": config.token, "method": config.method})
         os.replace(partial, folder)
     return folder
-
-
-def check_adapter(path: Path, fingerprint: str) -> None:
-    """Refuses an adapter that says of itself that it is of another base.
-
-    Raises:
-        GulliverError: naming both fingerprints.
-    """
-    from gulliver.checkpoint import read_json
-
-    file = (path if path.is_dir() else path.parent) / FACTS
-    if file.is_file() and (known := read_json(file).get("base")) != fingerprint:
-        raise GulliverError(
-            f"--adapter {path} is of another base: it was trained beside {known}, --model is "
-            f"{fingerprint}"
-        )

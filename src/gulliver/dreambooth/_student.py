@@ -1,9 +1,4 @@
-"""What learns of a base: one module with its networks, adapters in them, and the optimizer.
-
-[Note: one module for two networks] Denoiser and text encoder are children of one module, whose
-forward is the base's loss. So there is one model to boost: whichever plugin shards, off-loads or
-saves it does so for both at once, and every combination of what learns is the same to it.
-"""
+"""What learns of a base: one module with its networks, adapters in them, and the optimizer."""
 
 from __future__ import annotations
 
@@ -21,6 +16,9 @@ from gulliver.finetune import adapter_name, fill_adapters
 from gulliver.jobs import derive
 
 
+# [Note: one module for two networks] Denoiser and text encoder are children of one module, whose
+# forward is the base's loss. So there is one model to boost: whichever plugin shards, off-loads or
+# saves it does so for both at once, and every combination of what learns is the same to it.
 class Losses(NamedTuple):
     """Losses of a micro-batch: their weighted sum, and each of them ``[N]``."""
 
@@ -29,12 +27,7 @@ class Losses(NamedTuple):
 
 
 class Student(nn.Module):
-    """The networks of a base that learn, with its loss as forward.
-
-    Args:
-        base: base whose networks they are.
-        train_text: whether the text encoder is one of them.
-    """
+    """The networks of a base that learn, with its loss as forward."""
 
     def __init__(self, base: Base, train_text: bool) -> None:
         super().__init__()
@@ -71,19 +64,7 @@ class Student(nn.Module):
 def make_student(
     base: Base, config: DreamboothConfig, texts: Sequence[str]
 ) -> tuple[Student, tuple[TokenHandle, ...]]:
-    """Lets a base learn as the options say: new words, adapters, or all weights.
-
-    Args:
-        base: base, perhaps on meta; it is changed.
-        config: options of the run.
-        texts: all prompts of the run.
-
-    Returns:
-        The module that learns, and the new words.
-
-    Raises:
-        GulliverError: the base cannot learn so.
-    """
+    """Lets a base learn as the options say: new words, adapters, or all weights."""
     train_text, tokens = config.text_encoder or config.learns_token, ()
     if config.learns_token:
         if config.method != "full" and (name := getattr(base, "wordless", "")):

@@ -1,10 +1,4 @@
-"""New words of a text encoder: rows of their own beside its table of embeddings.
-
-[Note: only the new rows learn] Textual inversion is often done by training the whole table and
-putting all rows but the new ones back after each step. Here the new rows are a parameter of their
-own: there is nothing to put back, no gradient or optimizer state of the table, and it may be
-sharded, off-loaded and saved like any parameter.
-"""
+"""New words of a text encoder: rows of their own next to its table of embeddings."""
 
 from __future__ import annotations
 
@@ -18,13 +12,12 @@ from gulliver.dreambooth._words import add_word, is_known
 from gulliver.errors import GulliverError
 
 
+# [Note: only the new rows learn] Textual inversion is often done by training the whole table and
+# putting all rows but the new ones back after each step. Here the new rows are a parameter of their
+# own: there is nothing to put back, no gradient or optimizer state of the table, and it may be
+# sharded, off-loaded and saved like any parameter.
 class TokenEmbedding(nn.Module):
-    """A table of embeddings with further rows.
-
-    Args:
-        table: embeddings of the known ids.
-        rows: values of the further ones ``[count, width]``.
-    """
+    """A table of embeddings with further rows."""
 
     def __init__(self, table: nn.Embedding, rows: Tensor) -> None:
         super().__init__()
@@ -44,18 +37,7 @@ class TokenEmbedding(nn.Module):
 
 
 def add_token(tokenizer: Any, encoder: Any, token: str, initial: str | None) -> TokenHandle:
-    """Adds a word to a tokenizer of transformers and to the encoder that reads it.
-
-    Args:
-        tokenizer: tokenizer of the encoder.
-        encoder: text encoder of transformers.
-        token: new word.
-        initial: known word or words whose mean embedding the row begins with; None takes the mean
-            of the whole table.
-
-    Raises:
-        GulliverError: the tokenizer knows the word, or does not know the initial one.
-    """
+    """Adds a word to a tokenizer of transformers and to the encoder that reads it."""
     if is_known(tokenizer, token):
         raise GulliverError(
             f"--token {token} is a word of the base already: choose another one, such as <{token}>"

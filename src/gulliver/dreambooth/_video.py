@@ -3,11 +3,6 @@
 Pictures teach the spatial half of the transformer alone. What moves, and how, is in the temporal
 blocks, of which a still sees nothing but itself: adapters there would learn noise, and unlearn
 motion. Clips and stills lie in one tensor, as `_padded` says.
-
-[Note: words of the digits model] Its text encoder has no table: every word has a vector of its own,
-drawn from its letters. So a new word has one from the start, and what learns is that row.
-
-What it does not know: the recipe, files of pictures, ranks. How stills become clips: `_motion.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +19,7 @@ from torch import Tensor, nn
 from gulliver._compat import fake_kind
 from gulliver.checkpoint import read_json, read_tensors, write_json, write_tensors
 from gulliver.data import Bucket
-from gulliver.dreambooth._base import Learnt, Picture, TokenHandle
-from gulliver.dreambooth._result import check_adapter
+from gulliver.dreambooth._base import Learnt, Picture, TokenHandle, check_adapter
 from gulliver.errors import GulliverError
 from gulliver.finetune import adapter_name
 from gulliver.video import (
@@ -49,14 +43,13 @@ PREFIX = "base_model.model."
 """Beginning of names in PEFT's files."""
 
 
+# [Note: words of the digits model] Its text encoder has no table: every word has a vector of its
+# own, drawn from its letters. So a new word has one from the start, and what learns is that row.
+#
+# What it does not know: the recipe, files of pictures, ranks. How stills become clips:
+# `_motion.py`.
 class TaughtWords(nn.Module):
-    """A word encoder with a word whose vector learns.
-
-    Args:
-        words: word encoder of the run.
-        token: word that is taught.
-        row: vector that it begins with ``[1, channels]``.
-    """
+    """A word encoder with a word whose vector learns."""
 
     def __init__(self, words: WordEncoder, token: str, row: Tensor) -> None:
         super().__init__()
@@ -71,7 +64,7 @@ class TaughtWords(nn.Module):
 
     def forward(self, captions: list[str]) -> EncodedText:
         """Encodes sentences, as `WordEncoder.encode`."""
-        # The row of now: whoever shards parameters puts them in their place for this call alone.
+        # Read at each call: sharded parameters are whole only during it.
         self.words.teach(self.token, self.rows[0])
         return self.words.encode(captions)
 
@@ -81,21 +74,7 @@ class TaughtWords(nn.Module):
 
 
 class VideoBase:
-    """A run of `gulliver train`, with what the recipe asks of a base.
-
-    Args:
-        folder: folder of the run.
-        resolution: side in pixels of the square with as many pixels as the clips; None takes the
-            shapes that the run trained most.
-        device: device of the networks.
-        dtype: dtype of the transformer in training.
-        sampling_steps: steps of sampling.
-        guidance: weight of the prompt in sampling; None for the usual one.
-        on_meta: whether to keep shapes alone, for a plan.
-
-    Raises:
-        GulliverError: the folder holds no run, or no clip fits the resolution.
-    """
+    """A run of `gulliver train`, with what the recipe asks of a base."""
 
     text_targets: tuple[str, ...] = ()
 
@@ -160,7 +139,7 @@ class VideoBase:
         if self.text is None:
             if train_text:
                 self.add_token("", None)  # which refuses
-            # One by one: what a prompt says must not depend on those beside it.
+            # One by one: what a prompt says must not depend on the others.
             self._told = {text: self.maker.text.encode([text]) for text in said}
         else:
             self.text(said or ["nothing"])
@@ -265,18 +244,7 @@ class VideoBase:
         return [to_frames(clip) for clip in self.maker.generate(requests, self.sampling)]
 
     def moved(self, still: np.ndarray, text: str, seed: int, placed: bool) -> np.ndarray:
-        """Makes a clip of a prompt that shows a picture.
-
-        Args:
-            still: picture ``[H, W, 3]``.
-            text: prompt of the clip.
-            seed: seed of its noise.
-            placed: whether the picture itself is moved as the subject of the prompt's clip moves;
-                otherwise it is the first frame, and the base makes the others.
-
-        Returns:
-            Clip ``[T, H, W, 3]``.
-        """
+        """Makes a clip of a prompt that shows a picture."""
         first = torch.from_numpy(still)[None].permute(3, 0, 1, 2).float() / 127.5 - 1
         first = fit(first, self.bucket.height, self.bucket.width)
         request = Request(text, self.bucket, seed, given=None if placed else first)
@@ -284,7 +252,7 @@ class VideoBase:
         return to_frames(along(first, clip) if placed else clip)
 
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-        """Reads adapters to go on with, and a word's row, which goes on from there too."""
+        """Reads adapters to continue, and the row of a word."""
         if not (path / CONFIG).is_file():
             raise GulliverError(f"--adapter {path} holds no adapters: it has no {CONFIG}")
         if (path / EMBEDDINGS).is_file() and isinstance(self.text, TaughtWords):
@@ -317,14 +285,7 @@ class VideoBase:
 
 
 class LowRank(nn.Module):
-    """A linear layer with an adapter of low rank beside it, computed as PEFT does.
-
-    Args:
-        layer: linear layer.
-        down: matrix ``[rank, inputs]``.
-        up: matrix ``[outputs, rank]``.
-        scale: factor of their product.
-    """
+    """A linear layer with an adapter of low rank, computed as PEFT does."""
 
     def __init__(self, layer: nn.Linear, down: Tensor, up: Tensor, scale: float) -> None:
         super().__init__()
@@ -333,7 +294,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Weight of the layer itself, which tells dtype and device."""
+        """Weight of the layer itself, for its dtype and device."""
         return self.layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -343,15 +304,7 @@ class LowRank(nn.Module):
 
 
 def load_adapter(maker: VideoModel | VideoPipeline, folder: Path) -> None:
-    """Gives an opened run what `gulliver dreambooth` has taught its base.
-
-    Args:
-        maker: run as `gulliver.video.open_run` opens it; it is changed.
-        folder: folder of the result.
-
-    Raises:
-        GulliverError: there is nothing of that kind, or it is of another base.
-    """
+    """Gives an opened run what `gulliver dreambooth` has taught its base."""
     found = [name for name in (WEIGHTS, WHOLE, EMBEDDINGS) if (folder / name).is_file()]
     if not found:
         raise GulliverError(
@@ -412,7 +365,7 @@ def spatial_layers(network: nn.Module) -> tuple[str, ...]:
 
 
 def fingerprint_of(maker: VideoModel | VideoPipeline) -> str:
-    """Digest of the networks and words of a run; a few elements of each tensor tell them apart."""
+    """Digest of the networks and words of a run; a few elements of each tensor identify them."""
     digest = hashlib.blake2b(digest_size=16)
     for network in (network_of(maker), maker.autoencoder):
         for name, value in sorted(network.state_dict().items()):
@@ -423,15 +376,9 @@ def fingerprint_of(maker: VideoModel | VideoPipeline) -> str:
 
 
 def along(still: Tensor, clip: Tensor) -> Tensor:
-    """Moves a picture, frame by frame, to where it correlates most with a clip.
-
-    A subject that changes on the way moves the best place about: the picture follows the parabola
-    through all of them. Its edges are continued.
-
-    Args:
-        still: picture ``[3, 1, H, W]``.
-        clip: clip ``[3, T, H, W]``.
-    """
+    """Moves a picture, frame by frame, to where it correlates most with a clip."""
+    # A subject that changes on the way moves the best place about: the picture follows the parabola
+    # through all of them. Its edges are continued.
     height, width = still.shape[2:]
     one, others = (levels.mean(0) for levels in (still, clip))
     spectra = [torch.fft.rfft2(x - x.mean((-2, -1), keepdim=True)) for x in (one, others)]

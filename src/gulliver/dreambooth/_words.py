@@ -1,10 +1,4 @@
-"""What prompts and captions say, checked before anything is made of them.
-
-[Note: a new word must mean the same later] Here a new word is added to the tokenizer as a whole
-word. `load_textual_inversion` of diffusers adds it as plain text, which is found inside of other
-words, too: "ho" would cut "photo". Where both give the same ids for all prompts of a run, what was
-learnt is what is loaded; where they do not, the word is refused.
-"""
+"""What prompts and captions say, checked before anything is made of them."""
 
 from __future__ import annotations
 
@@ -16,6 +10,10 @@ from typing import Any
 from gulliver.errors import GulliverError
 
 
+# [Note: a new word must mean the same later] Here a new word is added to the tokenizer as a whole
+# word. `load_textual_inversion` of diffusers adds it as plain text, which is found inside of other
+# words, too: "ho" would cut "photo". Where both give the same ids for all prompts of a run, what
+# was learnt is what is loaded; where they do not, the word is refused.
 def place_of(token: str, text: str) -> re.Match[str] | None:
     """Where a text has a word as a whole word; None where it has not."""
     return re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text, re.IGNORECASE)
@@ -43,19 +41,8 @@ def check_texts(
     texts: Mapping[str, str],
     say: Callable[[str], Any],
 ) -> None:
-    """Refuses prompts that the text encoders would not read as they were written.
-
-    Args:
-        tokenizers: tokenizers of the base, without the token.
-        token: word of the subject.
-        added: whether it is to be a word of its own that diffusers adds to the base.
-        texts: prompts and captions, by what is named where one is wrong.
-        say: function that is told of prompts that are cut.
-
-    Raises:
-        GulliverError: the token is beyond the length of a text encoder, or inside of a word.
-    """
-    told = set[str]()
+    """Refuses prompts that the text encoders would not read as they were written."""
+    reported = set[str]()
     for tokenizer in tokenizers:
         most = tokenizer.model_max_length
         whole, plain = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
@@ -71,11 +58,11 @@ def check_texts(
             if found is not None and _length(whole, text[: found.end()]) > most:
                 raise GulliverError(
                     f"{where}: {token} stands beyond the {most} tokens that the text encoder "
-                    "reads: shorten what stands before it"
+                    "reads: shorten what precedes it"
                 )
-            if where not in told:
+            if where not in reported:
                 say(f"{where} has {count} tokens: what stands beyond {most} is not read")
-            told.add(where)
+            reported.add(where)
 
 
 def _length(tokenizer: Any, text: str) -> int:

@@ -42,15 +42,7 @@ CONFIG, WEIGHTS, FACTS = "adapter_config.json", "adapter_model.safetensors", "gu
 
 
 def adapt(model: nn.Module, config: FinetuneConfig) -> nn.Module:
-    """Puts new adapters into a model, or those of ``--adapter``; all else is frozen.
-
-    Args:
-        model: causal language model, perhaps on meta.
-        config: options of the run.
-
-    Raises:
-        GulliverError: PEFT is not installed, no layer has such a name, or the adapter does not fit.
-    """
+    """Puts new adapters into a model, or those of ``--adapter``; all else is frozen."""
     try:
         import peft
     except ImportError:
@@ -74,7 +66,7 @@ def _wanted(model: nn.Module, config: FinetuneConfig) -> Any:
         found = peft.PeftConfig.from_pretrained(str(config.adapter))
         if given.get("peft_type") != "LORA":
             raise GulliverError(
-                f"--adapter {config.adapter} is a {given.get('peft_type')}: only LoRA goes on"
+                f"--adapter {config.adapter} is a {given.get('peft_type')}: give one of LoRA"
             )
         found.inference_mode = False
         _check_own(config, config.adapter, given)
@@ -94,14 +86,14 @@ OWN = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_targets": "target_mod
 
 
 def _check_own(config: FinetuneConfig, folder: Path, given: Mapping[str, Any]) -> None:
-    """Refuses options that ask for other adapters than those that go on."""
+    """Refuses options that contradict the adapter that is continued."""
     for name, key in OWN.items():
         asked, own = getattr(config, name), given.get(key)
         same = set(asked) == set(own or ()) if isinstance(asked, tuple) else asked == own
         if asked != getattr(FinetuneConfig(), name) and not same:
             raise GulliverError(
                 f"--{name.replace('_', '-')} is {asked}, and --adapter {folder} has {own}: leave "
-                "it out, or begin adapters anew"
+                "it out, or leave --adapter out"
             )
 
 
@@ -131,17 +123,13 @@ def _read(folder: Path) -> Mapping[str, Any]:
 
 
 def check_adapter(folder: Path, fingerprint: str) -> None:
-    """Refuses an adapter that says of itself that it is of another model.
-
-    Raises:
-        GulliverError: naming both models' fingerprints.
-    """
+    """Refuses an adapter that says of itself that it is of another model."""
     _read(folder)
     if (folder / FACTS).is_file():
         base = read_json(folder / FACTS).get("base")
         if base != fingerprint:
             raise GulliverError(
-                f"--adapter {folder} is of another model: it was trained beside {base}, --model is "
+                f"--adapter {folder} is of another model: it was trained with {base}, --model is "
                 f"{fingerprint}"
             )
 
@@ -149,16 +137,7 @@ def check_adapter(folder: Path, fingerprint: str) -> None:
 def fill_adapters(
     own: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], folder: Path
 ) -> None:
-    """Gives adapters the values of a file.
-
-    Args:
-        own: parameters of the adapters, by the names of the file.
-        saved: tensors of the file.
-        folder: what is named where they do not fit.
-
-    Raises:
-        GulliverError: it is of a model with other layers or shapes.
-    """
+    """Gives adapters the values of a file."""
     for name in dict.fromkeys((*own, *saved)):
         ours = tuple(own[name].shape) if name in own else None
         theirs = tuple(saved[name].shape) if name in saved else None
@@ -185,12 +164,7 @@ def adapter_name(name: str) -> str:
 
 
 def adapter_config(adapted: Any, folder: Path) -> str:
-    """The content of ``adapter_config.json``.
-
-    Args:
-        adapted: model with its adapters.
-        folder: Hugging Face folder of the model that they are of.
-    """
+    """The content of ``adapter_config.json``."""
     values = dict(adapted.peft_config["default"].to_dict())
     values |= {"base_model_name_or_path": str(folder), "inference_mode": True}
     plain = {k: sorted(v) if isinstance(v, set) else v for k, v in values.items()}
@@ -198,15 +172,7 @@ def adapter_config(adapted: Any, folder: Path) -> str:
 
 
 def deltas(adapted: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What adapters add to weights of the model, by their names there.
-
-    Args:
-        adapted: model with its adapters, for their places and scales.
-        tensors: values of the adapters, by the names of `adapter_name`.
-
-    Returns:
-        A function for each weight that computes its float32 difference.
-    """
+    """What adapters add to weights of the model, by their names there."""
     found: dict[str, Any] = {}
     for path, module in adapted.named_modules():
         scale = getattr(module, "scaling", None)

@@ -1,4 +1,4 @@
-"""The model that a run begins with: its folder, what tells it from others, and how it is loaded."""
+"""The model that a run begins with: its folder, its fingerprint, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -34,12 +34,7 @@ class Base:
 
     @cached_property
     def config(self) -> Any:
-        """The configuration, as transformers reads it.
-
-        Raises:
-            GulliverError: transformers is not installed or does not know it, or it is of a model
-                that does not continue texts.
-        """
+        """The configuration, as transformers reads it."""
         try:
             import transformers
         except ImportError:
@@ -85,18 +80,7 @@ class Base:
     def load(
         self, dtype: torch.dtype, device: torch.device, scratch: Path | None, alone: bool
     ) -> nn.Module:
-        """The model with its weights, on this rank.
-
-        Args:
-            dtype: dtype of its floating-point tensors.
-            device: device that it is put on.
-            scratch: folder for a copy in another dtype where memory has a limit; None reads the
-                weights into memory.
-            alone: whether this is the only rank.
-
-        Raises:
-            GulliverError: the weights are missing or broken, or there is no room for a copy.
-        """
+        """The model with its weights, on this rank."""
         try:
             with _quiet():
                 if scratch is not None and device.type == "cpu":
@@ -120,7 +104,7 @@ class Base:
 
 
 def fingerprint_of(folder: Path) -> str:
-    """Digest of a configuration, and of names, sizes and both ends of the weights beside it."""
+    """Digest of a configuration, and of names, sizes and both ends of its weights."""
     digest = hashlib.blake2b(digest_size=16)
     values = read_json(folder / "config.json")
     known = {k: v for k, v in values.items() if k != "transformers_version"}

@@ -3,18 +3,6 @@
 An epoch is a list of steps of the optimizer, each a list of rows; it depends on the seed and the
 epoch alone. A step is cut into a part for each micro-batch of each rank, so the same tokens make
 the same step on any number of ranks with any accumulation, and the position is a number of steps.
-
-[Note: as many steps in each epoch]
-Both orders are laid out once, on the sorted lengths: `_packed` fills rows of `length` tokens by
-best fit, `_sorted` cuts batches of about as many tokens. An epoch then deals the sequences of equal
-length out anew among the places of that length, and shuffles the rows (the steps, where lengths
-differ). So every epoch has another order and the same number of steps, which a learning rate can be
-laid over.
-
-[Note: the memory of a step]
-A step has room for `tokens` // `length` rows of full length. A sorted step of sequences of at most
-half that length has twice as many rows, and so on: a multiple, so that no rank's part has more
-tokens than it would have of full rows, where the ranks and micro-batches divide those.
 """
 
 from __future__ import annotations
@@ -44,18 +32,25 @@ Rows = list[list[int]]
 """Numbers of the sequences of each row."""
 
 
+# [Note: as many steps in each epoch] Both orders are laid out once, on the sorted lengths:
+# `_packed` fills rows of `length` tokens by best fit, `_sorted` cuts batches of about as many
+# tokens. An epoch then shuffles the sequences of equal length among the places of that
+# length, and shuffles the rows (the steps, where lengths differ). So every epoch has another order
+# and the same number of steps, which a learning rate can be laid over.
+#
+# [Note: the memory of a step] A step has room for `tokens` // `length` rows of full length. A
+# sorted step of sequences of at most half that length has twice as many rows, and so on: a
+# multiple, so that no rank's part has more tokens than it would have of full rows, where the ranks
+# and micro-batches divide those.
 @dataclass(frozen=True)
-class Part:
-    """What one rank has in a micro-batch.
+class StepPart:
+    """What one rank has in a micro-batch."""
 
-    Attributes:
-        rows: numbers of the sequences of each row; none where a step has fewer rows than parts.
-        length: tokens that each row is filled up to.
-        items: learnt tokens of the whole step, over all ranks and micro-batches.
-    """
-
+    # Numbers of the sequences of each row; none where a step has fewer rows than parts.
     rows: Rows
+    # Tokens that each row is filled up to.
     length: int
+    # Learnt tokens of the whole step, over all ranks and micro-batches.
     items: int
 
 
@@ -79,7 +74,7 @@ def make_batches(
     that are learnt in the whole step, over all ranks and micro-batches. The sum of a batch's token
     losses over it is this batch's share of the mean over the step.
 
-    - packed: ``input_ids``, ``labels``, ``position_ids``, each ``[B, L]``. Positions begin anew
+    - packed: ``input_ids``, ``labels``, ``position_ids``, each ``[B, L]``. Positions restart
       with each sequence, which says that it sees no other; for models that keep no cache.
     - otherwise: ``input_ids``, ``labels``, ``attention_mask``, each ``[B, L]``, padded at the end.
 
@@ -119,7 +114,7 @@ def make_batches(
 
 
 class _Loader(DataLoader):
-    """A loader that goes on with another number of micro-batches, too."""
+    """A loader that resumes with another number of micro-batches, too."""
 
     batch_sampler: StepSampler
 
@@ -170,7 +165,7 @@ class StepSampler(ResumableSampler):
         self._length, self._rows, self._packing = length, tokens // length, packing
         self.accumulate, self._shuffle, self._multiple = accumulate, shuffle, multiple
         grain = 1 if packing else max(SHORTEST_GRAIN, length // GRAINS)
-        # What counts as one length, and is dealt out anew in each epoch.
+        # What counts as one length, and is shuffled in each epoch.
         self._alike = np.minimum(-(-self.lengths // grain) * grain, length)
         self._places = (_packed if packing else _sorted)(
             np.sort(self._alike)[::-1], length, self._rows
@@ -214,13 +209,13 @@ class StepSampler(ResumableSampler):
             return [rows[at : at + self._rows] for at in range(0, len(rows), self._rows)]
         return [groups[n] for n in draw.permutation(len(groups))] if self._shuffle else groups
 
-    def _share(self, batch: tuple[Rows, int], epoch: int, number: int) -> Part:
+    def _share(self, batch: tuple[Rows, int], epoch: int, number: int) -> StepPart:
         step, micro = batch
         parts, part = self.world_size * self.accumulate, micro * self.world_size + self.rank
         rows = step[len(step) * part // parts : len(step) * (part + 1) // parts]
         longest = max(int(self.lengths[row].sum()) for row in step)
         items = int(sum(self._learnt[row].sum() for row in step))
-        return Part(rows, -(-longest // self._multiple) * self._multiple, items)
+        return StepPart(rows, -(-longest // self._multiple) * self._multiple, items)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "accumulate": self.accumulate}
@@ -239,11 +234,7 @@ class StepSampler(ResumableSampler):
         return {**state, "done": done, "accumulate": self.accumulate}
 
     def rescaled(self, done: Any, accumulate: int) -> Any:
-        """A number of micro-batches, `accumulate` to a step, in those of this sampler.
-
-        Raises:
-            GulliverError: it lies inside a step, and steps are cut in another way here.
-        """
+        """A number of micro-batches, `accumulate` to a step, in those of this sampler."""
         if accumulate == self.accumulate or not isinstance(done, int):
             return done
         if accumulate < 1 or done % accumulate:
@@ -270,7 +261,7 @@ def _sorted(lengths: np.ndarray[Any, Any], length: int, rows: int) -> list[Rows]
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
-    """Makes the tensors of a `Part`."""
+    """Makes the tensors of a `StepPart`."""
 
     def __init__(self, examples: Sequence[Example], packing: bool, padding: int) -> None:
         self._examples, self._packing, self._padding = examples, packing, padding
@@ -278,7 +269,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self._examples)
 
-    def __getitems__(self, part: Part) -> dict[str, Any]:
+    def __getitems__(self, part: StepPart) -> dict[str, Any]:
         # A rank without rows still takes part in the step, with a token that nobody learns.
         rows = part.rows or [[]]
         ids = torch.full((len(rows), part.length), self._padding, dtype=torch.int64)

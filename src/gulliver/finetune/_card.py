@@ -6,24 +6,17 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from gulliver.finetune._run import Run
+from gulliver.finetune._run import FinetuneRun
 
 if TYPE_CHECKING:
-    from gulliver.finetune._prepare import Job
+    from gulliver.finetune._prepare import FinetuneJob
 
 PACKAGES = ("gulliver", "torch", "transformers", "peft", "safetensors")
 SHOWN_EVALUATIONS, SHOWN_SAMPLES = 12, 3
 
 
-def model_card(job: Job, run: Run, step: int, which: str) -> str:
-    """The text of README.md.
-
-    Args:
-        job: job of the run.
-        run: folder of the run.
-        step: step whose weights became the result.
-        which: what that is.
-    """
+def model_card(job: FinetuneJob, run: FinetuneRun, step: int, which: str) -> str:
+    """The text of README.md."""
     log = run.log.read()
     evaluations = [line for line in log if "held_out_loss" in line]
     sections = [
@@ -38,7 +31,7 @@ def model_card(job: Job, run: Run, step: int, which: str) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _front(job: Job) -> list[str]:
+def _front(job: FinetuneJob) -> list[str]:
     library = "peft" if job.config.method == "lora" else "transformers"
     return [
         "---",
@@ -52,7 +45,7 @@ def _front(job: Job) -> list[str]:
 
 
 def _result(
-    job: Job,
+    job: FinetuneJob,
     number: int,
     which: str,
     log: list[dict[str, Any]],
@@ -74,7 +67,7 @@ def _result(
     return rows
 
 
-def _data(job: Job) -> list[tuple[str, Any]]:
+def _data(job: FinetuneJob) -> list[tuple[str, Any]]:
     facts = job.data.facts
     files = ", ".join(str(path) for path in job.config.data)
     bad = ", ".join(f"{count:,} {reason}" for reason, count in facts["bad"].items()) or "none"
@@ -89,7 +82,7 @@ def _data(job: Job) -> list[tuple[str, Any]]:
     ]
 
 
-def _training(job: Job) -> list[tuple[str, Any]]:
+def _training(job: FinetuneJob) -> list[tuple[str, Any]]:
     recipe, config, plan = job.recipe, job.config, job.planned.plan
     rows: list[tuple[str, Any]] = [
         ("model to begin with", f"{job.base.folder} (fingerprint {job.base.fingerprint})"),
@@ -117,7 +110,7 @@ def _evaluations(lines: list[dict[str, Any]]) -> str:
     return "\n".join(["## Evaluation", "", "| step | held-out loss |", "|---:|---:|", *rows])
 
 
-def _samples(run: Run, step: int) -> str:
+def _samples(run: FinetuneRun, step: int) -> str:
     """What the model made of prompts before, and at the step that became the result."""
     found = run.samples.read()
     parts = []

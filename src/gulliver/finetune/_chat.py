@@ -1,15 +1,4 @@
-"""Tokens of a conversation, and which of them are the assistant's.
-
-[Note: masks of conversations]
-A chat template is a program: it may write anything, and what it writes of one message may depend on
-those after it. Which tokens are answers is therefore never guessed from their text. Where the
-template marks answers (``{% generation %}``), its marks say it. Elsewhere the prefix property must
-hold: the conversation up to an answer, with the prompt for one, must be the beginning of the whole
-conversation, token by token, and so must the conversation with that answer. What lies between is
-what the model would have had to write. Both are checked for every answer of every conversation. A
-template that breaks the property (one that drops earlier thoughts, say) has no such mask: what the
-model saw in training would not be what it sees when it is asked.
-"""
+"""Tokens of a conversation, and which of them are the assistant's."""
 
 from __future__ import annotations
 
@@ -20,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gulliver.errors import GulliverError
-from gulliver.finetune._forms import Sample
+from gulliver.finetune._forms import TextSample
 
 Array = np.ndarray[Any, Any]
 
@@ -31,6 +20,15 @@ SHOWN = 8
 MARK_THEM = "mark the answers in the template with {% generation %}, or give --answers-only no"
 
 
+# [Note: masks of conversations] A chat template is a program: it may write anything, and what it
+# writes of one message may depend on those after it. Which tokens are answers is therefore never
+# guessed from their text. Where the template marks answers (``{% generation %}``), its marks say
+# it. Elsewhere the prefix property must hold: the conversation up to an answer, with the prompt for
+# one, must be the beginning of the whole conversation, token by token, and so must the conversation
+# with that answer. What lies between is what the model would have had to write. Both are checked
+# for every answer of every conversation. A template that breaks the property (one that drops
+# earlier thoughts, say) has no such mask: what the model saw in training would not be what it sees
+# when it is asked.
 class BadChat(Exception):
     """A conversation that the template refuses."""
 
@@ -41,11 +39,7 @@ def marks_answers(tokenizer: Any) -> bool:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Refuses a tokenizer without a chat template.
-
-    Raises:
-        GulliverError: it has none; it says where one could come from.
-    """
+    """Refuses a tokenizer without a chat template."""
     try:
         tokenizer.get_chat_template()
     except ValueError:
@@ -56,12 +50,8 @@ def check_template(tokenizer: Any) -> None:
         ) from None
 
 
-def marked_tokens(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]:
-    """Returns the tokens [T] of a conversation, and 1 for those that the template marks [T].
-
-    Raises:
-        BadChat: the template does not take the conversation.
-    """
+def marked_tokens(tokenizer: Any, sample: TextSample) -> tuple[list[int], list[int]]:
+    """Returns the tokens [T] of a conversation, and 1 for those that the template marks [T]."""
     found = _applied(
         tokenizer,
         sample,
@@ -72,12 +62,8 @@ def marked_tokens(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]
     return found["input_ids"], found["assistant_masks"]
 
 
-def chat_texts(tokenizer: Any, sample: Sample, answers_only: bool) -> list[str]:
-    """Writes a conversation: the whole, and for each answer what is before it and up to its end.
-
-    Raises:
-        BadChat: the template does not take the conversation.
-    """
+def chat_texts(tokenizer: Any, sample: TextSample, answers_only: bool) -> list[str]:
+    """Writes a conversation: the whole, and for each answer what is before it and up to its end."""
     count = len(sample.messages)
     texts = [_applied(tokenizer, sample, count, tokenize=False)]
     answers = _answers(sample)
@@ -91,20 +77,8 @@ def chat_texts(tokenizer: Any, sample: Sample, answers_only: bool) -> list[str]:
     return texts
 
 
-def answer_mask(tokenizer: Any, sample: Sample, tokens: Sequence[list[int]]) -> Array:
-    """Finds the answers of a conversation, and checks the prefix property.
-
-    Args:
-        tokenizer: tokenizer, for the message.
-        sample: conversation.
-        tokens: tokens of each text of `chat_texts`.
-
-    Returns:
-        Whether each token of the whole is an answer's, ``[T]``.
-
-    Raises:
-        GulliverError: the template breaks the prefix property.
-    """
+def answer_mask(tokenizer: Any, sample: TextSample, tokens: Sequence[list[int]]) -> Array:
+    """Finds the answers of a conversation, and checks the prefix property."""
     whole, parts = tokens[0], tokens[1:]
     learnt = np.zeros(len(whole), dtype=bool)
     for number, asked, answered in zip(_answers(sample), parts[::2], parts[1::2], strict=True):
@@ -115,12 +89,12 @@ def answer_mask(tokenizer: Any, sample: Sample, tokens: Sequence[list[int]]) -> 
     return learnt
 
 
-def _answers(sample: Sample) -> list[int]:
+def _answers(sample: TextSample) -> list[int]:
     # A greeting answers nothing: it is read, and not learnt.
     return [n for n, one in enumerate(sample.messages) if n and one["role"] == "assistant"]
 
 
-def _applied(tokenizer: Any, sample: Sample, messages: int, **options: Any) -> Any:
+def _applied(tokenizer: Any, sample: TextSample, messages: int, **options: Any) -> Any:
     from jinja2 import TemplateError
 
     try:
@@ -132,7 +106,7 @@ def _applied(tokenizer: Any, sample: Sample, messages: int, **options: Any) -> A
 
 
 def _refuse_template(
-    tokenizer: Any, sample: Sample, number: int, part: list[int], whole: list[int]
+    tokenizer: Any, sample: TextSample, number: int, part: list[int], whole: list[int]
 ) -> None:
     pairs = zip(part, whole, strict=False)
     place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(part), len(whole)))

@@ -1,13 +1,4 @@
-"""Models whose packed batches are exact: the sequences of a row do not see each other.
-
-[Note: how a model is told]
-Masks are a matter of attention: windows, chunks and linear attention need other ones than full
-attention does. Models of transformers make all of theirs from ``position_ids`` where these begin
-anew, in their newer way of writing; so packed batches have positions and no mask, and no mask of
-ours has to be right for each layer of each family. Which types do so exactly is known from a test
-that holds packed logits, loss and all gradients to those of each sequence alone, in float64
-(`tests/test_finetune_packing.py`); other types are refused.
-"""
+"""Models whose packed batches are exact: the sequences of a row do not see each other."""
 
 from __future__ import annotations
 
@@ -36,6 +27,12 @@ LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers that they are: others keep a state, or choose what they look at."""
 
 
+# [Note: how a model knows] Masks are a matter of attention: windows, chunks and linear attention
+# need other ones than full attention does. Models of transformers make all of theirs from
+# ``position_ids`` where these restart, in their newer way of writing; so packed batches have
+# positions and no mask, and no mask of ours has to be right for each layer of each family. Which
+# types do so exactly is known from a test that holds packed logits, loss and all gradients to those
+# of each sequence alone, in float64 (`tests/test_finetune_packing.py`); other types are refused.
 def packing_support(model: nn.Module, length: int | None = None) -> str | None:
     """Says why packed batches would not be exact for a model; None where they are.
 
@@ -57,7 +54,7 @@ def packing_support(model: nn.Module, length: int | None = None) -> str | None:
     if getattr(config, "use_cache", False):
         return "a model that keeps a cache does not: set model.config.use_cache to False"
     if _frequencies_vary(config, length):
-        return "its rotary frequencies hang on the longest sequence of a row"
+        return "its rotary frequencies depend on the longest sequence of a row"
     if asks_routers(model, {}):
         return "the loss of its routers would count padding: set output_router_logits to False"
     return None

@@ -1,10 +1,4 @@
-"""Samples to tokens: which of them are learnt, and what becomes of texts that are too long.
-
-[Note: each token once]
-The first token of a sequence is never learnt: nothing stands before it. Windows of a long text
-therefore overlap by one token, the last of a window being the first of the next, where it is only
-read. So every token of a text is learnt exactly once, but for its very first.
-"""
+"""Samples to tokens: which of them are learnt, and what becomes of texts that are too long."""
 
 from __future__ import annotations
 
@@ -19,6 +13,7 @@ import numpy as np
 
 from gulliver.errors import GulliverError
 from gulliver.finetune._chat import (
+    Array,
     BadChat,
     answer_mask,
     chat_texts,
@@ -26,15 +21,17 @@ from gulliver.finetune._chat import (
     marked_tokens,
     marks_answers,
 )
-from gulliver.finetune._forms import Sample
+from gulliver.finetune._forms import TextSample
 from gulliver.finetune._rows import BadRow
 
 AT_ONCE = 256
 """Samples that a tokenizer gets at a time; its own threads share them."""
 
-Array = np.ndarray[Any, Any]
 
-
+# [Note: each token once] The first token of a sequence is never learnt: nothing precedes it.
+# Windows of a long text therefore overlap by one token, the last of a window being the first of the
+# next, where it is only read. So every token of a text is learnt exactly once, but for its very
+# first.
 @dataclass(frozen=True, eq=False)
 class Example:
     """A sequence of tokens to learn from.
@@ -78,7 +75,7 @@ def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        # Whatever a broken file makes transformers raise.
+        # A broken file makes transformers raise anything.
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise GulliverError(f"the tokenizer of {folder} cannot be read: {reason[0]}") from error
     if chat_template is not None:
@@ -102,26 +99,23 @@ TOKENIZER_FILES = (
 
 @dataclass
 class Encoder:
-    """Makes examples of samples.
+    """Makes examples of samples."""
 
-    Attributes:
-        tokenizer: tokenizer of transformers.
-        length: longest sequence, in tokens.
-        answers_only: whether prompts are read and not learnt.
-        cut: whether conversations that are too long are cut; otherwise they are bad rows.
-        counts: what was done beside the obvious: texts cut, split, and so on.
-    """
-
+    # Tokenizer of transformers.
     tokenizer: Any
+    # Longest sequence, in tokens.
     length: int
+    # Whether prompts are read and not learnt.
     answers_only: bool
+    # Whether conversations that are too long are cut; otherwise they are bad rows.
     cut: bool = True
+    # How many texts were cut, split, and so on.
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.begin, self.end = edges(self.tokenizer)
 
-    def encode(self, samples: Sequence[Sample]) -> Iterator[list[Example] | BadRow]:
+    def encode(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
         """Yields the examples of each sample: one, or several windows; or why there are none."""
         chats = bool(samples and samples[0].messages)
         if chats:
@@ -133,10 +127,10 @@ class Encoder:
 
     @property
     def masks(self) -> str:
-        """How the answers of conversations are told apart."""
+        """How the answers of conversations are found."""
         return "marks of the template" if marks_answers(self.tokenizer) else "prefixes, checked"
 
-    def _marked(self, samples: Sequence[Sample]) -> Iterator[list[Example] | BadRow]:
+    def _marked(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
         for sample in samples:
             try:
                 ids, marks = marked_tokens(self.tokenizer, sample)
@@ -145,7 +139,7 @@ class Encoder:
             else:
                 yield self._cut(sample, ids, np.array(marks, dtype=bool))
 
-    def _chats(self, samples: Sequence[Sample]) -> Iterator[list[Example] | BadRow]:
+    def _chats(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
         written: list[list[str] | BadRow] = []
         for sample in samples:
             try:
@@ -164,7 +158,7 @@ class Encoder:
                 learnt = answer_mask(self.tokenizer, sample, found)
             yield self._cut(sample, found[0], learnt)
 
-    def _cut(self, sample: Sample, ids: list[int], learnt: Array) -> list[Example] | BadRow:
+    def _cut(self, sample: TextSample, ids: list[int], learnt: Array) -> list[Example] | BadRow:
         if len(ids) > self.length and not self.cut:
             return BadRow(sample.source, f"a conversation too long: {len(ids)} tokens")
         found = _example(ids[: self.length], learnt[: self.length], sample.source)
@@ -174,7 +168,7 @@ class Encoder:
         within = f"{len(ids)} tokens" if len(ids) > self.length else "its answers are empty"
         return BadRow(sample.source, f"no answer within the length: {within}")
 
-    def _answers(self, samples: Sequence[Sample]) -> Iterator[list[Example] | BadRow]:
+    def _answers(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
         prompts = self._tokens([sample.prompt for sample in samples])
         wholes = self._tokens([sample.prompt + sample.answer for sample in samples])
         for sample, prompt, whole in zip(samples, prompts, wholes, strict=True):
@@ -185,7 +179,7 @@ class Encoder:
                 whole = prompt + self._tokens([sample.answer])[0]
             yield self._windows(sample, len(prompt), whole)
 
-    def _windows(self, sample: Sample, prompt: int, whole: list[int]) -> list[Example] | BadRow:
+    def _windows(self, sample: TextSample, prompt: int, whole: list[int]) -> list[Example] | BadRow:
         ids = [*self.begin, *whole, *self.end]
         learnt = np.ones(len(ids), dtype=bool)
         if self.answers_only and sample.prompt:

@@ -3,7 +3,7 @@
     make_example(Path("out/example"))
 
 The model is a Llama of random weights that reads bytes. The task: to write a word in capitals, in
-words of other syllables each time, so that held-out words tell learning from knowing by heart.
+words of other syllables each time, so that held-out words distinguish learning from memorizing.
 """
 
 from __future__ import annotations

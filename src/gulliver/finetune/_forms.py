@@ -3,7 +3,7 @@
 A data set has one form. A row's columns tell which; of several that fit, the one that says most
 about the row counts, as in tables that have the whole prompt once more in a column ``text``. An
 instruction becomes a prompt in the words of Alpaca, and a plain text is a completion of nothing:
-what is left are `Sample`s with messages, and such with a prompt and an answer.
+what is left are `TextSample`s with messages, and such with a prompt and an answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gulliver.errors import GulliverError
-from gulliver.finetune._rows import BadRow, Row, parse_json, twice_in
+from gulliver.finetune._rows import BadRow, Row
 
 COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "messages": (("messages",), ("conversations",)),
@@ -23,7 +23,7 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "completion": (("prompt", "completion"), ("prompt", "response")),
     "text": (("text",),),
 }
-"""Form to the columns that it may stand in, the richest form first."""
+"""Columns of each form, the richest form first."""
 KNOWN = "messages; instruction and output; prompt and completion; or text"
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 """Other names of roles, of conversations with `from` and `value`."""
@@ -41,7 +41,7 @@ WITHOUT_INPUT = (
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextSample:
     """What a row says: messages, or an answer and the prompt before it, which may be empty."""
 
     source: str
@@ -70,7 +70,7 @@ class Form:
     name: str
     rows: int
 
-    def parse(self, row: Row) -> Sample | BadRow:
+    def parse(self, row: Row) -> TextSample | BadRow:
         """Reads a row; one that lacks the columns, or has something else in them, is bad."""
         given = [c for c in COLUMNS[self.name] if all(row.values.get(n) is not None for n in c)]
         if len(given) > 1:
@@ -168,23 +168,23 @@ def _answer_of(value: Any, column: str) -> str:
     return text
 
 
-def _plain(row: Row, columns: tuple[str, ...]) -> Sample:
+def _plain(row: Row, columns: tuple[str, ...]) -> TextSample:
     text = _text_of(row.values[columns[0]], columns[0])
     if not text.strip():
         raise _Unusable(f"an empty text: {columns[0]}")
-    return Sample(row.source, answer=text)
+    return TextSample(row.source, answer=text)
 
 
-def _completion(row: Row, columns: tuple[str, ...]) -> Sample:
+def _completion(row: Row, columns: tuple[str, ...]) -> TextSample:
     prompt, answer = columns
-    return Sample(
+    return TextSample(
         row.source,
         prompt=_text_of(row.values[prompt], prompt),
         answer=_answer_of(row.values[answer], answer),
     )
 
 
-def _instruction(row: Row, columns: tuple[str, ...]) -> Sample:
+def _instruction(row: Row, columns: tuple[str, ...]) -> TextSample:
     more = row.values.get("input")
     given = {
         "instruction": _text_of(row.values["instruction"], "instruction"),
@@ -192,44 +192,41 @@ def _instruction(row: Row, columns: tuple[str, ...]) -> Sample:
     }
     words = WITH_INPUT if given["input"].strip() else WITHOUT_INPUT
     answer = _answer_of(row.values["output"], "output")
-    return Sample(row.source, prompt=words.format(**given), answer=answer)
+    return TextSample(row.source, prompt=words.format(**given), answer=answer)
 
 
-def _messages(row: Row, columns: tuple[str, ...]) -> Sample:
-    told = _decoded(row.values[columns[0]], columns[0])
-    if not isinstance(told, list) or not told:
-        raise _Unusable(f"no list of messages: {columns[0]} is a {type(told).__name__}")
-    messages = tuple(_message(one, number) for number, one in enumerate(told, 1))
+def _messages(row: Row, columns: tuple[str, ...]) -> TextSample:
+    given = _from_json(row.values[columns[0]], columns[0])
+    if not isinstance(given, list) or not given:
+        raise _Unusable(f"no list of messages: {columns[0]} is a {type(given).__name__}")
+    messages = tuple(_message(one, number) for number, one in enumerate(given, 1))
     answers = [(n, one) for n, one in enumerate(messages, 1) if one["role"] == "assistant"]
     if not answers:
         raise _Unusable("no answer: no message is the assistant's")
     for number, one in answers:
         if not one.get("content", "").strip() and not one.get("tool_calls"):
             raise _Unusable(f"an empty answer: message {number}")
-    tools = _decoded(row.values.get("tools") or None, "tools")
+    tools = _from_json(row.values.get("tools") or None, "tools")
     if tools is not None and not isinstance(tools, list):
         raise _Unusable(f"no list of tools: a {type(tools).__name__}")
-    return Sample(row.source, messages=messages, tools=tools)
+    return TextSample(row.source, messages=messages, tools=tools)
 
 
-def _decoded(value: Any, column: str) -> Any:
+def _from_json(value: Any, column: str) -> Any:
     """A value that tables keep as JSON text."""
     if not isinstance(value, str):
         return value
     try:
-        found = parse_json(value)
+        return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise _Unusable(f"no JSON in {column}: {error}") from None
-    if (twice := twice_in(found)) is not None:
-        raise _Unusable(f"a key twice: {twice.key!r} in {column}")
-    return found
 
 
-def _message(told: Any, number: int) -> dict[str, Any]:
-    if not isinstance(told, dict):
-        raise _Unusable(f"no message: number {number} is a {type(told).__name__}")
-    # Tables have every field of a message in each, None where there is none.
-    found = {name: value for name, value in told.items() if value is not None}
+def _message(given: Any, number: int) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise _Unusable(f"no message: number {number} is a {type(given).__name__}")
+    # Tables have every field of a message in each, None if a message lacks it.
+    found = {name: value for name, value in given.items() if value is not None}
     if "from" in found and "role" not in found:
         found["role"] = ROLES.get(str(found["from"]), found["from"])
         found["content"] = found.pop("value", None)

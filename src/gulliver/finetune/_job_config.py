@@ -1,7 +1,7 @@
 """Options of a fine-tuning run: how it learns, where it runs, what it keeps.
 
-Those of the data stand in `_config.py`. Nothing here imports torch: ``gulliver finetune --help``
-reads this module. What is None is chosen when model and data are known, and told with the reason
+Those of the data are in `_config.py`. Nothing here imports torch: ``gulliver finetune --help``
+reads this module. What is None is chosen when model and data are known, and printed with the reason
 (`_recipe.py`).
 """
 
@@ -28,7 +28,7 @@ class FinetuneConfig(DataConfig):
     out: Path = Path("runs/finetune")
     """The run folder: config, plan, log, checkpoints, samples and the result."""
     method: Literal["full", "lora", "qlora"] = "full"
-    """Train all weights, or adapters of low rank beside frozen ones."""
+    """Train all weights, or adapters of low rank with the weights frozen."""
     memory: str | None = None
     """Memory for weights, gradients, optimizer state and activations on each rank: 6GiB, 70%."""
     disk: str | None = None
@@ -76,21 +76,21 @@ class FinetuneConfig(DataConfig):
     lora_targets: tuple[str, ...] = ()
     """Last parts of the names of the layers that are adapted; by default those of the family."""
     adapter: Path | None = None
-    """PEFT adapter (LoRA) of this model to go on training; its rank and layers are taken."""
+    """PEFT adapter (LoRA) of this model to continue training; it sets rank and layers."""
     merge: bool = False
-    """Write the whole model with the adapters added to its weights, beside the adapter."""
+    """Write the whole model with the adapters added to its weights, as well as the adapter."""
     eval_every: Annotated[int | None, AT_LEAST_1] = None
     """Steps between evaluations on the held-out texts; by default a tenth of the run."""
     patience: Annotated[int, AT_LEAST_0] = 0
-    """Evaluations without a better loss after which the run ends; 0: it goes on."""
+    """Evaluations without a better loss after which the run ends; 0: never."""
     result: Literal["best", "last"] = "best"
     """Weights that become the result; best needs held-out texts."""
     samples: Annotated[int | None, AT_LEAST_0] = None
-    """Held-out texts that the model is let continue at each evaluation."""
+    """Held-out texts that the model continues at each evaluation."""
     sample_tokens: Annotated[int, AT_LEAST_1] = 48
     """Most tokens of such a sample."""
     prompt: tuple[str, ...] = ()
-    """Texts that the model is let continue besides."""
+    """Further texts that it continues."""
     save_every: Annotated[int | None, AT_LEAST_1] = None
     """Steps between checkpoints; by default as often as evaluations."""
     keep: Annotated[int, AT_LEAST_1] = 2
@@ -111,7 +111,7 @@ class FinetuneConfig(DataConfig):
 
 
 MAY_CHANGE = frozenset(
-    {"out", "model", "data", "held_out", "adapter", "chat_template"}  # told apart by fingerprint
+    {"out", "model", "data", "held_out", "adapter", "chat_template"}  # compared by fingerprint
     | {"memory", "disk", "ranks", "tp", "pp", "sp", "activations", "micro_tokens", "resume"}
     | {"dry_run", "keep", "log_every", "save_every", "merge", "save_dtype", "result", "bad_rows"}
     | {"samples", "sample_tokens", "prompt"}

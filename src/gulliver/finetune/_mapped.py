@@ -1,12 +1,4 @@
-"""Weights that no memory holds: parameters that are views of mapped files.
-
-[Note: weights larger than memory] Under a memory limit a model may be larger than memory before it
-is boosted. Its parameters are then views of files that are mapped: of the safetensors files
-themselves where they hold the tensors as they are trained, else of a nameless file that they are
-converted into first. Pages that were read may be dropped again by the system, and `boost` moves
-them chunk by chunk to where they will live. Several ranks take rank 0's values of what is frozen,
-which would make private copies of the files' pages, so there each rank has a file of its own.
-"""
+"""Weights that no memory holds: parameters that are views of mapped files."""
 
 from __future__ import annotations
 
@@ -26,6 +18,12 @@ ALIGNMENT = 64
 """Bytes that tensors in the nameless file are aligned to."""
 
 
+# [Note: weights larger than memory] Under a memory limit a model may be larger than memory before
+# it is boosted. Its parameters are then views of files that are mapped: of the safetensors files
+# themselves where they hold the tensors as they are trained, else of a nameless file that they are
+# converted into first. Pages that were read may be dropped again by the system, and `boost` moves
+# them chunk by chunk to where they will live. Several ranks take rank 0's values of what is frozen,
+# which would make private copies of the files' pages, so there each rank has a file of its own.
 def map_weights(
     build: Callable[[torch.dtype], nn.Module],
     folder: Path,
@@ -33,21 +31,7 @@ def map_weights(
     scratch: Path,
     alone: bool,
 ) -> nn.Module | None:
-    """Makes a model whose parameters are views of mapped files.
-
-    Args:
-        build: function that makes the model in a dtype.
-        folder: Hugging Face folder of its weights.
-        dtype: dtype of its parameters.
-        scratch: folder for a copy in another dtype, which has no name and goes with the process.
-        alone: whether this is the only rank.
-
-    Returns:
-        The model; None where the files lack one of its tensors.
-
-    Raises:
-        GulliverError: there is no room for a copy, or a value does not fit the dtype.
-    """
+    """Makes a model whose parameters are views of mapped files."""
     with lazy_parameters():
         model = build(dtype)
     with model_weights(folder, model) as weights:

@@ -44,15 +44,12 @@ STATE = ("parameters", "gradients", "optimizer_state")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The largest step of a run.
+class StepShape:
+    """The largest step of a run."""
 
-    Attributes:
-        rows: sequences of full length in a step, over all ranks and micro-batches.
-        length: tokens of such a sequence.
-    """
-
+    # Sequences of full length in a step, over all ranks and micro-batches.
     rows: int
+    # Tokens of such a sequence.
     length: int
 
     def per_micro(self, places: int, accumulate: int) -> int:
@@ -61,25 +58,22 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A plan, and how a step is cut into micro-batches.
+class PlannedRun:
+    """A plan, and how a step is cut into micro-batches."""
 
-    Attributes:
-        plan: plan to run.
-        places: number of ranks that read different texts.
-        accumulate: micro-batches of an optimizer step.
-        recompute: whether the model's blocks are to be recomputed by transformers' own means.
-        needed: bytes of memory that a rank needs, state and activations.
-        activations: bytes of activations in that; 0 where they are not known.
-        rates: words for the machine that seconds are predicted for.
-    """
-
+    # Plan to run.
     plan: Plan
+    # Number of ranks that read different texts.
     places: int
+    # Micro-batches of an optimizer step.
     accumulate: int
+    # Whether the model's blocks are to be recomputed by transformers' own means.
     recompute: bool
+    # Bytes of memory that a rank needs, state and activations.
     needed: int
+    # Bytes of activations in that; 0 where they are not known.
     activations: int
+    # Words for the machine that seconds are predicted for.
     rates: str = ""
 
     @property
@@ -147,25 +141,12 @@ def plan_run(
     config: FinetuneConfig,
     model: nn.Module,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    shape: Shape,
+    shape: StepShape,
     precision: str,
     ranks: int,
     accumulate: int | None = None,
-) -> Planned:
-    """Plans a run; nothing is loaded, and no ranks need to be there.
-
-    Args:
-        config: options of the run.
-        model: model on meta, with its adapters.
-        optimizer: function that makes the optimizer of a model.
-        shape: largest step of the run.
-        precision: ``fp32`` or ``bf16``.
-        ranks: number of ranks of the run.
-        accumulate: micro-batches of a step; None takes the fewest that fit.
-
-    Raises:
-        GulliverError: nothing fits; the least limit is named where there is one.
-    """
+) -> PlannedRun:
+    """Plans a run; nothing is loaded, and no ranks need to be there."""
     cluster, places = current_cluster(ranks), ranks // config.ranks_of_a_model
     rates = f"on {cluster.name}" if cluster.measured else UNMEASURED
     made, refusal, works = optimizer(model), GulliverError(""), dict[int, Work]()
@@ -186,7 +167,7 @@ def plan_run(
     raise refusal
 
 
-def _splits(config: FinetuneConfig, shape: Shape, places: int) -> Iterator[int]:
+def _splits(config: FinetuneConfig, shape: StepShape, places: int) -> Iterator[int]:
     """Numbers of micro-batches, the fewest first."""
     most = shape.per_micro(places, 1)
     if config.micro_tokens is not None:
@@ -239,25 +220,15 @@ def _room(config: FinetuneConfig, ranks: int) -> int | None:
     return whole if config.memory is None else byte_size("--memory", config.memory, whole)
 
 
-def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> Planned:
-    """A plan that fits the memory that there is.
-
-    Args:
-        config: options of the run, with ``activations`` and ``ranks_of_a_model``.
-        plan: plan with the work of a micro-batch.
-        places: number of ranks that read different samples.
-        accumulate: micro-batches of an optimizer step.
-
-    Raises:
-        GulliverError: it does not; a limit with a disk is named.
-    """
+def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun:
+    """A plan that fits the memory that there is."""
     memory, work = plan.memory, plan.work
     state = sum(getattr(memory, kind) for kind in STATE)
     if plan.limited:
         assert plan.zero is not None, "a limit is of ZeRO"
         assert plan.zero.tiers is not None, "a limit is of tiers"
         needed = min(state + memory.activations, plan.zero.tiers.limit)
-        return Planned(plan, places, accumulate, False, needed, memory.activations)
+        return PlannedRun(plan, places, accumulate, False, needed, memory.activations)
     shared = config.ranks_of_a_model > 1
     # Ranks of one machine have a GPU each, or the host's memory together.
     sharing = plan.mesh.size if plan.mesh.device == "cpu" else 1
@@ -276,4 +247,4 @@ def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> Planned:
             f"{size_at_least(int(room))} --disk FOLDER:SIZE, or --method lora, or more --ranks"
         )
     own = recompute and not shared
-    return Planned(plan, places, accumulate, own, needed, needed - state)
+    return PlannedRun(plan, places, accumulate, own, needed, needed - state)

@@ -20,9 +20,9 @@ from gulliver.finetune._batches import make_batches
 from gulliver.finetune._documents import packing_support
 from gulliver.finetune._encode import load_tokenizer
 from gulliver.finetune._job_config import FinetuneConfig
-from gulliver.finetune._planning import STATE, Planned, Shape, plan_run
+from gulliver.finetune._planning import STATE, PlannedRun, StepShape, plan_run
 from gulliver.finetune._recipe import SAMPLES, Recipe, choose_batch, choose_precision, complete
-from gulliver.finetune._run import Run
+from gulliver.finetune._run import FinetuneRun
 from gulliver.finetune._sampling import Prompt, prompts_of
 from gulliver.finetune._texts import TextData, read_text
 from gulliver.jobs import console
@@ -30,31 +30,27 @@ from gulliver.memory import check_disk_folder
 
 
 @dataclass(frozen=True)
-class Job:
-    """All that is known of a run before a weight is read.
-
-    Attributes:
-        config: options.
-        run: folder of the run.
-        base: model to begin with.
-        tokenizer: tokenizer of the model.
-        data: texts as tokens.
-        packing: whether texts share rows.
-        recipe: numbers of the run.
-        planned: how it lies on its ranks.
-        prompts: what the model is let continue at evaluations.
-        checkpoint: step to go on from; None for the start.
-    """
+class FinetuneJob:
+    """All that is known of a run before a weight is read."""
 
     config: FinetuneConfig
-    run: Run
+    # Folder of the run.
+    run: FinetuneRun
+    # Model to begin with.
     base: Base
+    # Tokenizer of the model.
     tokenizer: Any
+    # Texts as tokens.
     data: TextData
+    # Whether texts share rows.
     packing: bool
+    # Numbers of the run.
     recipe: Recipe
-    planned: Planned
+    # How it lies on its ranks.
+    planned: PlannedRun
+    # Texts that the model continues at evaluations.
     prompts: list[Prompt]
+    # Step to resume from; None for the start.
     checkpoint: Path | None
 
     @property
@@ -63,12 +59,7 @@ class Job:
         return row_length(self.data, self.packing)
 
     def batches(self, place: int, held_out: bool = False) -> Any:
-        """The loader of a rank's micro-batches.
-
-        Args:
-            place: this rank's number among those that read different texts.
-            held_out: whether they are for evaluation.
-        """
+        """The loader of a rank's micro-batches."""
         return loader_of(
             self.config,
             self.data.held_out if held_out else self.data.train,
@@ -132,15 +123,11 @@ def make_optimizer(
     )
 
 
-def prepare(config: FinetuneConfig, world: World) -> Job:
-    """Reads configuration and data, chooses and plans; every rank calls it, rank 0 tells.
-
-    Raises:
-        GulliverError: see `finetune`.
-    """
+def prepare(config: FinetuneConfig, world: World) -> FinetuneJob:
+    """Reads configuration and data, chooses and plans; every rank calls it, rank 0 prints."""
     say = console().print if world.is_main else lambda _: None
     assert config.model is not None, "it is checked"
-    base, run = Base(config.model), Run(config.out, config.keep)
+    base, run = Base(config.model), FinetuneRun(config.out, config.keep)
     context, fingerprint = base.context, base.fingerprint
     if config.adapter is not None:
         check_adapter(config.adapter, fingerprint)
@@ -160,18 +147,16 @@ def prepare(config: FinetuneConfig, world: World) -> Job:
     for line in (*recipe.lines(), *planned.lines(recipe.steps)):
         say(line)
     prompts = _prompts(config, data, tokenizer, planned, say)
-    job = Job(config, run, base, tokenizer, data, packing, recipe, planned, prompts, checkpoint)
+    job = FinetuneJob(
+        config, run, base, tokenizer, data, packing, recipe, planned, prompts, checkpoint
+    )
     if not config.dry_run:
         run.check_writable(_bytes_of_run(job))
     return job
 
 
 def _check_vocabulary(config: FinetuneConfig, data: TextData, model: nn.Module) -> None:
-    """Refuses tokens that a model has no embedding for.
-
-    Raises:
-        GulliverError: naming the highest token, and the number of embeddings.
-    """
+    """Refuses tokens that a model has no embedding for."""
     table = model.get_input_embeddings()  # type: ignore[operator]
     if data.facts["highest"] >= (rows := len(table.weight)):
         raise GulliverError(
@@ -182,11 +167,7 @@ def _check_vocabulary(config: FinetuneConfig, data: TextData, model: nn.Module) 
 
 
 def _packing(config: FinetuneConfig, model: nn.Module, data: TextData, say: Any) -> bool:
-    """Whether several texts share a row.
-
-    Raises:
-        GulliverError: it is asked for, and would not be exact.
-    """
+    """Whether several texts share a row."""
     if config.packing == "no":
         return False
     reason = packing_support(model, data.facts["length"])
@@ -216,18 +197,18 @@ def _recipe(
 
 def _plan(
     config: FinetuneConfig,
-    run: Run,
+    run: FinetuneRun,
     data: TextData,
     recipe: Recipe,
     model: nn.Module,
     packing: bool,
     world: World,
-) -> Planned:
+) -> PlannedRun:
     length, ranks = row_length(data, packing), world.size
     if config.dry_run and ranks == 1:
         ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
-    shape = Shape(recipe.batch_tokens // length, length)
-    # A run that goes on cuts its steps as before: sums in another order are other bits.
+    shape = StepShape(recipe.batch_tokens // length, length)
+    # A resumed run cuts its steps as before: sums in another order are other bits.
     known = run.values().get("chosen", {}) if config.resume else {}
     same = known.get("places") == ranks // config.ranks_of_a_model
     accumulate = known["accumulate"] if same and config.micro_tokens is None else None
@@ -243,7 +224,7 @@ def _plan(
 
 
 def _prompts(
-    config: FinetuneConfig, data: TextData, tokenizer: Any, planned: Planned, say: Any
+    config: FinetuneConfig, data: TextData, tokenizer: Any, planned: PlannedRun, say: Any
 ) -> list[Prompt]:
     if config.pp > 1:
         asked = "--samples and --prompt are left out" if config.samples or config.prompt else ""
@@ -259,7 +240,7 @@ def _prompts(
     return prompts_of(data.held_out or data.train, count, config.prompt, tokenizer)
 
 
-def _bytes_of_run(job: Job) -> int:
+def _bytes_of_run(job: FinetuneJob) -> int:
     """Bytes that the disk of the run folder has to have at most, for all that a run writes."""
     plan, config = job.planned.plan, job.config
     # Each step has weights in float32 and the optimizer's two moments, of what is trained.

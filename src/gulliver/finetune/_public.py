@@ -7,25 +7,26 @@ from gulliver.finetune._config import DataConfig, check_data
 from gulliver.finetune._documents import packing_support
 from gulliver.finetune._encode import Example, load_tokenizer, split
 from gulliver.finetune._example import make_example
-from gulliver.finetune._finetune import Outcome, finetune
+from gulliver.finetune._finetune import finetune
 from gulliver.finetune._forms import Form, recognise
 from gulliver.finetune._job_config import FinetuneConfig, check_finetune
 from gulliver.finetune._mapped import map_weights
-from gulliver.finetune._planning import Planned, fitting
+from gulliver.finetune._planning import PlannedRun, fitting
 from gulliver.finetune._rows import BadRow, Row, read_rows
-from gulliver.finetune._run import Run
+from gulliver.finetune._run import FinetuneRun
 from gulliver.finetune._texts import TextData, read_text
+from gulliver.jobs._loop import Outcome
 
 __all__ = [
     "BadRow",
     "DataConfig",
     "Example",
     "FinetuneConfig",
+    "FinetuneRun",
     "Form",
     "Outcome",
-    "Planned",
+    "PlannedRun",
     "Row",
-    "Run",
     "TextData",
     "adapter_name",
     "check_data",

@@ -1,4 +1,4 @@
-"""What a run does where its options leave it open: each choice with the reason that is told."""
+"""Defaults of a run that depend on model and data, each with its reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from gulliver.finetune._job_config import FinetuneConfig
 
 LEAST_STEPS = 100
-"""Steps that a run should have: fewer do not let the learning rate rise and fall."""
+"""Steps that a run should have: with fewer the learning rate cannot rise and fall."""
 MOST_TOKENS = 32_768
 """Tokens of a step beyond which more steps teach more than larger ones."""
 LR_FULL, FULL_SIZE = 2e-5, 7e9
@@ -25,26 +25,23 @@ SAMPLES = 3
 
 @dataclass(frozen=True)
 class Recipe:
-    """The numbers of a run.
+    """The numbers of a run."""
 
-    Attributes:
-        precision: ``fp32`` or ``bf16``.
-        batch_tokens: most tokens of a step, all ranks together.
-        steps: number of optimizer steps.
-        learning_rate: peak learning rate.
-        warmup: steps of warm-up.
-        eval_every: steps between evaluations.
-        save_every: steps between checkpoints.
-        reasons: reason of each, by name.
-    """
-
+    # ``fp32`` or ``bf16``.
     precision: str
+    # Most tokens of a step, all ranks together.
     batch_tokens: int
+    # Number of optimizer steps.
     steps: int = 0
+    # Peak learning rate.
     learning_rate: float = 0.0
+    # Steps of warm-up.
     warmup: int = 0
+    # Steps between evaluations.
     eval_every: int = 0
+    # Steps between checkpoints.
     save_every: int = 0
+    # Reason of each, by name.
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
@@ -72,13 +69,7 @@ def choose_precision(config: FinetuneConfig, device: str) -> tuple[str, str]:
 
 
 def choose_batch(config: FinetuneConfig, tokens: int, length: int) -> tuple[int, str]:
-    """Tokens of an optimizer step, and why.
-
-    Args:
-        config: options of the run.
-        tokens: tokens of an epoch.
-        length: tokens of the longest sequence.
-    """
+    """Tokens of an optimizer step, and why."""
     if config.batch_tokens is not None:
         least = max(config.batch_tokens, length)
         return least, "as asked" if least == config.batch_tokens else "the longest sequence"
@@ -100,16 +91,7 @@ def complete(
     parameters: int,
     held_out: bool,
 ) -> Recipe:
-    """The recipe of a run.
-
-    Args:
-        config: options of the run.
-        precision: dtype of the weights, and why.
-        batch: tokens of a step, and why.
-        steps_of_epoch: steps in which every text is shown once.
-        parameters: number of the model's parameters, adapters aside.
-        held_out: whether there are texts for evaluation.
-    """
+    """The recipe of a run."""
     reasons = {"precision": precision[1], "batch": batch[1]}
     steps = config.steps
     if steps is None:
@@ -144,19 +126,6 @@ def _rate(method: str, parameters: int) -> tuple[float, str]:
     if method == "full":
         return full, why
     return min(10 * LR_MOST, LORA_FACTOR * full), f"{LORA_FACTOR:g} times all weights' ({why})"
-
-
-def factor(config: FinetuneConfig, recipe: Recipe, step: int) -> float:
-    """The learning rate of a step over its peak: linear warm-up, then the schedule."""
-    if step < recipe.warmup:
-        return (step + 1) / recipe.warmup
-    if config.schedule == "constant":
-        return 1.0
-    progress = min(1.0, (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup))
-    falling = 1 - progress
-    if config.schedule == "cosine":
-        falling = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.final_fraction + (1 - config.final_fraction) * falling
 
 
 def as_values(recipe: Recipe) -> dict[str, Any]:

@@ -36,35 +36,23 @@ from gulliver.finetune._adapters import (
 )
 from gulliver.finetune._base import DTYPES
 from gulliver.finetune._card import model_card
-from gulliver.finetune._run import Run
+from gulliver.finetune._run import FinetuneRun
 from gulliver.io import write_text
 from gulliver.jobs import console
 from gulliver.memory import Part
 
 if TYPE_CHECKING:
-    from gulliver.finetune._prepare import Job
+    from gulliver.finetune._prepare import FinetuneJob
 
 NO_BETTER = "no evaluation was better than the first"
 CARRIED = ("generation_config.json",)
 """Files of the model's folder that the result has, too."""
 
 
-def write_result(job: Job, run: Run, model: nn.Module, world: World, best: int) -> Path:
-    """Writes the result of a run that is over; every rank calls it, rank 0 writes.
-
-    Args:
-        job: job of the run.
-        run: folder of the run.
-        model: model as it was adapted.
-        world: ranks of the run.
-        best: step of the best evaluation; -1 where there was none.
-
-    Returns:
-        Folder of the adapter, or of the model.
-
-    Raises:
-        GulliverError: it cannot be written; what is complete stays.
-    """
+def write_result(
+    job: FinetuneJob, run: FinetuneRun, model: nn.Module, world: World, best: int
+) -> Path:
+    """Writes the result of a run that is over; every rank calls it, rank 0 writes."""
     whole, adapter = run.folder / "model", run.folder / "adapter"
     if world.is_main:
         step, which = _chosen(job, run, best)
@@ -87,7 +75,7 @@ def write_result(job: Job, run: Run, model: nn.Module, world: World, best: int) 
     return adapter if job.config.method == "lora" else whole
 
 
-def _chosen(job: Job, run: Run, best: int) -> tuple[Path, str]:
+def _chosen(job: FinetuneJob, run: FinetuneRun, best: int) -> tuple[Path, str]:
     """The folder of the weights that become the result, and what they are."""
     if job.config.result == "best" and best >= 0:
         if best == 0 and job.config.method != "lora":
@@ -110,7 +98,9 @@ def _trained(step: Path) -> dict[str, Tensor]:
     return {adapter_name(name): value for name, value in made.items()}
 
 
-def _write_adapter(job: Job, model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+def _write_adapter(
+    job: FinetuneJob, model: nn.Module, tensors: Mapping[str, Tensor], folder: Path
+) -> None:
     assert job.config.model is not None, "it is checked"
     folder.mkdir(exist_ok=True)
     write_tensors(folder / WEIGHTS, dict(tensors), {"format": "pt"})
@@ -120,7 +110,9 @@ def _write_adapter(job: Job, model: nn.Module, tensors: Mapping[str, Tensor], fo
     write_text(folder / CONFIG, adapter_config(model, job.config.model.absolute()) + "\n")
 
 
-def _write_merged(job: Job, model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+def _write_merged(
+    job: FinetuneJob, model: nn.Module, tensors: Mapping[str, Tensor], folder: Path
+) -> None:
     base, added, plain = job.base.folder, deltas(model, tensors), job.base.on_meta()
     with model_weights(base, plain) as weights:
         names = weights.sources
@@ -131,12 +123,7 @@ def _write_merged(job: Job, model: nn.Module, tensors: Mapping[str, Tensor], fol
 
 
 class Merged(Weights):
-    """Weights of files, with what adapters add to some of them.
-
-    Args:
-        base: weights of the model that the adapters are of.
-        added: function that computes the difference of a weight, by name.
-    """
+    """Weights of files, with what adapters add to some of them."""
 
     def __init__(self, base: Weights, added: Mapping[str, Callable[[], Tensor]]) -> None:
         self.path, self.files, self.infos = base.path, base.files, base.infos
@@ -159,7 +146,7 @@ class Merged(Weights):
         self._last = None
 
 
-def _model_config(job: Job) -> dict[str, Any]:
+def _model_config(job: FinetuneJob) -> dict[str, Any]:
     """The model's own configuration, with the dtype that its result has."""
     values = dict(read_json(job.base.folder / "config.json"))
     values.pop("quantization_config", None)
@@ -168,13 +155,13 @@ def _model_config(job: Job) -> dict[str, Any]:
     return values
 
 
-def _dtype(job: Job) -> torch.dtype:
+def _dtype(job: FinetuneJob) -> torch.dtype:
     wanted = job.config.save_dtype
     return job.base.dtype if wanted == "auto" else DTYPES[wanted]
 
 
-def _carry(job: Job, folder: Path) -> None:
-    """Puts the tokenizer and settings of generation beside the weights."""
+def _carry(job: FinetuneJob, folder: Path) -> None:
+    """Copies the tokenizer and settings of generation to the weights."""
     job.tokenizer.save_pretrained(folder)
     for name in CARRIED:
         if (job.base.folder / name).is_file():

@@ -9,6 +9,7 @@ whole (a list that was cut off, UTF-16) is refused. Nothing here knows what a ro
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -134,44 +135,12 @@ def _json_lines(file: Path) -> Rows:
 
 def _object(text: str, source: str) -> Row | BadRow:
     try:
-        return _row(parse_json(text), source)
+        return _row(json.loads(text), source)
     except (ValueError, RecursionError) as error:
         return BadRow(source, f"no JSON: {error}")
 
 
-@dataclass(frozen=True)
-class Twice:
-    """Takes the place of a JSON object that has a key twice, or lies around such a one."""
-
-    key: str
-
-
-def parse_json(text: str) -> Any:
-    """Reads JSON, with a `Twice` for each object of which a key would be lost.
-
-    Raises:
-        ValueError: it is no JSON.
-    """
-    return json.loads(text, object_pairs_hook=_object_of)
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any] | Twice:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        return Twice(Counter(name for name, _ in pairs).most_common(1)[0][0])
-    return twice_in(list(values.values())) or values
-
-
-def twice_in(value: Any) -> Twice | None:
-    """The key that stands twice in what `parse_json` has read, if one does."""
-    if isinstance(value, list):
-        return next((found for found in map(twice_in, value) if found is not None), None)
-    return value if isinstance(value, Twice) else None
-
-
 def _row(value: Any, source: str) -> Row | BadRow:
-    if (found := twice_in(value)) is not None:
-        return BadRow(source, f"a key twice: {found.key!r}")
     if isinstance(value, dict):
         return Row(value, source)
     return BadRow(source, f"no JSON object: a {type(value).__name__}")
@@ -189,7 +158,7 @@ def _json(file: Path) -> Rows:
     if isinstance(text, BadRow):
         raise GulliverError(f"{text}: a list is read whole, so mend it or give JSON Lines")
     try:
-        values = parse_json(text)
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise GulliverError(f"{file} is no JSON list, or was cut off: {error}") from None
     for number, value in enumerate(values, 1):
@@ -219,27 +188,23 @@ def _table(delimiter: str) -> Callable[[Path], Rows]:
     """Reads a table with a header; quoted fields may have line breaks, as texts do."""
 
     def read(file: Path) -> Rows:
-        bad: list[BadRow] = []
+        text = _decoded(file.read_bytes(), str(file))
+        if isinstance(text, BadRow):
+            raise GulliverError(f"{text}: save the table as UTF-8")
         # The module's own bound is meant for cells, not for texts.
         csv.field_size_limit(LONGEST_FIELD)
-        reader = csv.reader(_lines_of(file, bad), delimiter=delimiter, strict=True)
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         columns: list[str] = []
         while True:
-            first = reader.line_num + 1
-            source = f"{file}:{first}"
+            source = f"{file}:{reader.line_num + 1}"
             try:
-                cells = next(reader, None)
-            except csv.Error as error:
-                cells = []
-                bad[:] = _taken_along(file, first, reader.line_num, error)
-            if bad and not columns:
-                raise GulliverError(f"{bad[0]}: the header of a table has to be read")
-            if bad:
-                yield from bad
-                bad.clear()
-                continue
-            if cells is None:
+                cells = next(reader)
+            except StopIteration:
                 return
+            except csv.Error as error:
+                lost = f"{error}, in lines up to {reader.line_num}: is a quote left open?"
+                yield BadRow(source, f"no row of a table: {lost}")
+                continue
             if not cells:
                 continue
             if not columns:
@@ -253,24 +218,6 @@ def _table(delimiter: str) -> Callable[[Path], Rows]:
                 )
 
     return read
-
-
-def _lines_of(file: Path, bad: list[BadRow]) -> Iterator[str]:
-    """The lines of a table; one that cannot be read is added to `bad`, and stands for its row."""
-    content = file.read_bytes().removeprefix(MARK)
-    for number, line in enumerate(content.splitlines(keepends=True), 1):
-        text = _decoded(line, f"{file}:{number}")
-        if isinstance(text, BadRow):
-            bad.append(text)
-            text = line.replace(b"\0", b"").decode("utf-8", "replace")
-        yield text
-
-
-def _taken_along(file: Path, first: int, last: int, error: csv.Error) -> Iterator[BadRow]:
-    """The lines that a broken row has taken: where it should have ended nobody knows."""
-    yield BadRow(f"{file}:{first}", f"no row of a table: {error}: is a quote left open?")
-    for number in range(first + 1, last + 1):
-        yield BadRow(f"{file}:{number}", f"lost to an open quote: in the row of line {first}")
 
 
 def _header(file: Path, columns: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the model is let continue while it trains: held-out texts, and prompts of the user."""
+"""Texts that the model continues while it trains: held-out ones, and prompts of the user."""
 
 from __future__ import annotations
 
@@ -17,26 +17,17 @@ SHOWN = 32
 
 @dataclass(frozen=True)
 class Prompt:
-    """A beginning of a text.
+    """A beginning of a text."""
 
-    Attributes:
-        ids: tokens of the prompt.
-        expected: tokens that follow in the data; none for a prompt of the user's.
-        source: file and line that it comes from.
-    """
-
+    # Tokens of the prompt.
     ids: list[int]
+    # Tokens that follow in the data; none for a prompt of the user's.
     expected: list[int]
+    # File and line that it comes from.
     source: str
 
-    def told(self, learner: Learner, tokenizer: Any, tokens: int) -> dict[str, str]:
-        """What the model makes of it, beside what follows in the data; every rank calls it.
-
-        Args:
-            learner: learner with the model.
-            tokenizer: tokenizer of the model.
-            tokens: most tokens to add.
-        """
+    def continued(self, learner: Learner, tokenizer: Any, tokens: int) -> dict[str, str]:
+        """The model's continuation, and the one in the data; every rank calls it."""
         made = learner.continuation(self.ids, tokens, tokenizer.eos_token_id)
 
         def text(ids: Sequence[int]) -> str:
@@ -53,14 +44,7 @@ class Prompt:
 def prompts_of(
     examples: Sequence[Example], count: int, texts: Sequence[str], tokenizer: Any
 ) -> list[Prompt]:
-    """Beginnings of some examples, evenly chosen, and of texts of the user.
-
-    Args:
-        examples: texts of the data set.
-        count: number of those that are taken.
-        texts: prompts of the user.
-        tokenizer: tokenizer of the model.
-    """
+    """Beginnings of some examples, evenly chosen, and of texts of the user."""
     chosen = sorted({len(examples) * n // count for n in range(count)}) if count else []
     found = [_begun(examples[number]) for number in chosen if number < len(examples)]
     for text in texts:

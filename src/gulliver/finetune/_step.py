@@ -27,15 +27,7 @@ INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Learner:
-    """A boosted model that learns from micro-batches.
-
-    Args:
-        booster: booster of the model.
-        model: model that it returned.
-        optimizer: optimizer that it returned.
-        world: ranks of the run.
-        places: number of ranks that read different texts.
-    """
+    """A boosted model that learns from micro-batches."""
 
     def __init__(
         self,
@@ -57,11 +49,7 @@ class Learner:
         self._takes = set(inspect.signature(type(plain).forward).parameters)
 
     def learn(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Runs backward for the micro-batches of a step.
-
-        Returns:
-            This rank's share of the step's loss; the shares of all places add up to it.
-        """
+        """Runs backward for the micro-batches of a step."""
         share = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -77,11 +65,7 @@ class Learner:
 
     @torch.no_grad()
     def judge(self, batches: Iterator[Mapping[str, Any]]) -> float:
-        """The mean loss of all learnt tokens of all ranks; every rank calls it.
-
-        Args:
-            batches: micro-batches of this rank; all ranks have as many.
-        """
+        """The mean loss of all learnt tokens of all ranks; every rank calls it."""
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         with self.evaluating():
             for batch in batches:
@@ -105,13 +89,7 @@ class Learner:
 
     @torch.no_grad()
     def continuation(self, ids: Sequence[int], tokens: int, end: int | None) -> list[int]:
-        """The likeliest tokens after others; every rank calls it with the same.
-
-        Args:
-            ids: tokens of the prompt.
-            tokens: most tokens to add.
-            end: token that ends a text; None where there is none.
-        """
+        """The likeliest tokens after others; every rank calls it with the same."""
         model: Any = _plain(self.model)
         given = torch.tensor([list(ids)], device=self.world.device)
         shared = self.booster.plan.mesh.of("sequence") > 1
@@ -144,7 +122,7 @@ class Learner:
     def _through_stages(
         self, batch: Mapping[str, Any], items: int, optimizer: BoostedOptimizer | None
     ) -> Tensor:
-        """The same through the stages of a pipeline, backward too where there is an optimizer."""
+        """Loss through the stages of a pipeline, with backward if there is an optimizer."""
         given = self._on_device(self._with_enough_rows(batch))
         count = int((given["labels"][:, 1:] != IGNORED).sum())
         factor = (self.places if optimizer is not None else 1) * count / max(1, items)

@@ -2,11 +2,6 @@
 
 Read `read_text`. Nothing is left out in silence: what was skipped, cut or split is counted in
 `TextData.facts`, and said.
-
-[Note: held-out texts]
-The hash of what a text says decides whether it is held out, so a text that occurs twice is on one
-side with both, and rows that are added later move none of the others. Of a single text it is the
-windows that are divided so.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from typing import Any, TypeVar
 from gulliver.errors import GulliverError
 from gulliver.finetune._config import LENGTH, DataConfig, check_data
 from gulliver.finetune._encode import Encoder, Example
-from gulliver.finetune._forms import Form, Sample, recognise
+from gulliver.finetune._forms import Form, TextSample, recognise
 from gulliver.finetune._rows import BadRow, Row, read_rows
 
 NAMES = {
@@ -36,6 +31,9 @@ NAMES = {
 Item = TypeVar("Item")
 
 
+# [Note: held-out texts] The hash of what a text says decides whether it is held out, so a text that
+# occurs twice is on one side with both, and rows that are added later move none of the others. Of a
+# single text it is the windows that are divided so.
 @dataclass(frozen=True, eq=False)
 class TextData:
     """Texts as tokens.
@@ -64,7 +62,6 @@ def read_text(
     say: Callable[[str], None] = print,
     *,
     context: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> TextData:
     """Reads a data set, and says what was found in it.
 
@@ -73,7 +70,6 @@ def read_text(
         tokenizer: tokenizer of the model, as `load_tokenizer` gives it.
         say: function that shows a line to the user.
         context: longest sequence that the model takes, in tokens; None where there is no limit.
-        progress: function that is told how many of how many texts are done.
 
     Raises:
         GulliverError: a file or an option is no good, rows have several forms, a row is bad and
@@ -93,7 +89,7 @@ def read_text(
         parts = [sample for sample in samples if sample.content not in known], apart
     else:
         parts = divide(samples, config.held_out, lambda sample: sample.content.encode())
-    (train, learnt), (held_out, kept) = _encoded(encoder, parts, bad, progress)
+    (train, learnt), (held_out, kept) = _encoded(encoder, parts, bad)
     if not held_out and not isinstance(config.held_out, Path):
         # A single text, such as a book: its windows are divided.
         train, held_out = divide(train, config.held_out, lambda one: one.ids.tobytes())
@@ -132,7 +128,7 @@ def _length(config: DataConfig, context: int | None) -> int:
     return config.length
 
 
-def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[Sample]]:
+def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[TextSample]]:
     rows: list[Row] = []
     for row in read_rows(paths):
         if isinstance(row, BadRow):
@@ -145,7 +141,7 @@ def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[Sa
             f"{bad.rows[0]}"
         )
     found = recognise(rows, form)
-    samples: list[Sample] = []
+    samples: list[TextSample] = []
     for row in rows:
         sample = found.parse(row)
         if isinstance(sample, BadRow):
@@ -158,17 +154,7 @@ def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[Sa
 def divide(
     items: Sequence[Item], share: float, content: Callable[[Item], bytes]
 ) -> tuple[list[Item], list[Item]]:
-    """Divides texts into those to learn from and those kept for evaluation.
-
-    Args:
-        items: all texts.
-        share: share of the different ones that is kept; at least one is, where there are two
-            different ones and the share is above 0.
-        content: function that gives all that a text says.
-
-    Returns:
-        Texts to learn from, and those kept, in their order.
-    """
+    """Divides texts into those to learn from and those kept for evaluation."""
     hashes = [_hash(content(item)) for item in items]
     ordered = sorted(set(hashes))
     if share == 0 or len(ordered) < 2:
@@ -180,19 +166,17 @@ def divide(
 
 
 def _hash(content: bytes) -> float:
-    """A number from 0 to 1 that hangs on a text alone."""
+    """A number from 0 to 1, determined by the text alone."""
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
 
 def _encoded(
     encoder: Encoder,
-    parts: Sequence[Sequence[Sample]],
+    parts: Sequence[Sequence[TextSample]],
     bad: _Bad,
-    progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[list[Example], int]]:
     """Yields the sequences of each part, and the number of texts that they are of."""
-    total, done = sum(map(len, parts)), 0
     for part in parts:
         examples, texts = list[Example](), 0
         for found in encoder.encode(part):
@@ -201,9 +185,6 @@ def _encoded(
             else:
                 examples += found
                 texts += 1
-            done += 1
-            if progress is not None:
-                progress(done, total)
         yield examples, texts
 
 
@@ -228,7 +209,7 @@ def _facts(
 
 
 def _lines(data: TextData) -> Iterator[str]:
-    """What a user is told about a data set."""
+    """Lines that describe a data set to the user."""
     facts = data.facts
     texts, form = facts["texts"], NAMES[facts["form"]]
     kept = f"{texts['held_out']:,} held out"

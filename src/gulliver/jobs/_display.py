@@ -32,15 +32,13 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 def console() -> Console:
-    """The console of messages for people; standard output stays free for results.
-
-    Names are shown as they are: a folder called ``run[v2]`` is no markup.
-    """
+    """The console of messages for people; standard output stays free for results."""
+    # Names are shown as they are: a folder called ``run[v2]`` is no markup.
     return Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def memory_in_use() -> int:
-    """Peak bytes of this process: of the GPU where there is one, else resident."""
+    """Peak bytes of this process: of the GPU if there is one, else resident."""
     torch = sys.modules.get("torch")  # commands that need none start without its two seconds
     if torch is not None and torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
@@ -48,11 +46,10 @@ def memory_in_use() -> int:
 
 
 class Display:
-    """Progress of `total` steps, under a title, with figures that change beside the bar.
+    """Progress of `total` steps, under a title, with figures next to the bar."""
 
-    A context manager. On a terminal it is a live bar; elsewhere a line now and then, so that logs
-    stay readable. A disabled display shows nothing (ranks other than 0).
-    """
+    # A context manager. On a terminal it is a live bar; elsewhere a line now and then, so that logs
+    # stay readable. A disabled display shows nothing (ranks other than 0).
 
     def __init__(self, title: str, total: int, start: int = 0, enabled: bool = True) -> None:
         self.title, self.total, self.done, self.enabled = title, total, start, enabled
@@ -111,12 +108,7 @@ class Display:
 
 @dataclass(frozen=True)
 class Scalars:
-    """A function that writes a named number of a step, and beside it one for pictures.
-
-    Args:
-        folder: folder of the log.
-        writer: writer of TensorBoard, or None, which writes nothing.
-    """
+    """Writes named numbers of a step, and pictures."""
 
     folder: Path
     writer: Any
@@ -136,13 +128,7 @@ class Scalars:
 
 @contextmanager
 def tensorboard(folder: Path, step: int, enabled: bool) -> Iterator[Scalars]:
-    """Yields what writes scalars and pictures to TensorBoard, where that is installed.
-
-    Args:
-        folder: folder of the log.
-        step: last step that counts; what an earlier call has written after it is hidden.
-        enabled: whether this rank writes.
-    """
+    """Yields what writes scalars and pictures to TensorBoard, where that is installed."""
     if not enabled:
         yield Scalars(folder, None)
         return

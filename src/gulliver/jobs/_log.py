@@ -1,4 +1,4 @@
-"""The log of a job: a line of JSON for each step that is told, cut where a job is taken up."""
+"""The log of a job: a line of JSON for each logged step, cut where a job resumes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ class Log:
     path: Path
 
     def read(self) -> list[dict[str, Any]]:
-        """Reads the log, a mapping for each line.
-
-        What is no line of a log is left out: the last one of a run that was killed may be torn.
-        """
+        """Reads the log, a mapping for each line."""
+        # What is no line of a log is left out: the last one of a run that was killed may be torn.
         if not self.path.is_file():
             return []
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -34,11 +32,7 @@ class Log:
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def append(self, line: dict[str, Any]) -> None:
-        """Adds a line.
-
-        Raises:
-            GulliverError: the log cannot be written, or is a link.
-        """
+        """Adds a line."""
         with named_errors(self.path):
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
             with os.fdopen(os.open(self.path, flags, 0o666), "w") as file:

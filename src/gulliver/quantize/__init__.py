@@ -10,9 +10,8 @@ pipelines; `_job.py` is ``gulliver quantize``.
 
 from gulliver.quantize._calibrated import replace_calibrated
 from gulliver.quantize._files import load_quantized, quantize_like, save_quantized
-from gulliver.quantize._job import Quantized, quantize_folder
-from gulliver.quantize._judged import generation_seconds, perplexity
-from gulliver.quantize._pictures import load_pipeline, quantize_pipeline
+from gulliver.quantize._job import generation_seconds, perplexity, quantize_folder
+from gulliver.quantize._pictures import Quantized, load_pipeline, quantize_pipeline
 from gulliver.quantize._streaming import stream_quantized
 
 __all__ = [

@@ -1,10 +1,4 @@
-"""Quantises a model on data: each linear layer is rounded for the inputs that it is given there.
-
-[Note: in order] Layers are rounded block by block, in the order in which the model calls them, and
-the data goes through the model once for each block, up to that block: its inputs are those that the
-blocks before give when they are rounded. So a model of L blocks runs about L / 2 times over the
-data. What is kept beside it are the products of one block's inputs.
-"""
+"""Quantises a model on data: each linear layer is rounded for the inputs that it is given there."""
 
 from __future__ import annotations
 
@@ -33,6 +27,10 @@ from gulliver.precision.int8 import (
 Model = TypeVar("Model", bound=nn.Module)
 
 
+# [Note: in order] Layers are rounded block by block, in the order in which the model calls them,
+# and the data goes through the model once for each block, up to that block: its inputs are those
+# that the blocks before give when they are rounded. So a model of L blocks runs about L / 2 times
+# over the data. What is kept in addition are the products of one block's inputs.
 @torch.no_grad()
 def replace_calibrated(
     model: Model,
@@ -53,7 +51,7 @@ def replace_calibrated(
     Args:
         model: model with its weights.
         batches: inputs of the model, each a tensor or a mapping of keyword arguments.
-        mode: mode as of `replace_module`, as are the others not told here.
+        mode: mode as of `replace_module`, as are the arguments not listed here.
         exclude: patterns of layers that stay in float.
         outlier_threshold: magnitude of activations that are not quantised.
         embeddings: whether embeddings are quantised.
@@ -141,7 +139,7 @@ def _products(
         else:
             found[path] = rows.t() @ rows
 
-    # The first pass told of all batches together.
+    # The first pass counted the calls of all batches together.
     most = max(1, sum(calls.values()) // len(batches))
     _watched(model, modules, calls, batches, note, most)
     return found

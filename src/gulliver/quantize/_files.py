@@ -26,7 +26,7 @@ _OTHERS = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".
 WEIGHTS = {".safetensors", *_OTHERS}
 """Endings of files of weights, which a quantised folder has its own of."""
 FOLDERS = ("additional_chat_templates",)
-"""Folders beside a tokenizer that belong to it."""
+"""Folders that belong to a tokenizer."""
 
 
 def save_quantized(model: nn.Module, folder: Path | str) -> Path:
@@ -64,15 +64,9 @@ def save_quantized(model: nn.Module, folder: Path | str) -> Path:
 
 
 def copy_companions(folder: Path, out: Path) -> None:
-    """Copies what lies beside a model's weights, so that its quantised folder is used like it.
-
-    Those are the tokenizer's files, chat templates, the generation configuration, and whatever else
-    is no weights; what `out` has already stays.
-
-    Args:
-        folder: folder of the float model.
-        out: folder that `save_quantized` wrote.
-    """
+    """Copies all files that are not weights, so that the quantised folder is used alike."""
+    # Those are the tokenizer's files, chat templates, the generation configuration, and whatever
+    # else is no weights; what `out` has already stays.
     for path in folder.iterdir():
         weights = path.suffix in WEIGHTS or path.name.endswith(".index.json")
         if path.is_dir() and path.name in FOLDERS:
@@ -92,7 +86,7 @@ def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
-    """Gives a float model the quantised weights of a folder, in place; its own are let go.
+    """Gives a float model the quantised weights of a folder, in place; its own are freed.
 
     Args:
         model: model of the same configuration, on meta or not.
@@ -110,15 +104,7 @@ def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
 
 
 def quantize_like(model: nn.Module, path: Path | str) -> nn.Module:
-    """Gives a float model the quantised layers of a folder, on meta; its own weights are let go.
-
-    Args:
-        model: model of the same configuration, on meta or not.
-        path: folder or file that `save_quantized` wrote.
-
-    Raises:
-        GulliverError: as `load_quantized` does, but for what is wrong with values.
-    """
+    """Gives a float model the quantised layers of a folder, on meta; its own weights are freed."""
     path = Path(path)
     about = _about(path)
     known = dict(model.named_modules(remove_duplicate=False))
@@ -149,11 +135,7 @@ def _allocate(model: nn.Module) -> None:
 
 
 def refuse_quantized(path: Path | str) -> None:
-    """Refuses a folder or file that `save_quantized` wrote, where float weights are wanted.
-
-    Raises:
-        GulliverError: it is quantised.
-    """
+    """Refuses a folder or file that `save_quantized` wrote, where float weights are wanted."""
     path = Path(path)
     file = path / FILE if path.is_dir() else path
     if file.suffix == ".safetensors" and file.is_file() and KEY in read_metadata(file):

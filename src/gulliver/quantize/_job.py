@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.booster import lazy_parameters
 from gulliver.checkpoint import float_config, load_huggingface
 from gulliver.errors import GulliverError, missing_extra
-from gulliver.options import size_text
 from gulliver.parallel.tensor import materialize
-from gulliver.precision.int8 import Report, report_of
+from gulliver.precision.int8 import report_of
 from gulliver.quantize._calibrated import replace_calibrated
 from gulliver.quantize._files import copy_companions, refuse_quantized, save_quantized
-from gulliver.quantize._judged import generation_seconds, perplexity
-from gulliver.quantize._page import write_page
-from gulliver.quantize._pictures import INDEX, quantize_pipeline
+from gulliver.quantize._pictures import INDEX, Quantized, quantize_pipeline
 from gulliver.quantize._streaming import stream_quantized
 
-PAGE = "report.html"
 WINDOW = 256
 """Most tokens of a window of text."""
-
-
-@dataclass
-class Quantized:
-    """A folder that was quantised.
-
-    Attributes:
-        model: model, or pipeline.
-        reports: what became of the layers, by network; a model alone has the name of its class.
-        lines: lines of what was measured, where it was asked for.
-    """
-
-    model: Any
-    reports: dict[str, Report]
-    lines: list[str] = field(default_factory=list)
 
 
 def quantize_folder(
@@ -55,25 +39,7 @@ def quantize_folder(
     steps: int | None = None,
     **ways: Any,
 ) -> Quantized:
-    """Quantises a folder into another, which has the tokenizer and all else that is no weights.
-
-    Args:
-        folder: Hugging Face folder of a causal language model, or diffusers folder of a pipeline.
-        out: folder that is made.
-        report: whether errors, perplexity or pictures, memory and speed are measured.
-        text: file to measure perplexity on, with the folder's tokenizer.
-        mode: mode, as for `replace_module`.
-        rounding: ``nearest``, or ``gptq``, for which the whole model is loaded.
-        calibration: text file that GPTQ rounds for.
-        calibration_tokens: tokens of it that are used.
-        prompts: prompts of the pictures that are compared; of pipelines.
-        steps: steps of each picture.
-        ways: further arguments of `stream_quantized`.
-
-    Raises:
-        GulliverError: the folder is no such model's, an option is of another kind of folder, or
-            `out` exists; nothing is written then.
-    """
+    """Quantises a folder into another, which has the tokenizer and all else that is no weights."""
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "does not exist"
         raise GulliverError(f"{folder} {what}: name a folder with a config.json and weights")
@@ -84,7 +50,9 @@ def quantize_folder(
         for name, value in (("--text", text), ("--calibration", calibration)):
             if value is not None:
                 raise GulliverError(f"{name} is for language models, and {folder} is a pipeline")
-        return _pipeline(folder, out, report, mode, prompts, steps, **ways)
+        if not report and (prompts or steps is not None):
+            raise GulliverError("--prompts and --steps are for --report: give that, too")
+        return quantize_pipeline(folder, out, report, mode, prompts, steps, **ways)
     if prompts or steps is not None:
         raise GulliverError(f"--prompts and --steps are for pipelines: {folder} has no {INDEX}")
     if text is not None and not report:
@@ -103,7 +71,7 @@ def quantize_folder(
     copy_companions(folder, out)
     done = Quantized(model, {type(model).__name__: report_of(model)})
     if report:
-        _told(done, out, before, _judged(model, tokens), {})
+        done.compare(before, _judged(model, tokens))
     return done
 
 
@@ -114,49 +82,6 @@ def _check_calibration(rounding: str, calibration: Path | None) -> None:
         )
     if rounding == "nearest" and calibration is not None:
         raise GulliverError("--calibration is for --rounding gptq: give that, too")
-
-
-def _pipeline(
-    folder: Path,
-    out: Path,
-    report: bool,
-    mode: str,
-    prompts: tuple[str, ...],
-    steps: int | None,
-    **ways: Any,
-) -> Quantized:
-    if not report and (prompts or steps is not None):
-        raise GulliverError("--prompts and --steps are for --report: give that, too")
-    told = quantize_pipeline(folder, out, report, mode, prompts, steps, **ways)
-    done = Quantized(told.pipeline, told.reports)
-    if report:
-        _told(done, out, told.before, told.after, told.pictures)
-        done.lines[-1:-1] = told.lines
-    return done
-
-
-def _told(
-    done: Quantized,
-    out: Path,
-    before: dict[str, float],
-    after: dict[str, float],
-    pictures: dict[str, tuple[Any, Any]],
-) -> None:
-    """Fills the lines of a report, and writes its page."""
-    several = len(done.reports) > 1
-    errors = {
-        (f"{name}.{layer.path}" if several else layer.path): (layer.format, layer.error or 0.0)
-        for name, report in done.reports.items()
-        for layer in report.replaced
-    }
-    errors = dict(sorted(errors.items(), key=lambda item: -item[1][1]))
-    sizes = [sum(getattr(r, n) for r in done.reports.values()) for n in ("before", "after")]
-    memory = f"memory: {size_text(sizes[0])} before, {size_text(sizes[1])} after"
-    compared = [f"{memory} ({sizes[1] / sizes[0]:.3f} x)", *_compared(before, after)]
-    done.lines += ["relative error of each weight, largest first:"]
-    done.lines += [f"  {path}  {format}  {error:.3%}" for path, (format, error) in errors.items()]
-    write_page(out / PAGE, f"{out.name}: before and after", compared, errors, pictures)
-    done.lines += [*compared, f"{out / PAGE}: the same for a browser"]
 
 
 def _built(folder: Path) -> nn.Module:
@@ -209,8 +134,39 @@ def _judged(model: nn.Module, tokens: Tensor | None) -> dict[str, float]:
     return found
 
 
-def _compared(before: dict[str, float], after: dict[str, float]) -> list[str]:
-    return [
-        f"{name}: {value:.5g} before, {after[name]:.5g} after ({after[name] / value:.3f} x)"
-        for name, value in before.items()
-    ]
+@torch.no_grad()
+def perplexity(model: nn.Module, tokens: Tensor, length: int = 256, batch: int = 4) -> float:
+    """Returns the perplexity of a text: e to the mean negative log-likelihood of a token."""
+    length = min(length, len(tokens))
+    windows = tokens[: len(tokens) // length * length].view(-1, length)
+    total = count = 0.0
+    for rows in windows.split(batch):
+        found: Any = model(rows)
+        logits = getattr(found, "logits", found)[:, :-1].float()
+        total += float(
+            F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+        )
+        count += rows[:, 1:].numel()
+    return math.exp(total / count)
+
+
+@torch.no_grad()
+def generation_seconds(
+    model: Any, batch: int, prompt: int = 16, tokens: int = 16, turns: int = 3
+) -> float:
+    """Returns the median seconds in which a model continues prompts greedily."""
+    seed = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (batch, prompt), generator=seed)
+    found = []
+    for _ in range(turns + 1):
+        begun = time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found[1:])

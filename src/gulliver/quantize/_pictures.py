@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gulliver.booster import lazy_parameters
 from gulliver.errors import GulliverError, missing_extra
+from gulliver.options import size_text
 from gulliver.precision import replace_module
 from gulliver.precision.int8 import Report, report_of
 from gulliver.quantize._files import load_quantized, save_quantized
@@ -33,24 +34,34 @@ STEPS, SEED = 20, 0
 
 
 @dataclass
-class Told:
-    """A pipeline that was quantised, and what was seen of it.
+class Quantized:
+    """A folder that was quantised."""
 
-    Attributes:
-        pipeline: pipeline with quantised networks.
-        reports: what became of their layers, by the name of the network.
-        before: figures of the pipeline as it was, by name.
-        after: the same afterwards.
-        pictures: pictures of both, by prompt.
-        lines: distances of the pictures.
-    """
-
-    pipeline: Any
+    # Model, or pipeline.
+    model: Any
+    # What became of the layers, by network; a model alone has the name of its class.
     reports: dict[str, Report]
-    before: dict[str, float] = field(default_factory=dict)
-    after: dict[str, float] = field(default_factory=dict)
-    pictures: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    # Lines of what was measured, if it was asked for.
     lines: list[str] = field(default_factory=list)
+
+    def compare(self, before: dict[str, float], after: dict[str, float]) -> None:
+        """Adds lines with the errors of the weights, memory, and figures before and after."""
+        several = len(self.reports) > 1
+        errors = [
+            (layer.error or 0.0, f"{name}.{layer.path}" if several else layer.path, layer.format)
+            for name, report in self.reports.items()
+            for layer in report.replaced
+        ]
+        self.lines.append("relative error of each weight, largest first:")
+        for error, path, layer_format in sorted(errors, key=lambda one: -one[0]):
+            self.lines.append(f"  {path}  {layer_format}  {error:.3%}")
+        old, new = (sum(getattr(r, n) for r in self.reports.values()) for n in ("before", "after"))
+        ratio = f"({new / old:.3f} x)"
+        self.lines.append(f"memory: {size_text(old)} before, {size_text(new)} after {ratio}")
+        self.lines += [
+            f"{name}: {value:.5g} before, {after[name]:.5g} after ({after[name] / value:.3f} x)"
+            for name, value in before.items()
+        ]
 
 
 def quantize_pipeline(
@@ -63,24 +74,8 @@ def quantize_pipeline(
     exclude: Iterable[str] = (),
     outlier_threshold: float | None = 6.0,
     embeddings: bool = False,
-) -> Told:
-    """Quantises a pipeline's folder into another, which `load_pipeline` reads.
-
-    Args:
-        folder: diffusers folder.
-        out: folder that is made.
-        report: whether pictures of the same seed are made before and after.
-        mode: mode, as of `replace_module`, as are the others not told here.
-        prompts: prompts of the pictures.
-        steps: steps of each.
-        exclude: patterns of layers that stay in float, with the network's name before their path.
-        outlier_threshold: magnitude of activations that are not quantised.
-        embeddings: whether embeddings are quantised.
-
-    Raises:
-        GulliverError: no network that can be quantised, a pattern that nothing fits, or pictures
-            are asked for of a pipeline that makes none.
-    """
+) -> Quantized:
+    """Quantises a pipeline's folder into another, which `load_pipeline` reads."""
     pipeline = _loaded(folder)
     networks = {
         name: part
@@ -100,14 +95,18 @@ def quantize_pipeline(
         replace_module(network.eval(), *given, errors=report)
         reports[name] = report_of(network)
     _save(folder, out, networks)
-    told = Told(pipeline, reports)
+    done = Quantized(pipeline, reports)
     if before is not None:
         after = _made(pipeline, prompts, steps)
-        told.before, told.after = ({"seconds a picture": made[1]} for made in (before, after))
-        for prompt, one, other in zip(prompts, before[0], after[0], strict=True):
-            told.pictures[prompt] = one[1], other[1]
-            told.lines.append(_distance(prompt, one[0], other[0]))
-    return told
+        done.compare(*({"seconds a picture": seconds} for _, seconds in (before, after)))
+        for number, prompt in enumerate(prompts, 1):
+            one, other = before[0][number - 1], after[0][number - 1]
+            done.lines.append(_distance(prompt, one, other))
+            path = out / f"picture-{number}.png"
+            both = torch.cat([one, other], 2).permute(1, 2, 0).clamp(0, 1).numpy()
+            pipeline.image_processor.numpy_to_pil(both)[0].save(path)
+            done.lines.append(f"{path}: before on the left, after on the right")
+    return done
 
 
 def load_pipeline(folder: Path | str, **given: Any) -> Any:
@@ -121,10 +120,10 @@ def load_pipeline(folder: Path | str, **given: Any) -> Any:
     import transformers
 
     folder = Path(folder)
-    rooms = {"diffusers": diffusers, "transformers": transformers}
+    libraries = {"diffusers": diffusers, "transformers": transformers}
     networks = dict[str, nn.Module]()
     for name, (library, kind) in _quantised(folder).items():
-        made: Any = getattr(rooms[library], kind)
+        made: Any = getattr(libraries[library], kind)
         with lazy_parameters():
             if library == "diffusers":
                 network = made.from_config(made.load_config(folder / name))
@@ -194,23 +193,20 @@ def _save(folder: Path, out: Path, networks: dict[str, nn.Module]) -> None:
     (out / INDEX).write_text(json.dumps({**index, NOTE: [*networks]}, indent=2), encoding="utf-8")
 
 
-Made = list[tuple[Tensor, Any]]
-
-
 @torch.no_grad()
-def _made(pipeline: Any, prompts: tuple[str, ...], steps: int) -> tuple[Made, float]:
-    """Returns the pictures of one seed as numbers and for the eye, and the seconds of one."""
-    found: Made = []
+def _made(pipeline: Any, prompts: tuple[str, ...], steps: int) -> tuple[list[Tensor], float]:
+    """Returns the pictures ``[3, H, W]`` of one seed, from 0 to 1, and the seconds of one."""
+    found = list[Tensor]()
     begun = time.perf_counter()
     for prompt in prompts:
         draw = torch.Generator().manual_seed(SEED)
-        told = pipeline(prompt=prompt, num_inference_steps=steps, generator=draw, output_type="pt")
-        images = getattr(told, "images", None)
+        made = pipeline(prompt=prompt, num_inference_steps=steps, generator=draw, output_type="pt")
+        images = getattr(made, "images", None)
         if images is None:
             raise GulliverError(
                 f"--report compares pictures, and a {type(pipeline).__name__} makes none"
             )
-        found.append((images[0].float(), pipeline.image_processor.postprocess(images, "pil")[0]))
+        found.append(images[0].float())
     return found, (time.perf_counter() - begun) / len(prompts)
 
 

@@ -1,10 +1,4 @@
-"""Reads a checkpoint into a quantised model, layer by layer.
-
-[Note: what is held] The model is on meta, cut over its ranks there. One layer after the other is
-filled with the slice of the file that this rank holds, quantised and let go; a slice is read
-without the rest of its tensor. So a rank never holds more than its quantised shard, one layer's
-float slice, and what the reader and the rounding take of one mebi-element.
-"""
+"""Reads a checkpoint into a quantised model, layer by layer."""
 
 from __future__ import annotations
 
@@ -26,6 +20,10 @@ from gulliver.precision.int8 import QuantizedLayer
 from gulliver.quantize._files import refuse_quantized
 
 
+# [Note: what is held] The model is on meta, cut over its ranks there. One layer after the other is
+# filled with the slice of the file that this rank holds, quantised and freed; a slice is read
+# without the rest of its tensor. So a rank never holds more than its quantised shard, one layer's
+# float slice, and what the reader and the rounding take of one mebi-element.
 def stream_quantized(
     model: nn.Module,
     path: Path | str,
@@ -46,7 +44,7 @@ def stream_quantized(
         model: model whose parameters are on meta and whose buffers are real, as
             `gulliver.lazy_parameters` makes it.
         path: Hugging Face folder, safetensors file, step or run.
-        mode: format as of `replace_module`, as are the others not told here.
+        mode: format as of `replace_module`, as are the arguments not listed here.
         rank_group: ranks that the model is sharded over by tensor parallelism: a rank group, a
             process group of torch, or None for all ranks of the world.
         prefix: text before the model's names in the files.

@@ -26,23 +26,12 @@ class DraftCache:
     """Sequences and their blocks."""
 
     def __init__(self, blocks: int, size: int) -> None:
-        """Makes an empty cache.
-
-        Args:
-            blocks: number of blocks.
-            size: tokens of a block.
-        """
+        """Makes an empty cache."""
         self.pool = BlockPool(blocks, size)
         self._kept: OrderedDict[int, Cached] = OrderedDict()
 
     def valid(self, sequence: int, tokens: Sequence[int], known: int) -> int:
-        """Length of the beginning of a text that is cached; what differs is forgotten.
-
-        Args:
-            sequence: number of the sequence.
-            tokens: tokens of the sequence; the last token is never counted, since it must be run.
-            known: length up to which the cache is known to be right.
-        """
+        """Length of the beginning of a text that is cached; what differs is forgotten."""
         kept = self._kept.setdefault(sequence, Cached())
         self._kept.move_to_end(sequence)
         end = min(len(kept.tokens), len(tokens) - 1)
@@ -53,16 +42,7 @@ class DraftCache:
         return same
 
     def extend(self, sequence: int, tokens: Sequence[int], others: Collection[int]) -> bool:
-        """Makes room for more tokens of a sequence.
-
-        Args:
-            sequence: number of the sequence.
-            tokens: tokens that are run now.
-            others: sequences that keep their blocks.
-
-        Returns:
-            Whether there is room; where not, nothing has changed but that others lost theirs.
-        """
+        """Makes room for more tokens of a sequence."""
         kept = self._kept[sequence]
         lacking = -(-(len(kept.tokens) + len(tokens)) // self.pool.size) - len(kept.blocks)
         while lacking > self.pool.free:

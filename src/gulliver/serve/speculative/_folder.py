@@ -28,14 +28,7 @@ def is_draft(folder: Path) -> bool:
 def save_draft(
     folder: Path, config: GlideConfig, weights: dict[str, Tensor], facts: dict[str, Any]
 ) -> None:
-    """Writes a draft.
-
-    Args:
-        folder: folder, which is made.
-        config: sizes.
-        weights: parameters and buffers.
-        facts: what there is to say of its training.
-    """
+    """Writes a draft."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "model.safetensors", weights)
     # Last: a folder with a configuration is whole.
@@ -44,11 +37,7 @@ def save_draft(
 
 
 def load_draft(folder: Path) -> Glide:
-    """Reads a draft.
-
-    Raises:
-        GulliverError: the folder has none, or it is of another version.
-    """
+    """Reads a draft."""
     if not is_draft(folder):
         raise GulliverError(f"{folder} has no draft: gulliver speculate train makes one")
     values = read_json(folder / "config.json")
@@ -56,7 +45,7 @@ def load_draft(folder: Path) -> Glide:
     names = [field.name for field in fields(GlideConfig)]
     lacking = [name for name in names if name not in values]
     if lacking:
-        raise GulliverError(f"{folder}/config.json lacks {lacking[0]}: train the draft anew")
+        raise GulliverError(f"{folder}/config.json lacks {lacking[0]}: train the draft again")
     known = {name: values[name] for name in names}
     known |= {name: tuple(known[name]) for name in ("glimpses", "target_sign")}
     weights = load_file(folder / "model.safetensors")
@@ -70,14 +59,10 @@ def load_draft(folder: Path) -> Glide:
 
 
 def _check_version(folder: Path, values: dict[str, Any]) -> None:
-    """Refuses a draft that would guess otherwise here than it has learnt to.
-
-    Raises:
-        GulliverError: it is of another version.
-    """
+    """Refuses a draft that would guess otherwise here than it has learnt to."""
     version = values.get("version", 1)
     if version != VERSION:
         raise GulliverError(
             f"{folder} has a draft of version {version}, and drafts are of version {VERSION} here: "
-            "train it anew with gulliver speculate train"
+            "train it again with gulliver speculate train"
         )

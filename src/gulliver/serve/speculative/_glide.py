@@ -2,24 +2,8 @@
 
 GliDe with a CaPE (Du and others, ICML 2024, arXiv 2402.02082): each layer has attention over its
 own tokens, attention over keys and values that a layer of the target has cached, as they are, and a
-feed-forward part. Other than there, a normalization stands before the second attention too, and
-behind it.
-
-[Note: sizes] The target's values are of the target's size (a root mean square of 2 to 3 was seen),
-and embeddings that begin at 0.02 are a hundred times smaller: an optimizer that moves all weights
-alike then moves what was seen far more than what was read, and the draft learns worse than one
-that sees nothing. So each head of what was seen is normalized, with a gain that is learnt, and
-embeddings are multiplied by the root of the width.
-
-[Note: block mask] While guesses are made the target's cache ends at the last verified token: the
-first guess sees all before it, the d-th all but d - 1. In training positions are cut into blocks of
-`block`, beginning anywhere, and a token sees the target's keys of blocks before its own: so each
-depth up to `block` is learnt as it is used. ``block=1`` is training without the mask.
-
-[Note: what is learnt] A guess is right where the target's token is met, not the text's: a draft
-learns the target's distribution of each next token, which also says more of it than one token does.
-
-The layers know no cache: what attends is handed to them.
+feed-forward part. Unlike there, the second attention has a normalization before and
+after it.
 """
 
 from __future__ import annotations
@@ -39,6 +23,22 @@ Glimpse = Callable[[int, Tensor], Tensor]
 """Number of the layer, query [B, H', S, D'] of the target's heads; returns [B, S, H', D']."""
 
 
+# [Note: sizes] The target's values are of the target's size (a root mean square of 2 to 3 was
+# seen), and embeddings that begin at 0.02 are a hundred times smaller: an optimizer that moves all
+# weights alike then moves what was seen far more than what was read, and the draft learns worse
+# than one that sees nothing. So each head of what was seen is normalized, with a gain that is
+# learnt, and embeddings are multiplied by the root of the width.
+#
+# [Note: block mask] While guesses are made the target's cache ends at the last verified token: the
+# first guess sees all before it, the d-th all but d - 1. In training positions are cut into blocks
+# of `block`, beginning anywhere, and a token sees the target's keys of blocks before its own: so
+# each depth up to `block` is learnt as it is used. ``block=1`` is training without the mask.
+#
+# [Note: what is learnt] A guess is right where the target's token is met, not the text's: a draft
+# learns the target's distribution of each next token, which also says more of it than one token
+# does.
+#
+# The layers know no cache: what attends is handed to them.
 @dataclass(frozen=True)
 class GlideConfig(Options):
     """Sizes of a draft, and what it must know of its target.
@@ -82,12 +82,7 @@ class GlideLayer(nn.Module):
     """Attention over its own tokens, over the target's, and a feed-forward part."""
 
     def __init__(self, config: GlideConfig, number: int) -> None:
-        """Makes a layer.
-
-        Args:
-            config: sizes.
-            number: number of the layer.
-        """
+        """Makes a layer."""
         super().__init__()
         self.config, self.number = config, number
         width, wide = config.hidden, config.feed_forward
@@ -131,13 +126,7 @@ class Glide(nn.Module):
     target_frequencies: Tensor
 
     def __init__(self, config: GlideConfig, target_frequencies: Sequence[float] = ()) -> None:
-        """Makes a draft with random weights.
-
-        Args:
-            config: sizes.
-            target_frequencies: frequencies of the target's rotary positions; none where it has no
-                rotary positions.
-        """
+        """Makes a draft with random weights."""
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.hidden)
@@ -160,18 +149,7 @@ class Glide(nn.Module):
         glimpse: Glimpse,
         last: Tensor | None = None,
     ) -> Tensor:
-        """Runs the layers.
-
-        Args:
-            tokens: [B, S].
-            positions: [B, S].
-            attend: attention over the draft's own keys and values.
-            glimpse: attention over the target's, for the tokens that are left.
-            last: indices of tokens that are wanted of the last layer; None for all.
-
-        Returns:
-            [B, S, C], or [B, len(last), C].
-        """
+        """Runs the layers."""
         theirs = self.target_frequencies if len(self.target_frequencies) else None
         # The head has the same weights, and wants them small: Vaswani and others, 2017, 3.4.
         x = self.embedding(tokens) * self.config.hidden**0.5
@@ -197,16 +175,7 @@ class Glide(nn.Module):
         values: Sequence[Tensor] = (),
         teacher: Tensor | None = None,
     ) -> Tensor:
-        """Mean cross-entropy of the next tokens, or with the target's distributions of them.
-
-        Args:
-            tokens: [B, S].
-            labels: [B, S], the same tokens, -100 where nothing is learnt.
-            seen: [S], how many of the target's keys each position sees; see `seen_keys`.
-            keys: the target's keys [B, H, S, D] for each layer of the draft.
-            values: the target's values, of the same shape.
-            teacher: the target's logits [B, S, V]; None learns the text's tokens.
-        """
+        """Mean cross-entropy of the next tokens, or with the target's distributions of them."""
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             del number
@@ -239,13 +208,7 @@ class Glide(nn.Module):
 
 
 def seen_keys(length: int, block: int, offset: int) -> Tensor:
-    """How many of the target's keys each position sees: those of blocks before its own.
-
-    Args:
-        length: number of positions.
-        block: tokens of a block.
-        offset: tokens by which the first block is shorter.
-    """
+    """How many of the target's keys each position sees: those of blocks before its own."""
     places = torch.arange(length)
     return ((places + offset) // block * block - offset).clamp(min=0)
 

@@ -25,11 +25,10 @@ ALIKE = 0.9
 
 @dataclass(frozen=True)
 class _Look:
-    """Tokens of a sequence that look at the target's cache.
+    """Tokens of a sequence that look at the target's cache."""
 
-    Each sees a key more than the one before it, the last all `start + count`. The names are those
-    that the kernel reads.
-    """
+    # Each sees a key more than the one before it, the last all `start + count`. The names are those
+    # that the kernel reads.
 
     first: int
     count: int
@@ -42,12 +41,7 @@ class Glimpses:
     """Attention over keys and values that the target has cached; nothing is written."""
 
     def __init__(self, pages: Pages, layers: Sequence[int]) -> None:
-        """Keeps the target's pages.
-
-        Args:
-            pages: pages of the target.
-            layers: layer of the target for each layer of the draft.
-        """
+        """Keeps the target's pages."""
         self._pages, self._layers = pages, layers
         keys = pages.keys[layers[0]]
         kernel = native_attention() if keys.device.type == "cpu" else None
@@ -101,21 +95,12 @@ class GlideDraft(ModelDraft):
     name = "glide"
 
     def __init__(self, model: Glide, beside: Beside = 3) -> None:
-        """Keeps the model; memory is taken when the target's runner is known.
-
-        Args:
-            model: draft.
-            beside: guesses beside each one of the first path.
-        """
+        """Keeps the model; memory is taken when the target's runner is known."""
         self._model = model.eval().requires_grad_(False)
         super().__init__(DraftCache(0, 1), None, beside)
 
     def begin(self, runner: Runner) -> None:
-        """Takes as many blocks as the target has.
-
-        Raises:
-            GulliverError: the target is another one, or its keys lie in other processes.
-        """
+        """Takes as many blocks as the target has."""
         facts, config = runner.facts, self._model.config
         if facts.vocabulary != config.vocabulary:
             raise GulliverError(
@@ -200,11 +185,7 @@ def _last_of(glimpses: Glimpses, last: Tensor, layers: int, only_last: bool, tok
 
 
 def check_sign(mine: Sequence[float], theirs: Sequence[float]) -> None:
-    """Refuses a model that a draft was not trained for, though its sizes are the target's.
-
-    Raises:
-        GulliverError: what the two are known by is not alike.
-    """
+    """Refuses a model that a draft was not trained for, though its sizes are the target's."""
     if (found := likeness(mine, theirs)) < ALIKE:
         raise GulliverError(
             "the draft was trained for another model: what that one has of a token is unlike what "
@@ -214,11 +195,7 @@ def check_sign(mine: Sequence[float], theirs: Sequence[float]) -> None:
 
 
 def check_pages(layers: Sequence[int], dim: int, pages: Pages) -> None:
-    """Refuses a target that has other keys than the draft was trained with.
-
-    Raises:
-        GulliverError: layers or sizes of heads differ.
-    """
+    """Refuses a target that has other keys than the draft was trained with."""
     if max(layers) >= len(pages.keys) or pages.keys[max(layers)].shape[-1] != dim:
         raise GulliverError(
             f"the draft looks at layer {max(layers)}, with heads of {dim}, and this model has "

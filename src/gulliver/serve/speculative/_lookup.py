@@ -18,7 +18,7 @@ from gulliver.serve.speculative._proposal import Proposal, Proposer, chain
 LONGEST, SHORTEST = 8, 2
 """Most and fewest tokens of a context that is looked up."""
 FEW_TOKENS = 16
-"""Tokens whose reading is counted to the guesses; that of more is told apart."""
+"""Most tokens whose reading counts as drafting; that of more is measured apart."""
 KEPT = 1 << 18
 """Tokens of all sequences that are kept, in two halves: the older one goes when the newer is full.
 A token takes about a kilobyte."""
@@ -28,23 +28,13 @@ class Followers:
     """What followed contexts of `shortest` to `longest` tokens, and how often."""
 
     def __init__(self, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
-        """Makes an empty table.
-
-        Args:
-            longest: most tokens of a context.
-            shortest: fewest tokens of a context.
-        """
+        """Makes an empty table."""
         self.longest, self.shortest = longest, shortest
         self.size = 0
         self._after: dict[tuple[int, ...], dict[int, int]] = {}
 
     def read(self, tokens: Sequence[int], begin: int) -> None:
-        """Reads tokens from an index on; those before are contexts only.
-
-        Args:
-            tokens: a text up to now.
-            begin: index of the first token that has not been read.
-        """
+        """Reads tokens from an index on; those before are contexts only."""
         for place in range(max(begin, self.shortest), len(tokens)):
             token = tokens[place]
             front = tuple(tokens[max(0, place - self.longest) : place])
@@ -55,15 +45,7 @@ class Followers:
         self.size += len(tokens) - begin
 
     def next(self, context: tuple[int, ...]) -> tuple[int, float, int] | None:
-        """The most frequent token after the longest end of a context that is known.
-
-        Args:
-            context: last tokens.
-
-        Returns:
-            The token, the newest of equals; how sure it is; the length of the context. None where
-            nothing is known.
-        """
+        """The most frequent token after the longest end of a context that is known."""
         for size in range(min(self.longest, len(context)), self.shortest - 1, -1):
             counts = self._after.get(context[-size:])
             if counts:
@@ -80,13 +62,7 @@ class LookUp(Proposer):
     free = True
 
     def __init__(self, shared: bool = False, longest: int = LONGEST, kept: int = KEPT) -> None:
-        """Makes a proposer that has read nothing.
-
-        Args:
-            shared: whether texts of other sequences are looked up as well.
-            longest: most tokens of a context.
-            kept: tokens of other sequences that are kept.
-        """
+        """Makes a proposer that has read nothing."""
         self.name = "suffix" if shared else "ngram"
         self._longest, self._kept, self.apart = longest, kept, 0.0
         self._own: dict[int, tuple[Followers, int]] = {}

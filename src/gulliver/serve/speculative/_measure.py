@@ -20,14 +20,8 @@ LIMIT = 2.0
 
 
 def measure_steps(runner: Runner, cost: StepCost) -> None:
-    """Runs forwards of several sizes over an empty cache.
-
-    Other runners than a local one count their batches: their seconds are learnt as they run.
-
-    Args:
-        runner: runner without requests; what is in its cache is overwritten.
-        cost: what learns.
-    """
+    """Runs forwards of several sizes over an empty cache."""
+    # Other runners than a local one count their batches: their seconds are learnt as they run.
     if not isinstance(runner, LocalRunner):
         return
     begun = perf_counter()
@@ -42,14 +36,7 @@ def measure_steps(runner: Runner, cost: StepCost) -> None:
 
 
 def measure_proposals(proposer: Proposer, facts: Facts, cost: StepCost, reading: Mean) -> None:
-    """Lets a draft model guess for sequences that nobody asked for.
-
-    Args:
-        proposer: draft model, which has begun.
-        facts: sizes of its target; keys and values of its first blocks are looked at as they are.
-        cost: what learns seconds of a depth by the number of sequences.
-        reading: what learns seconds of a token of a text that is read.
-    """
+    """Lets a draft model guess for sequences that nobody asked for."""
     begun, greedy = perf_counter(), SamplingParameters(temperature=0.0)
     length = min(64, facts.longest - 4)
     if length < 32:

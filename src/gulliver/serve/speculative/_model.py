@@ -2,10 +2,6 @@
 
 A subclass runs the model: `_run` is given new tokens of sequences and returns the logits of each
 one's last. Read `propose`: the text that the model has not seen, then one token at a time.
-
-[Note: sampled requests] A draft is drawn from the draft model's own distribution as the model's
-token will be, with the same parameters and the same noise of each token, so that the two meet as
-often as their distributions allow without changing a draw: see `serve/_draw.py`.
 """
 
 from __future__ import annotations
@@ -26,14 +22,17 @@ CHUNK = 512
 """Most tokens of prompts in a forward of a draft model."""
 
 CAPE = (7, 7, 7, 5, 5, 5, 3, 3, 1, 1, 1)
-"""Guesses beside one on the path, by tenths of how sure the draft is of it: those of the official
-code of GliDe with a CaPE, whose numbers count the one on the path."""
+"""Alternatives to a guess of the path, by tenths of how sure the draft is of it: those of the
+official code of GliDe with a CaPE, whose numbers count the one on the path."""
 Beside = int | tuple[int, ...]
 
 
+# [Note: sampled requests] A draft is drawn from the draft model's own distribution as the model's
+# token will be, with the same parameters and the same noise of each token, so that the two meet as
+# often as their distributions allow without changing a draw: see `serve/_draw.py`.
 @dataclass
 class _Path:
-    """Guesses of a sequence on the way: its first path, and the tokens beside each of it."""
+    """Guesses of a sequence on the way: its first path, and alternatives to each token of it."""
 
     one: Wanted
     tokens: list[int] = field(default_factory=list)
@@ -53,40 +52,24 @@ class _Path:
 
 @dataclass(frozen=True, slots=True)
 class New:
-    """Tokens of a sequence that a draft model runs.
-
-    Attributes:
-        one: the sequence.
-        start: tokens before them in the draft's cache.
-        tokens: new tokens.
-        ahead: guesses among them: 0 where the last of them is the text's last token.
-    """
+    """Tokens of a sequence that a draft model runs."""
 
     one: Wanted
+    # Tokens before them in the draft's cache.
     start: int
     tokens: Sequence[int]
+    # Guesses among them: 0 where the last of them is the text's last token.
     ahead: int
 
 
 class ModelDraft(Proposer):
-    """Guesses by a model that has its own cache.
-
-    Attributes:
-        beside: guesses beside each one of the first path, of which the speculator takes what pays:
-            a number, or eleven numbers by tenths of how sure the draft is of the one on the path.
-    """
+    """Guesses by a model that has its own cache."""
 
     free = False
     name = "model"
 
     def __init__(self, cache: DraftCache, context: int | None, beside: Beside = 0) -> None:
-        """Keeps the cache.
-
-        Args:
-            cache: tokens that the model has computed, and their blocks.
-            context: most tokens of a sequence; None where there is no limit.
-            beside: see above.
-        """
+        """Keeps the cache."""
         self._cache, self._context, self.beside = cache, context, beside
         self._known: dict[int, int] = {}
         self.apart = 0.0
@@ -95,19 +78,11 @@ class ModelDraft(Proposer):
         """Needs nothing of the runner."""
 
     def _run(self, news: Sequence[New], rows: bool) -> Tensor:
-        """Runs new tokens.
-
-        Args:
-            news: new tokens of sequences; room for them has been made.
-            rows: whether logits are wanted.
-
-        Returns:
-            Logits [len(news), V] in float32 of each sequence's last token.
-        """
+        """Runs new tokens."""
         raise NotImplementedError
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
-        """Proposes the first path of each sequence, and what stands beside it."""
+        """Proposes the first path of each sequence, and alternatives to its tokens."""
         self.apart = 0.0
         numbers = {one.sequence for one in wanted}
         news = []
@@ -155,7 +130,7 @@ class ModelDraft(Proposer):
     def _drawn(
         self, logits: Tensor, news: Sequence[New], paths: Mapping[int, _Path], number: int
     ) -> list[int]:
-        """Draws the next token of each path, and notes it with those beside it."""
+        """Draws the next token of each path, and notes it with its alternatives."""
         drawn = draw(logits, [self._row(new.one, paths, number) for new in news])
         tokens = [token.id if token is not None else 0 for token in drawn]
         chances = logits.softmax(-1)

@@ -16,18 +16,14 @@ from gulliver.serve._speculation import Wanted
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may follow a sequence, a tree whose first path stands at its front.
+    """Tokens that may follow a sequence, a tree that begins with its first path."""
 
-    Attributes:
-        tokens: guessed tokens; a parent stands before its children.
-        parents: index of each one's parent, -1 for the sequence's last token.
-        sure: chance of each to be right where its parent is, as the proposer has it; it is
-            calibrated by what becomes of guesses, so that its order counts more than its
-            size.
-    """
-
+    # Guessed tokens; parents precede their children.
     tokens: Sequence[int]
+    # Index of each one's parent, -1 for the sequence's last token.
     parents: Sequence[int]
+    # Chance of each to be right where its parent is, as the proposer has it; it is calibrated by
+    # what becomes of guesses, so that its order counts more than its size.
     sure: Sequence[float]
 
     @property
@@ -64,7 +60,7 @@ class Proposer(Protocol):
         ...
 
     def unread(self, one: Wanted) -> int:
-        """Tokens of a text that would be read before anything is guessed, beside the last few."""
+        """Tokens of a text to read before anything is guessed, apart from the last few."""
         return 0
 
     def dropped(self, sequence: int) -> None:

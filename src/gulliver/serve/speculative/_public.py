@@ -1,6 +1,6 @@
 """The public names of `gulliver.serve.speculative`, imported when one of them is asked for."""
 
-from gulliver.serve.speculative._cost import Calibration, Choice, StepCost, best
+from gulliver.serve.speculative._cost import AcceptanceRate, GuessChoice, StepCost, best
 from gulliver.serve.speculative._folder import is_draft, load_draft, save_draft
 from gulliver.serve.speculative._glide import Glide, GlideConfig, seen_keys
 from gulliver.serve.speculative._glide_draft import GlideDraft
@@ -27,12 +27,12 @@ from gulliver.serve.speculative._train_config import (
 
 __all__ = [
     "CAPE",
-    "Calibration",
-    "Choice",
+    "AcceptanceRate",
     "Followers",
     "Glide",
     "GlideConfig",
     "GlideDraft",
+    "GuessChoice",
     "Load",
     "LookUp",
     "ModelDraft",

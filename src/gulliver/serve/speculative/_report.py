@@ -1,10 +1,4 @@
-"""`report`: what drafts of a model are worth on this machine, measured, and predicted from costs.
-
-[Note: what is predicted] With acceptance a_1 ... a_n by depth, a round of n guesses gives
-E = 1 + a_1 + a_1 a_2 + ... tokens of each of s sequences, and takes t(s (n + 1)) + d(s) seconds
-instead of t(s): speed is E t(s) / (t(s (n + 1)) + d(s)). Seconds t are measured here, by forwards
-over an empty cache, and so are those of a draft model; look-ups take d in proportion to s.
-"""
+"""`report`: what drafts of a model are worth here, measured, and predicted from costs."""
 
 from __future__ import annotations
 
@@ -32,6 +26,10 @@ LOADS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of sequences that are looked at."""
 
 
+# [Note: what is predicted] With acceptance a_1 ... a_n by depth, a round of n guesses gives E = 1 +
+# a_1 + a_1 a_2 + ... tokens of each of s sequences, and takes t(s (n + 1)) + d(s) seconds instead
+# of t(s): speed is E t(s) / (t(s (n + 1)) + d(s)). Seconds t are measured here, by forwards over an
+# empty cache, and so are those of a draft model; look-ups take d in proportion to s.
 @dataclass(frozen=True)
 class Load:
     """Speculation with a number of sequences at a time.
@@ -57,32 +55,28 @@ class Load:
 
 @dataclass(frozen=True)
 class SpeculationReport:
-    """What drafts are worth.
-
-    Attributes:
-        draft: what drafts.
-        acceptance: share of guesses that were right, by depth, where those before them were.
-        loads: predictions by number of sequences.
-        break_even: most sequences at which drafting pays; 0 where it never does.
-        texts: sequences of the measured run.
-        plain_rate: measured tokens per second of one sequence after another, without drafts.
-        drafted_rate: the same with `depth` guesses in each round.
-        guarded_rate: the same with as many guesses as pay.
-        predicted: predicted `drafted_rate` over `plain_rate`.
-        same: whether the tokens were the same.
-        depth: guesses in each round of the measured run.
-    """
+    """What drafts are worth."""
 
     draft: str
+    # Share of guesses that were right, by depth, where those before them were.
     acceptance: tuple[float, ...]
+    # Predictions by number of sequences.
     loads: tuple[Load, ...]
+    # Most sequences at which drafting pays; 0 where it never does.
     break_even: int
+    # Sequences of the measured run.
     texts: int
+    # Measured tokens per second of one sequence after another, without drafts.
     plain_rate: float
+    # The same with `depth` guesses in each round.
     drafted_rate: float
+    # The same with as many guesses as pay.
     guarded_rate: float
+    # Predicted `drafted_rate` over `plain_rate`.
     predicted: float
+    # Whether the tokens were the same.
     same: bool
+    # Guesses in each round of the measured run.
     depth: int
 
     def to_plain(self) -> dict[str, Any]:
@@ -123,11 +117,7 @@ def _ms(seconds: float) -> str:
 
 
 def report(config: ReportConfig) -> SpeculationReport:
-    """Measures drafts on texts.
-
-    Raises:
-        GulliverError: the folders or the data do not allow it.
-    """
+    """Measures drafts on texts."""
     if config.target is None:
         raise GulliverError("no target is named: give --target FOLDER")
     model, tokenizer = load(config.target, config.dtype)
@@ -158,7 +148,7 @@ def measure_draft(
         texts: beginnings.
         asked: how they are continued.
         depth: guesses of a round.
-        rounds: runs of each way, in turns; medians are told.
+        rounds: runs of each way, alternating; medians are reported.
     """
     fixed = SpeculationOptions(depth=depth, fixed=True)
 
@@ -182,14 +172,14 @@ def measure_draft(
                 seconds[name].append(spent)
     tokens = sum(map(len, made["plain"])) - len(texts)
     rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
-    acceptance = tuple(always.told.acceptance())
+    acceptance = tuple(always.stats.acceptance())
     drafting = always.drafting(1, depth)
     loads = tuple(_load(runner, always, acceptance, sequences) for sequences in LOADS)
     pay = [one.sequences for one in loads if one.speed > 1.0]
     cost = {n: statistics.median(step(runner, n) for _ in range(7)) for n in (1, depth + 1)}
-    per_round = always.told.guesses / max(1, always.told.drafted)
-    expected = 1 + always.told.accepted / max(1, always.told.drafted)
-    share = always.told.drafted / max(1, always.told.rounds)
+    per_round = always.stats.guesses / max(1, always.stats.drafted)
+    expected = 1 + always.stats.accepted / max(1, always.stats.drafted)
+    share = always.stats.drafted / max(1, always.stats.rounds)
     verify = cost[1] + (cost[depth + 1] - cost[1]) * per_round / depth
     # Rounds in which nothing could be drafted take a plain step.
     whole = share * (verify + drafting) + (1 - share) * cost[1]

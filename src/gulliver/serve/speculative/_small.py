@@ -27,25 +27,13 @@ class SmallModel(ModelDraft):
         sequences: int = 64,
         beside: Beside = 3,
     ) -> None:
-        """Takes memory for the model's cache.
-
-        Args:
-            model: causal language model of transformers, of the target's vocabulary.
-            cache_tokens: tokens of its cache; None for `sequences` of its whole context, at most
-                half of the memory that is free.
-            sequences: sequences that run at a time.
-            beside: guesses beside each one of the first path.
-        """
+        """Takes memory for the model's cache."""
         self._runner = LocalRunner(model, cache_tokens=cache_tokens, sequences=sequences)
         facts = self._runner.facts
         super().__init__(DraftCache(facts.blocks, facts.block_size), facts.longest, beside)
 
     def begin(self, runner: Runner) -> None:
-        """Compares the vocabularies.
-
-        Raises:
-            GulliverError: they differ in size.
-        """
+        """Compares the vocabularies."""
         mine, theirs = self._runner.facts.vocabulary, runner.facts.vocabulary
         if mine != theirs:
             raise GulliverError(
@@ -71,15 +59,7 @@ class SmallModel(ModelDraft):
 
 
 def check_tokenizers(draft: Any | None, target: Any | None) -> None:
-    """Refuses a draft that writes texts with other tokens.
-
-    Args:
-        draft: tokenizer of the draft.
-        target: tokenizer of the target; None where it has none.
-
-    Raises:
-        GulliverError: a token has another number.
-    """
+    """Refuses a draft that writes texts with other tokens."""
     if draft is None or target is None:
         return
     mine, theirs = draft.get_vocab(), target.get_vocab()

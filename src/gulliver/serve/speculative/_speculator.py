@@ -1,13 +1,17 @@
-"""`Speculator`: chooses how much is drafted and verified, so that drafts never make it slower.
+"""`Speculator`: drafts where it makes serving faster, and nothing elsewhere.
 
-Read `draft`: it asks the proposer as deep as pays, calibrates how sure it is, and takes those
-guesses of all sequences together whose verification is worth its time (`_cost.best`). Whether it is
-asked at all is for `_guard.py`.
+Read `draft`. The rule: a guess is as likely to be right as guesses like it have been lately
+(`AcceptanceRate`). With s sequences and n guesses, the likeliest of all sequences, with chances p,
+tokens per second are (1 + sum(p) / s) t(s) / (t(s + n) + d) times those without drafts; t are
+seconds of a forward, d those of making the guesses, both measured. The n with the most is verified
+(`best`). If the mean of the last rounds is below 1.02, drafting is off at this number of sequences,
+until a trial on a few of them is less than a hundredth of the time since the last one.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -16,12 +20,20 @@ from typing import Annotated
 from gulliver.options import AT_LEAST_1, Options, Range
 from gulliver.serve._batch import Batch, Runner
 from gulliver.serve._speculation import Draft, Drafter, Wanted
-from gulliver.serve.speculative._cost import Calibration, Choice, Mean, StepCost, best
-from gulliver.serve.speculative._guard import MARGIN, Guard, few, highest_gain
+from gulliver.serve.speculative._cost import AcceptanceRate, GuessChoice, Mean, StepCost, best
 from gulliver.serve.speculative._measure import measure_proposals, measure_steps
 from gulliver.serve.speculative._proposal import Proposal, Proposer
 
 log = logging.getLogger("gulliver")
+LEAST_GAIN = 1.02
+"""Gain that must be predicted before anything is drafted: predictions are that uncertain."""
+TRIAL = 0.01
+"""Share of the time that is spent on finding out whether drafting has begun to pay."""
+FEW, SHARE = 4, 8
+"""A trial is made on one of `SHARE` sequences, at most `FEW`: it reads their texts, and is to be
+short compared with the steps of the batch."""
+ROUNDS = 8
+"""Rounds whose gains are averaged."""
 LOOKED_AT = 16
 """Steps of which one is learnt from while nothing is drafted."""
 
@@ -46,37 +58,31 @@ class SpeculationOptions(Options):
 
 @dataclass
 class _Pending:
-    """A proposal whose tokens have not come yet.
+    """A proposal whose tokens have not come yet."""
 
-    Attributes:
-        length: tokens that the sequence had.
-        proposal: what was proposed.
-        kind: kind of its guesses, for the calibration.
-    """
-
+    # Tokens that the sequence had.
     length: int
+    # What was proposed.
     proposal: Proposal
+    # Kind of its guesses, for the calibration.
     kind: object
 
 
 @dataclass
-class Told:
-    """Counts since the start.
+class SpeculationStats:
+    """Counts since the start."""
 
-    Attributes:
-        rounds: rounds in which something could have been drafted.
-        drafted: rounds in which something was verified.
-        guesses: guesses that were verified.
-        accepted: guesses that were right.
-        seen: guesses by depth whose parent was right; verified or not.
-        right: those of them that were right.
-    """
-
+    # Rounds in which something could have been drafted.
     rounds: int = 0
+    # Rounds in which something was verified.
     drafted: int = 0
+    # Guesses that were verified.
     guesses: int = 0
+    # Guesses that were right.
     accepted: int = 0
+    # Guesses by depth whose parent was right; verified or not.
     seen: dict[int, int] = field(default_factory=dict)
+    # Those of them that were right.
     right: dict[int, int] = field(default_factory=dict)
 
     def acceptance(self) -> list[float]:
@@ -87,29 +93,29 @@ class Told:
 class Speculator(Drafter):
     """A drafter that drafts as much as pays.
 
-    Attributes:
+    Args:
         proposer: what guesses.
         options: limits.
+
+    Attributes:
         cost: seconds of forwards.
-        told: counts.
+        stats: counts.
         choice: what was chosen in the last round that was considered.
         why: why nothing is drafted; empty while something is.
     """
 
     def __init__(self, proposer: Proposer, options: SpeculationOptions | None = None) -> None:
-        """Makes a drafter that has seen nothing.
-
-        Args:
-            proposer: what guesses.
-            options: limits.
-        """
         self.proposer, self.options = proposer, options or SpeculationOptions()
-        self.cost, self.told, self.choice = StepCost(), Told(), Choice()
-        self.calibration = Calibration()
+        self.cost, self.stats, self.choice = StepCost(), SpeculationStats(), GuessChoice()
+        self.acceptance = AcceptanceRate()
         self.why = ""
         self._pending: dict[int, _Pending] = {}
         self._rested = 0
-        self._guard = Guard()
+        # By level, the power of two of the sequences: gains of the last rounds, and from when on a
+        # trial may be made, in seconds of steps.
+        self._gains: dict[int, Mean] = {}
+        self._rest_until: dict[int, float] = {}
+        self._clock = 0.0
         # Seconds of guesses: of one sequence where they are looked up, otherwise of one depth, by
         # the number of sequences; and of a token of a text that is read.
         self._each, self._deeper, self._reading = Mean(), StepCost(), Mean(memory=50)
@@ -124,185 +130,76 @@ class Speculator(Drafter):
         if not self.proposer.free and not self._deeper.known and self.cost.known:
             measure_proposals(self.proposer, runner.facts, self._deeper, self._reading)
 
+    def pays(self, sequences: int) -> bool:
+        """Whether drafting has paid in the last rounds with about so many sequences."""
+        gain = self._gains.get(_level(sequences))
+        return self.options.fixed or (gain is not None and gain.value >= LEAST_GAIN)
+
     def rests(self, sequences: int) -> bool:
         """Whether nothing will be drafted for so many sequences: asked before they are gathered."""
-        if self.options.fixed or self._pending or not self._guard.is_off(sequences):
+        if self._pending or not self._resting(sequences):
             return False
-        if self._guard.is_due(self.drafting(few(sequences), 1)):
-            return False
-        self.told.rounds += 1
+        self.stats.rounds += 1
         self._rested += 1
         return True
 
+    def _resting(self, sequences: int) -> bool:
+        until = self._rest_until.get(_level(sequences), 0.0)
+        return not self.pays(sequences) and self._clock < until
+
     def draft(self, wanted: Sequence[Wanted], budget: int) -> Mapping[int, Draft]:
         """Drafts what pays."""
-        begun = perf_counter()
+        begun, sequences = perf_counter(), len(wanted)
         self._compare(wanted)
-        self.told.rounds += 1
+        self.stats.rounds += 1
         self._rested = 0
-        some, trial = self._asked(wanted)
-        if not some:
+        if self._resting(sequences):
             return {}
-        depth = self._depth(len(wanted))
-        read = sum(self.proposer.unread(one) for one in some)
-        proposals = self.proposer.propose(some, depth)
-        spent = perf_counter() - begun
-        self._spent(len(some), depth, spent, read)
-        kinds = {one.sequence: self._kind(one) for one in some}
-        for one in some:
+        trial = not self.pays(sequences)
+        asked = self._few(wanted) if trial else self._worth_reading(wanted)
+        if not asked:
+            return {}
+        depth = self._depth(sequences)
+        unread = sum(self.proposer.unread(one) for one in asked)
+        proposals = self.proposer.propose(asked, depth)
+        self._note_drafting(len(asked), depth, perf_counter() - begun, unread)
+        for one in asked:
             proposal = proposals.get(one.sequence)
             if proposal is not None and one.sequence not in self._pending:
-                kind = kinds[one.sequence]
-                self._pending[one.sequence] = _Pending(len(one.tokens), proposal, kind)
-        ranked = self._ranked(proposals, kinds, {one.sequence: one.most for one in some})
-        times = len(wanted) // len(some) if trial else 1
-        taken = self._worth(ranked, times, len(wanted), budget)
-        if trial:
-            self._guard.pay(perf_counter() - begun)
+                self._pending[one.sequence] = _Pending(len(one.tokens), proposal, _kind(one))
+        ranked = self._ranked(proposals, asked)
+        chances = [-path for path, _, _ in ranked]
+        if trial:  # the other sequences would have guesses like those of the few
+            chances = [one for one in chances for _ in range(sequences // len(asked))]
+        limits = (budget, self.options.budget, len(chances))
+        chances = chances[: min(limit for limit in limits if limit is not None)]
+        taken = self._choose(chances, sequences, depth)
+        if not self.pays(sequences):
+            self._rest_until[_level(sequences)] = self._clock + (perf_counter() - begun) / TRIAL
         chosen: dict[int, list[int]] = {}
-        for _, number, node in ranked[:taken]:
+        for _, number, node in () if trial else ranked[:taken]:
             chosen.setdefault(number, []).append(node)
-        self.told.drafted += bool(chosen)
+        self.stats.drafted += bool(chosen)
         return {number: _part(proposals[number], sorted(of)) for number, of in chosen.items()}
 
-    def _asked(self, wanted: Sequence[Wanted]) -> tuple[Sequence[Wanted], bool]:
-        """Sequences that guesses are asked for, and whether this is a trial."""
-        sequences, guard = len(wanted), self._guard
-        plain = self.cost.seconds(sequences)
-        if self.options.fixed or plain <= 0:
-            return wanted, False
-        first = guard.gain(sequences) is None
-        if first:
-            _, promised = self._promised(sequences)
-            if promised < 1 + MARGIN:
-                guard.learn(sequences, promised)
-                self._say(Choice(gain=promised), sequences)
-        if not first and not guard.is_off(sequences):
-            return self._worth_reading(wanted, plain), False
-        most = highest_gain(
-            *(self.cost.seconds, lambda depth: self.drafting(sequences, depth)),
-            *(sequences, self.options.depth),
-        )
-        if most < 1 + MARGIN:
-            self.why = (
-                f"with {sequences} sequences guesses would give {most:.2f} times the plain tokens "
-                "per second if all were right"
-            )
-            guard.pay(0.0)  # looked at again when a trial would be due
-            return (), True
-        # Texts that are read already cost nothing to try on.
-        some = sorted(wanted, key=self.proposer.unread)[: few(sequences)]
-        unread = sum(self.proposer.unread(one) for one in some)
-        cost = self.drafting(len(some), self._depth(sequences)) + unread * self._reading.value
-        if (first and not guard.is_off(sequences)) or guard.may_try(cost):
-            return some, True
-        return (), True
-
-    def _worth_reading(self, wanted: Sequence[Wanted], plain: float) -> Sequence[Wanted]:
-        """Leaves out texts that would take longer to read than guesses for their rest can save."""
-        gain = self._guard.gain(len(wanted)) or 1.0
-        saved = plain / len(wanted) * (1 - 1 / max(gain, 1.0))
-        each = self._reading.value
-        some = [one for one in wanted if self.proposer.unread(one) * each <= saved * one.most]
-        if not some:
-            self.why = "reading the texts would take longer than guesses for their rest can save"
-        return some
-
-    def _depth(self, sequences: int) -> int:
-        """How deep to ask the proposer."""
-        if self.options.fixed or self.proposer.free or self.cost.seconds(sequences) <= 0:
-            return self.options.depth
-        return self._promised(sequences)[0]
-
-    def _promised(self, sequences: int) -> tuple[int, float]:
-        """Depth with most tokens per second by what is expected of guesses, and its gain."""
-        plain = self.cost.seconds(sequences)
-        best_depth, most, reach = 1, 0.0, 0.0
-        for depth in range(1, self.options.depth + 1):
-            reach += self._reach[depth - 1].value
-            seconds = self.cost.seconds(sequences * (1 + depth)) + self.drafting(sequences, depth)
-            if (1 + reach) / seconds > most:
-                best_depth, most = depth, (1 + reach) / seconds
-        return best_depth, most * plain
-
-    def drafting(self, sequences: int, depth: int) -> float:
-        """Seconds of making guesses for so many sequences, as they were lately."""
-        if self.proposer.free:
-            return self._each.value * sequences
-        return self._deeper.seconds(sequences) * depth
-
-    def _spent(self, sequences: int, depth: int, seconds: float, read: int) -> None:
-        """Learns what guesses took, and what reading did."""
-        apart = self.proposer.apart
-        if read and apart:
-            self._reading.add(apart / read)
-        if self.proposer.free:
-            self._each.add((seconds - apart) / sequences)
-        else:
-            self._deeper.note(sequences, (seconds - apart) / depth)
-
-    def _kind(self, one: Wanted) -> object:
-        """Guesses of requests that are drawn alike are calibrated together."""
-        sampling = one.sampling
-        return "greedy" if sampling.greedy else round(sampling.temperature * 4)
-
-    def _ranked(
-        self,
-        proposals: Mapping[int, Proposal],
-        kinds: Mapping[int, object],
-        rooms: Mapping[int, int],
-    ) -> list[tuple[float, int, int]]:
-        """Guesses as (minus the chance of being accepted, sequence, node), the likeliest first.
-
-        A node's parent stands before it: its chance is not less, and its index is.
-        """
-        ranked: list[tuple[float, int, int]] = []
-        for number, proposal in proposals.items():
-            depths, paths = proposal.depths, []
-            for node, (parent, sure) in enumerate(
-                zip(proposal.parents, proposal.sure, strict=True)
-            ):
-                before = paths[parent] if parent >= 0 else 1.0
-                kind = kinds[number], _is_first(proposal, node)
-                paths.append(before * self.calibration.chance(kind, depths[node], sure))
-            own = sorted((-path, node) for node, path in enumerate(paths))
-            room = min(rooms[number], self.options.nodes)
-            ranked += [(path, number, node) for path, node in own[:room]]
-        return sorted(ranked, key=lambda one: (one[0], one[2]))
-
-    def _worth(
-        self, ranked: Sequence[tuple[float, int, int]], times: int, sequences: int, budget: int
-    ) -> int:
-        """Number of guesses that are worth verifying, the likeliest first.
-
-        Args:
-            ranked: guesses.
-            times: how many times as many sequences there are as were asked for guesses: the others
-                would have guesses like theirs.
-            sequences: sequences of the batch.
-            budget: most guesses.
-        """
-        if self.options.budget is not None:
-            budget = min(budget, self.options.budget)
-        chances = [-path for path, _, _ in ranked[:budget]]
+    def _choose(self, chances: Sequence[float], sequences: int, depth: int) -> int:
+        """How many guesses are verified, the likeliest first; learns whether drafting pays."""
         if self.options.fixed:
-            self.choice = Choice(len(chances), sum(chances))
+            self.choice = GuessChoice(len(chances), sum(chances))
             return len(chances)
-        all_chances = [chance for chance in chances for _ in range(times)][:budget]
-        spent = self.drafting(sequences, self._depth(sequences))
-        self.choice = best(all_chances, sequences, self.cost, spent)
-        gain = self.choice.gain
-        # Where nothing is worth verifying, drafting was for nothing.
-        plain = self.cost.seconds(sequences)
-        came = gain if gain >= 1 + MARGIN else plain / (plain + spent) if plain else 1.0
-        self._guard.learn(sequences, came)
-        self._say(self.choice, sequences)
-        return self.choice.taken if times == 1 and gain >= 1 + MARGIN else 0
+        drafting = self.drafting(sequences, depth)
+        self.choice = choice = best(chances, sequences, self.cost, drafting)
+        plain, came = float(self.cost.seconds(sequences)), choice.gain
+        if came < LEAST_GAIN and plain > 0:  # nothing is verified: the guesses were for nothing
+            came = plain / (plain + drafting)
+        self._gains.setdefault(_level(sequences), Mean(memory=ROUNDS)).add(came)
+        self._note_why(sequences)
+        return choice.taken if choice.gain >= LEAST_GAIN else 0
 
-    def _say(self, choice: Choice, sequences: int) -> None:
+    def _note_why(self, sequences: int) -> None:
         """Notes why nothing is drafted, and logs when that changes."""
-        before = self.why
-        if not self._guard.is_off(sequences) and choice.gain >= 1 + MARGIN:
+        before, choice = self.why, self.choice
+        if self.pays(sequences):
             self.why = ""
         elif choice.taken:
             self.why = (
@@ -310,16 +207,75 @@ class Speculator(Drafter):
                 f"right, would take a step {choice.step:.2f} times as long: {choice.gain:.2f} "
                 "times the plain tokens per second"
             )
-        elif choice.gain < 1:
-            self.why = (
-                f"with {sequences} sequences guesses as good as the last ones would give "
-                f"{choice.gain:.2f} times the plain tokens per second"
-            )
         else:
             self.why = "nothing is known to guess"
-        if bool(before) != bool(self.why) and choice.taken:
+        if bool(before) != bool(self.why):
             state = f"off: {self.why}" if self.why else "on"
             log.info("speculation (%s) is %s", self.proposer.name, state)
+
+    def _few(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+        """Sequences that a trial is made on: texts that are read already cost nothing."""
+        few = max(1, min(FEW, len(wanted) // SHARE))
+        return sorted(wanted, key=self.proposer.unread)[:few]
+
+    def _worth_reading(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+        """Leaves out texts that would take longer to read than guesses for their rest can save."""
+        gain = self._gains.get(_level(len(wanted)))
+        if self.options.fixed or gain is None:
+            return wanted
+        plain, each = float(self.cost.seconds(len(wanted))), self._reading.value
+        saved = plain / len(wanted) * (1 - 1 / max(gain.value, 1.0))
+        return [one for one in wanted if self.proposer.unread(one) * each <= saved * one.most]
+
+    def _depth(self, sequences: int) -> int:
+        """Depth with the most tokens per second, by how far guesses have been right lately."""
+        plain = float(self.cost.seconds(sequences))
+        if self.options.fixed or self.proposer.free or plain <= 0:
+            return self.options.depth
+        rates, reach = [], 1.0
+        for depth, mean in enumerate(self._reach, 1):
+            reach += mean.value
+            step = float(self.cost.seconds(sequences * (1 + depth)))
+            rates.append(reach / (step + self.drafting(sequences, depth)))
+        return 1 + rates.index(max(rates))
+
+    def drafting(self, sequences: int, depth: int) -> float:
+        """Seconds of making guesses for so many sequences, as they were lately."""
+        if self.proposer.free:
+            return self._each.value * sequences
+        return float(self._deeper.seconds(sequences)) * depth
+
+    def _note_drafting(self, sequences: int, depth: int, seconds: float, unread: int) -> None:
+        """Learns what guesses took, and what reading did."""
+        apart = self.proposer.apart
+        if unread and apart:
+            self._reading.add(apart / unread)
+        if self.proposer.free:
+            self._each.add((seconds - apart) / sequences)
+        else:
+            self._deeper.note(sequences, (seconds - apart) / depth)
+
+    def _ranked(
+        self, proposals: Mapping[int, Proposal], asked: Sequence[Wanted]
+    ) -> list[tuple[float, int, int]]:
+        """Guesses as (minus the chance of being accepted, sequence, node), the likeliest first."""
+        # Parents come before their children: they have no smaller chance, and a smaller index.
+        ranked: list[tuple[float, int, int]] = []
+        for one in asked:
+            proposal = proposals.get(one.sequence)
+            if proposal is None:
+                continue
+            paths: list[float] = []
+            for node, (parent, sure) in enumerate(
+                zip(proposal.parents, proposal.sure, strict=True)
+            ):
+                before = paths[parent] if parent >= 0 else 1.0
+                kind = _kind(one), _is_first(proposal, node)
+                paths.append(before * self.acceptance.chance(kind, sure))
+            own = sorted((-path, node) for node, path in enumerate(paths))
+            most = min(one.most, self.options.nodes)
+            ranked += [(path, one.sequence, node) for path, node in own[:most]]
+        return sorted(ranked, key=lambda one: (one[0], one[2]))
 
     def ran(self, batch: Batch, seconds: float) -> None:
         """Learns what a forward took; parts of prompts have other costs, and are not counted."""
@@ -327,12 +283,12 @@ class Speculator(Drafter):
         # microseconds, where a step of a small model takes 2000.
         if batch.outputs == batch.tokens and self._rested % LOOKED_AT == 0:
             self.cost.note(batch.tokens, seconds)
-        self._guard.earn(seconds)
+        self._clock += seconds
 
     def verified(self, sequence: int, draft: Draft, path: Sequence[int], tokens: int) -> None:
         """Counts; what is learnt of guesses is learnt when the next ones are made."""
-        self.told.guesses += len(draft.tokens)
-        self.told.accepted += tokens - 1
+        self.stats.guesses += len(draft.tokens)
+        self.stats.accepted += tokens - 1
 
     def _compare(self, wanted: Sequence[Wanted]) -> None:
         """Learns from the tokens that came which guesses were right, verified or not."""
@@ -357,10 +313,10 @@ class Speculator(Drafter):
             if parent not in right:
                 continue
             depth, first = depths[node], _is_first(proposal, node)
-            self.calibration.learn((pending.kind, first), depth, proposal.sure[node], node in right)
+            self.acceptance.learn((pending.kind, first), proposal.sure[node], node in right)
             if first:
-                self.told.seen[depth] = self.told.seen.get(depth, 0) + 1
-                self.told.right[depth] = self.told.right.get(depth, 0) + (node in right)
+                self.stats.seen[depth] = self.stats.seen.get(depth, 0) + 1
+                self.stats.right[depth] = self.stats.right.get(depth, 0) + (node in right)
         for depth, mean in enumerate(self._reach[: max(depths)], 1):
             mean.add(float(depth <= reached))
         return True
@@ -376,20 +332,31 @@ class Speculator(Drafter):
         self.proposer.close()
 
     def __str__(self) -> str:
-        told = self.told
-        if not told.rounds:
+        stats = self.stats
+        if not stats.rounds:
             return f"speculation ({self.proposer.name}): nothing could be drafted yet"
-        share = told.drafted / told.rounds
-        rate = told.accepted / told.guesses if told.guesses else 0.0
+        share = stats.drafted / stats.rounds
+        rate = stats.accepted / stats.guesses if stats.guesses else 0.0
         line = (
-            f"speculation ({self.proposer.name}): drafted in {share:.0%} of {told.rounds} rounds, "
-            f"{told.guesses} guesses, {rate:.0%} right"
+            f"speculation ({self.proposer.name}): drafted in {share:.0%} of {stats.rounds} rounds, "
+            f"{stats.guesses} guesses, {rate:.0%} right"
         )
         return f"{line}; now off: {self.why}" if self.why else line
 
 
+def _level(sequences: int) -> int:
+    """Loads of one level cost about the same."""
+    return int(math.log2(sequences))
+
+
+def _kind(one: Wanted) -> object:
+    """Guesses of requests that are drawn alike are counted together."""
+    sampling = one.sampling
+    return "greedy" if sampling.greedy else round(sampling.temperature * 4)
+
+
 def _is_first(proposal: Proposal, node: int) -> bool:
-    """Whether a node is on the first path, which stands at the front."""
+    """Whether a node is on the first path, which comes first."""
     return proposal.parents[node] == node - 1
 
 

@@ -23,14 +23,7 @@ UNROTATED = ("gpt2", "gpt_bigcode", "opt", "bloom")
 
 
 def target_frequencies(model: Any) -> list[float]:
-    """Frequencies of a model's rotary positions; empty where it has none.
-
-    Args:
-        model: causal language model of transformers.
-
-    Raises:
-        GulliverError: its keys have positions in a way that drafts do not follow.
-    """
+    """Frequencies of a model's rotary positions; empty where it has none."""
     kind = model.config.model_type
     if kind in UNROTATED:
         return []
@@ -43,7 +36,7 @@ def target_frequencies(model: Any) -> list[float]:
     return found[0].tolist()
 
 
-class _Kept:
+class _KeptKeys:
     """Attention of equally long texts packed one after another, which keeps some layers' keys."""
 
     def __init__(self, texts: int, layers: Sequence[int]) -> None:
@@ -91,16 +84,7 @@ class _Kept:
 def glimpses_of(
     model: Any, tokens: Tensor, layers: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], int]:
-    """Keys and values that a model has of texts, as serving caches them.
-
-    Args:
-        model: causal language model of transformers.
-        tokens: texts [B, S].
-        layers: layers that are wanted.
-
-    Returns:
-        Keys [B, H, S, D] and values for each of `layers`, and the heads of the model's queries.
-    """
+    """Keys and values that a model has of texts, as serving caches them."""
     kept, _ = _read(model, tokens, layers, False)
     return [kept.keys[n] for n in layers], [kept.values[n] for n in layers], kept.heads
 
@@ -108,26 +92,19 @@ def glimpses_of(
 def lesson_of(
     model: Any, tokens: Tensor, layers: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What a draft learns from: a model's keys and values of texts, and its logits.
-
-    Args:
-        model: causal language model of transformers.
-        tokens: texts [B, S].
-        layers: layers whose keys and values are wanted.
-
-    Returns:
-        Keys [B, H, S, D] and values for each of `layers`, and logits [B, S, V] in float32.
-    """
+    """What a draft learns from: a model's keys and values of texts, and its logits."""
     kept, logits = _read(model, tokens, layers, True)
     keys, values = ([of[n] for n in layers] for of in (kept.keys, kept.values))
     return keys, values, logits.unflatten(0, tokens.shape)
 
 
 @torch.no_grad()
-def _read(model: Any, tokens: Tensor, layers: Sequence[int], rows: bool) -> tuple[_Kept, Tensor]:
+def _read(
+    model: Any, tokens: Tensor, layers: Sequence[int], rows: bool
+) -> tuple[_KeptKeys, Tensor]:
     """Runs a model on texts; of logits one row is computed where none are wanted."""
     count, length = tokens.shape
-    kept = _Kept(count, layers)
+    kept = _KeptKeys(count, layers)
     positions = torch.arange(length, device=tokens.device).repeat(count)
     wanted = torch.arange(count * length if rows else 1, device=tokens.device)
     with attached(model, kept):

@@ -62,11 +62,7 @@ MAY_CHANGE = frozenset(
 
 
 def check_train_draft(config: TrainDraftConfig) -> None:
-    """Refuses options that nothing can be trained with.
-
-    Raises:
-        GulliverError: it says what would be right.
-    """
+    """Refuses options that nothing can be trained with."""
     if config.target is None:
         raise GulliverError("no target is named: give --target FOLDER")
     if config.glimpses and len(config.glimpses) != config.layers:
