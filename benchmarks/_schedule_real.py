@@ -38,7 +38,7 @@ from gulliver.schedule.live import (
     Controller,
     LiveJob,
     LocalNodes,
-    Measured,
+    MeasuredSeconds,
     Nodes,
     Phase,
     RayNodes,
@@ -192,7 +192,7 @@ def run_trace(
 ) -> Stage:
     """Runs the trace as real jobs."""
     stage = Stage.make(folder, nodes, make_policy(policy))
-    stage.control.measured = Measured.of([before])
+    stage.control.measured = MeasuredSeconds.of([before])
     for job in trace:
         due = stage.control.begun + job.arrival
         stage.until(lambda due=due: time.time() >= due)

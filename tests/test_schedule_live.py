@@ -13,8 +13,8 @@ from gulliver.hardware import Scaling
 from gulliver.schedule import POLICIES, Allotment, Decision, JobCluster, Policy, View, simulate
 from gulliver.schedule import make_policy as made
 from gulliver.schedule.live import (
-    History,
     Phase,
+    ScheduleHistory,
     Submission,
     expected_ends,
     live_page,
@@ -46,10 +46,10 @@ class Wanted(Policy):
         return Decision(given, wake=view.now + 0.5)
 
 
-def history_of(cluster: FakeCluster) -> History:
+def history_of(cluster: FakeCluster) -> ScheduleHistory:
     now, control = cluster.backend.now, cluster.controller
     quotas = dict(control.quotas)
-    return History(
+    return ScheduleHistory(
         0.0, now, "rollout", 0, control.slots, quotas, control.jobs, list(control.rounds),
         control.refused,
     )  # fmt: skip

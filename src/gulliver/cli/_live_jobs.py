@@ -19,7 +19,7 @@ from gulliver.errors import GulliverError
 from gulliver.options import AT_LEAST_0, AT_LEAST_1, POSITIVE, SEED, Options, Range
 
 if TYPE_CHECKING:
-    from gulliver.schedule.live import History, SchedulerOptions, Spool
+    from gulliver.schedule.live import ScheduleHistory, SchedulerOptions, Spool
 
 SLOTS = Range(1, 4096)
 DAY = Range(0.1, 86400)
@@ -260,7 +260,7 @@ def _check_same(config: Cluster, about: Mapping[str, Any]) -> None:
             )
 
 
-def _history(spool: Spool) -> History:
+def _history(spool: Spool) -> ScheduleHistory:
     from gulliver.schedule.live import read_history
 
     found = read_history(spool)
@@ -293,7 +293,7 @@ def show(config: Listing) -> int:
     return 0
 
 
-def _plain(history: History, name: str, ends: dict[str, float]) -> dict[str, object]:
+def _plain(history: ScheduleHistory, name: str, ends: dict[str, float]) -> dict[str, object]:
     job = history.jobs[name]
     return {
         "name": name,
@@ -311,7 +311,7 @@ def _plain(history: History, name: str, ends: dict[str, float]) -> dict[str, obj
     }
 
 
-def _table(history: History, ends: dict[str, float]) -> None:
+def _table(history: ScheduleHistory, ends: dict[str, float]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -1,20 +1,11 @@
 """Jobs that share a cluster: simulated under several policies, explained, and drawn.
 
-`_jobs.py` says what a job is and how fast it is on some slots, `_simulator.py` runs a policy over a
-trace, `_nodes.py` with `_placement.py` say where its jobs lie, `_result.py` adds up and holds it
-against a bound. Policies: `_classic.py`, Pollux in its published form in `_genetic.py`, ONES as
-published in `_ones.py` with `_evolution.py` and `_predictor.py`, ours in `_lookahead.py` with
-`_rollout.py` and `_futures.py`; `_clairvoyant.py` searches what knowing all arrivals would gain.
-`_why.py` explains, `_page.py` draws, `_traces.py` reads files and `_generators.py` draws traces.
-
 `live` runs the same policies on real jobs; here no process is started.
 """
 
-from gulliver.schedule._clairvoyant import clairvoyant
 from gulliver.schedule._classic import Fifo, Optimus, Pollux, Srpt, Tiresias
 from gulliver.schedule._estimates import Estimator
 from gulliver.schedule._generators import SHAPES, generate
-from gulliver.schedule._genetic import PolluxInRounds
 from gulliver.schedule._jobs import Job, JobCluster, Modes
 from gulliver.schedule._lookahead import Rollout
 from gulliver.schedule._ones import Ones
@@ -44,7 +35,6 @@ __all__ = [
     "Optimus",
     "Policy",
     "Pollux",
-    "PolluxInRounds",
     "Result",
     "Rollout",
     "Segment",
@@ -53,7 +43,6 @@ __all__ = [
     "Tiresias",
     "View",
     "bound_of",
-    "clairvoyant",
     "elastic",
     "generate",
     "make_policy",

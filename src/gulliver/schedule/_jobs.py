@@ -1,9 +1,8 @@
-"""Jobs, the slots that they share, and what a job does on some number of slots.
+"""Jobs, the slots that they share, and the speed of a job on a number of slots.
 
-A slot is one accelerator. A job is work in samples, counted at its own batch size; on n slots it
-takes the batch size of the highest goodput that its limits allow, which is its own batch where they
-allow no other: then what it computes does not depend on its slots, and they change its accumulation
-alone.
+A slot is one accelerator. Work is counted in samples at the job's own batch size. On n slots a job
+runs at the batch size of the highest goodput that its limits allow. With a fixed batch, other slots
+change its gradient accumulation only.
 """
 
 from __future__ import annotations
@@ -160,16 +159,13 @@ def _number(
 
 
 class Modes(NamedTuple):
-    """A job over numbers of slots.
+    """A job over numbers of slots."""
 
-    Attributes:
-        batches: batch size on 0, 1, 2 ... slots; 0 on none.
-        goodputs: samples a second, [slots + 1]; 0 beyond the slots that it runs on.
-        useful: number of slots beyond which it does not become faster.
-    """
-
+    # Batch size on 0, 1, 2 ... slots; 0 on none.
     batches: tuple[int, ...]
+    # Samples a second, [slots + 1]; 0 beyond the slots that it runs on.
     goodputs: np.ndarray
+    # Number of slots beyond which it does not become faster.
     useful: int
 
 
@@ -294,12 +290,7 @@ class JobCluster:
 
 
 def check_trace(jobs: tuple[Job, ...], cluster: JobCluster) -> None:
-    """Refuses jobs that the cluster can never run.
-
-    Raises:
-        GulliverError: no job, two of one name, one that asks for more slots than there are, or of a
-            tenant that quotas leave nothing.
-    """
+    """Refuses jobs that the cluster can never run."""
     if not jobs:
         raise GulliverError("the trace has no jobs: give at least one")
     seen: set[str] = set()

@@ -1,10 +1,4 @@
-"""Says which slots of which nodes jobs get, once a policy has said how many.
-
-Jobs whose number changes start or resize anyway, so they may lie anywhere; the others stay, until
-they have lost by where they lie what a move costs, as in ski rental (Karlin et al. 1988): that
-needs no lengths, and never costs more than twice what knowing them would. Who goes where is found
-in `_placement.py`.
-"""
+"""Chooses the slots of jobs on nodes, once a policy has chosen their number."""
 
 from __future__ import annotations
 
@@ -35,20 +29,15 @@ def on_nodes(
     cluster: JobCluster,
     now: float,
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Finds slots and batch of the jobs that start, resize or move.
-
-    Args:
-        states: jobs that are there.
-        decision: what the policy says; jobs whose very slots it names are left alone.
-        chosen: slots and batch by job, as if all slots were alike.
-        cluster: nodes.
-        now: second of the decision.
-    """
+    """Finds slots and batch of the jobs that start, resize or move."""
     wishes = {}
     for state in states:
         given = decision.allotments.get(state.job.name)
         if given is not None and isinstance(given.slots, int) and given.slots:
             wishes[state.job.name] = _Wish(state, given.slots, given.batch)
+    # Jobs whose number of slots changes start or resize anyway, so they may move for free. The others
+    # stay until they have lost by where they lie what a move costs, as in ski rental (Karlin et al. 1988):
+    # that needs no job lengths, and never costs more than twice what knowing them would.
     moving = {name: wish for name, wish in wishes.items() if wish.slots != wish.state.count}
     moved = {
         name: wish

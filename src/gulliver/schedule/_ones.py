@@ -1,10 +1,4 @@
-"""ONES as published: batch sizes grow with the slots, and an evolutionary search chooses these.
-
-Limits, predictions, evolution and the gate that applies a schedule, in the order of `Ones.decide`.
-The search is in `_evolution.py`, the predictor in `_predictor.py`. With ``evolve=False`` the search
-is left out: one genome is filled greedily under the same limits, which shows what the evolution
-adds.
-"""
+"""ONES as published: batch sizes grow with the slots, chosen by an evolutionary search."""
 
 from __future__ import annotations
 

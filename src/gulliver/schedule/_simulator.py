@@ -1,13 +1,8 @@
-"""Runs a policy over a trace: an exact simulation of events.
+"""Runs a policy over a trace: an exact discrete-event simulation.
 
-Between two events nothing changes, so progress is rate times seconds and the next event is known in
-closed form: a job comes, a job ends, or the policy asks to be woken. At each event the policy says
-what every job has from then on. A job whose slots change makes no progress for its resize seconds,
-while it holds the new slots. Where a job has `save_seconds` or `end_seconds`, those who get its
-slots wait for it (`_handover.py`). Read `simulate`, then `_Run`.
-
-Of several nodes, `_nodes.py` says which slots a job gets, unless its policy names them. It does not
-know how long a step is delayed by its neighbours.
+Between two events nothing changes, so the next event is known in closed form: a job arrives, a job
+ends, or the policy asks to be woken. At each event the policy decides what every job has from then
+on. Contention between neighbouring jobs is not modelled.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ def simulate(
     check_trace(jobs, cluster)
     _check_borrowers(jobs, cluster, policy)
     policy.begin(cluster)
-    return _Run(tuple(job for job in jobs if job.arrival <= until), cluster, policy).run()
+    return _Simulation(tuple(job for job in jobs if job.arrival <= until), cluster, policy).run()
 
 
 def _check_borrowers(jobs: Sequence[Job], cluster: JobCluster, policy: Policy) -> None:
@@ -69,22 +64,14 @@ def follow(
     cluster: JobCluster,
     policy: Policy,
 ) -> Result:
-    """Simulates from a moment on, with the jobs that are there and none to come.
-
-    Args:
-        now: second of that moment.
-        states: jobs as they are; copied.
-        finished: jobs that are done, for policies to learn from.
-        cluster: slots and quotas.
-        policy: rule of who gets what; it goes on.
-    """
-    run = _Run((), cluster, policy)
+    """Simulates from a moment on, with the jobs that are there and none to come."""
+    run = _Simulation((), cluster, policy)
     run.now, run.present, run.finished = now, [replace(s) for s in states], list(finished)
     run.result.states = {state.job.name: state for state in run.present}
     return run.run()
 
 
-class _Run:
+class _Simulation:
     """State of a simulation."""
 
     def __init__(self, jobs: tuple[Job, ...], cluster: JobCluster, policy: Policy) -> None:

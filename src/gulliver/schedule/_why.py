@@ -1,7 +1,7 @@
-"""Says of a job why it has what it has, and when it should end.
+"""Explains why a job has its slots and when it should end.
 
-When it should end is no estimate of its own: the trace is simulated anew with the jobs that have
-come by then and no others. So it is exactly what the policy would do if nobody came any more.
+The expected end is not an estimate: the trace is simulated again with the jobs that have arrived by
+then and no others, so it is what the policy would do if no more came.
 """
 
 from __future__ import annotations

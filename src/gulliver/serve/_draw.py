@@ -80,16 +80,7 @@ def draw_key(seed: int, sample: int, place: int) -> int:
 
 
 def draw(logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
-    """Draws a token for each row.
-
-    Args:
-        logits: [R, V] in float32; not changed.
-        rows: what each row is for.
-
-    Returns:
-        Tokens; None for a row that has NaN, infinity or nothing finite, which nothing can be drawn
-        from.
-    """
+    """Draws a token for each row."""
     if not rows:
         return []
     highest, likeliest = logits.max(-1)
@@ -121,17 +112,15 @@ def _draw_alike(logits: Tensor, sampling: SamplingParameters, rows: Sequence[Row
 
 
 def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> list[int]:
-    """Draws by weights [R, K] of tokens [R, K], those of `HEAD` tokens and the rest apart.
-
-    [Note: drawing with noise that belongs to the token] Of exponential numbers divided by weights
-    the least is that of a token with its probability (the Gumbel trick). The noise is a function of
-    the token, so that two distributions that are alike mostly draw the same token: one of a draft
-    and the model's meet with a probability of (1 - d) / (1 + d) at least, where d is their distance
-    in total variation (Daliri, Musco and Suresh, arXiv 2408.07978), and not one draw of the
-    model's own is another than without drafts. The least of all tokens outside the `HEAD`
-    likeliest is one exponential number of their weights' sum; only where it wins is one of them
-    drawn, by their sums.
-    """
+    """Draws by weights [R, K] of tokens [R, K], those of `HEAD` tokens and the rest apart."""
+    # [Note: drawing with noise that belongs to the token] Of exponential numbers divided by weights
+    # the least is that of a token with its probability (the Gumbel trick). The noise is a function
+    # of the token, so that two distributions that are alike mostly draw the same token: one of a
+    # draft and the model's meet with a probability of (1 - d) / (1 + d) at least, where d is their
+    # distance in total variation (Daliri, Musco and Suresh, arXiv 2408.07978), and not one draw of
+    # the model's own is another than without drafts. The least of all tokens outside the `HEAD`
+    # likeliest is one exponential number of their weights' sum; only where it wins is one of them
+    # drawn, by their sums.
     if chances.shape[-1] <= HEAD:
         head, at, rest = chances, None, None
     elif order is None:
@@ -169,13 +158,7 @@ def _below(weights: Tensor, height: float) -> int:
 
 
 def probabilities(logits: Tensor, sampling: SamplingParameters, rows: Sequence[Row]) -> Tensor:
-    """Returns the distributions [R, V] that tokens are drawn from.
-
-    Args:
-        logits: [R, V] in float32.
-        sampling: how they are drawn, for all rows alike.
-        rows: rows with their histories, for penalties.
-    """
+    """Returns the distributions [R, V] that tokens are drawn from."""
     changed = penalised(logits, sampling, rows)
     if sampling.greedy:
         return torch.nn.functional.one_hot(changed.argmax(-1), logits.shape[-1]).to(logits.dtype)
@@ -186,11 +169,7 @@ def probabilities(logits: Tensor, sampling: SamplingParameters, rows: Sequence[R
 
 
 def _cut(logits: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor | None]:
-    """Applies temperature, top_k, top_p and min_p.
-
-    Returns:
-        Weights [R, K], whose sum need not be 1, and their tokens [R, K]; None for all in order.
-    """
+    """Applies temperature, top_k, top_p and min_p."""
     # From the largest down: with a tiny temperature quotients become inf, and inf - inf is NaN.
     scaled = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, COLDEST)
     order = None

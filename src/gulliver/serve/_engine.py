@@ -71,16 +71,7 @@ class Engine:
         end_tokens: Sequence[int] = (),
         drafter: Drafter | None = None,
     ) -> None:
-        """Makes an engine without requests.
-
-        Args:
-            runner: what runs the model.
-            tokenizer: tokenizer of transformers; without one prompts are tokens, and answers have
-                no text.
-            options: limits.
-            end_tokens: tokens with which the model ends a text.
-            drafter: what guesses tokens, if any.
-        """
+        """Makes an engine without requests."""
         self.runner, self.tokenizer = runner, tokenizer
         self.options = options or EngineOptions()
         self.end_tokens = frozenset(end_tokens)

@@ -32,12 +32,7 @@ class FewRows:
     """The kernel, by the instructions that it uses."""
 
     def __init__(self, name: str, kernel: Any) -> None:
-        """Keeps the kernel.
-
-        Args:
-            name: instructions.
-            kernel: the extension's object.
-        """
+        """Keeps the kernel."""
         self.name, self._kernel = name, kernel
 
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -51,13 +46,7 @@ class FewRows:
         )
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns ``x @ weight.T + bias``.
-
-        Args:
-            x: rows [..., K].
-            weight: weights [N, K].
-            bias: [N] or None.
-        """
+        """Returns ``x @ weight.T + bias``."""
         rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
         out = x.new_empty(*x.shape[:-1], len(weight))
         where = (t.data_ptr() for t in (x, weight))
@@ -94,13 +83,8 @@ def few_rows() -> FewRows | None:
 
 
 def take_few_rows(model: nn.Module) -> Callable[[], None]:
-    """Lets the linear layers of a model use the kernel, until the returned function is called.
-
-    Layers that are quantised, cut or have a forward of their own are left alone.
-
-    Args:
-        model: the model.
-    """
+    """Lets the linear layers of a model use the kernel, until the returned function is called."""
+    # Layers that are quantised, cut or have a forward of their own are left alone.
     kernel = few_rows()
     if kernel is None:
         return lambda: None

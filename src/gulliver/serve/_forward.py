@@ -11,10 +11,8 @@ from gulliver.serve._batch import Batch
 
 
 def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Packed tokens [T] of a batch, and the rows [R] of which logits are wanted.
-
-    Of parts of prompts none are: one row is computed since none cannot be asked for.
-    """
+    """Packed tokens [T] of a batch, and the rows [R] of which logits are wanted."""
+    # Of parts of prompts none are: one row is computed since none cannot be asked for.
     tokens = torch.tensor([t for span in batch.spans for t in span.tokens], device=device)
     rows, end = [], 0
     for span in batch.spans:
@@ -24,17 +22,7 @@ def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor,
 
 
 def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-    """Runs a model on packed tokens.
-
-    Args:
-        model: model that attends over pages.
-        tokens: packed tokens [T].
-        positions: positions of the tokens [T].
-        wanted: rows [R] of which logits are wanted.
-
-    Returns:
-        Logits [R, V] in float32.
-    """
+    """Runs a model on packed tokens."""
     # BLOOM has no positions: its slopes are in its attention.
     known = {} if model.config.model_type == "bloom" else {"position_ids": positions[None]}
     found = model(tokens[None], use_cache=False, logits_to_keep=wanted, **known)

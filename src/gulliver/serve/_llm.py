@@ -49,35 +49,7 @@ class LLM:
         speeds: Sequence[float] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Loads a model where it is given as a folder, and takes memory for its cache.
-
-        Args:
-            model: folder that transformers wrote, or a causal language model of transformers.
-            tokenizer: tokenizer, where `model` is not a folder.
-            dtype: ``"float32"``, ``"bfloat16"`` or torch's own for a folder's model; None for that
-                of the files.
-            quantize: mode of `gulliver.replace_module` in which a folder's weights are read.
-            context: most tokens of a sequence; None for the model's own.
-            cache_bytes: bytes of keys and values, such as ``"2GiB"``; None chooses by memory and
-                context.
-            cache_tokens: the same in tokens.
-            options: limits of the engine.
-            drafter: what guesses tokens, if any.
-            speculation: the same by name: ``"ngram"``, ``"suffix"`` or the folder of a draft, see
-                `gulliver.serve.speculative.make_speculator`.
-            memory: bytes of a folder's weights and of keys and values in memory, such as
-                ``"6GiB"``, in each process; weights beyond it come from a disk. None for all.
-            disk: folder on a local disk for them; None for that of temporary files.
-            tensor: ranks that each layer of a folder's model is cut over; the processes are started
-                here and end with `close`.
-            pipeline: stages that its layers are dealt to, each on `tensor` ranks.
-            speeds: relative speeds of the stages; None for equal ones.
-            timeout_s: seconds after which a rank that does not answer counts as lost; None for
-                60, or 600 where weights come from a disk.
-
-        Raises:
-            GulliverError: the folder or the model cannot be served, or memory does not do.
-        """
+        """Loads a model where it is given as a folder, and takes memory for its cache."""
         _check_kinds(options, drafter, speculation)
         options = options or EngineOptions()
         ways = Ways(
@@ -195,11 +167,9 @@ class LLM:
         return number
 
     def _events(self, numbers: Sequence[int], answers: int) -> Generator[Event, None, None]:
-        """Yields events of requests until all of their answers have ended.
-
-        A batch has tokens of whoever asks, another thread or a stream that is being read: whoever
-        steps lays their events aside for them.
-        """
+        """Yields events of requests until all of their answers have ended."""
+        # A batch has tokens of whoever asks, another thread or a stream that is being read: whoever
+        # steps lays their events aside for them.
         boxes = [self._inboxes[number] for number in numbers]
         while answers:
             with self._lock:

@@ -54,11 +54,7 @@ def dtype_name(dtype: str | torch.dtype | None) -> str | None:
 
 
 def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Refuses a folder that has no model that is served, and formats that it cannot have.
-
-    Raises:
-        GulliverError: it says what is missing or unknown.
-    """
+    """Refuses a folder that has no model that is served, and formats that it cannot have."""
     check_folder(folder)
     for name, value, known in (("dtype", dtype, DTYPES), ("quantize", quantize, MODES)):
         if value is not None and value not in known:
@@ -70,22 +66,14 @@ def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None
 
 
 def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Refuses weights that the memory does not hold, and says which would fit.
-
-    Raises:
-        GulliverError: they are too many.
-    """
+    """Refuses weights that the memory does not hold, and says which would fit."""
     if not is_quantised(folder):
         size, kept = _sizes(folder)
         _check_memory(folder, size, DTYPES[dtype] if dtype is not None else kept, quantize)
 
 
 def load_text(folder: Path, dtype: str | None, quantize: str | None) -> Any:
-    """Loads the tokenizer of a folder whose model is loaded elsewhere, once that is known to do.
-
-    Raises:
-        GulliverError: as `check_options` does.
-    """
+    """Loads the tokenizer of a folder whose model is loaded elsewhere, once that is known to do."""
     check_options(folder, dtype, quantize)
     return load_tokenizer(folder)
 
@@ -98,11 +86,7 @@ def kept_dtype(folder: Path, dtype: str | None) -> torch.dtype:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder that has no model that is served.
-
-    Raises:
-        GulliverError: it says what is missing.
-    """
+    """Refuses a folder that has no model that is served."""
     if not (folder / "config.json").is_file():
         raise GulliverError(
             f"{folder} has no config.json: give a folder that save_pretrained of transformers wrote"

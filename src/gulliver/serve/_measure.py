@@ -47,14 +47,9 @@ def sign_token(model: Any) -> int:
 
 
 def sign_of(values: Tensor) -> tuple[float, ...]:
-    """Some of a layer's values of `sign_token` at place 0, by which a model is known again.
-
-    They depend on the weights of all layers below and on no position; another dtype or quantised
-    weights change them little.
-
-    Args:
-        values: [H, 1, D].
-    """
+    """Some of a layer's values of `sign_token` at place 0, by which a model is known again."""
+    # They depend on the weights of all layers below and on no position; another dtype or quantised
+    # weights change them little.
     flat = values.detach().float().flatten().cpu()
     some = torch.linspace(0, len(flat) - 1, min(SIGNS, len(flat))).long()
     return tuple(float(f"{value:.4g}") for value in flat[some].tolist())
@@ -102,15 +97,7 @@ class Recorder:
 
 @torch.inference_mode()
 def measure(model: Any, device: torch.device) -> Measured:
-    """Runs one token through a model.
-
-    Args:
-        model: causal language model of transformers.
-        device: where its weights lie.
-
-    Raises:
-        GulliverError: not all of its layers attend over pages.
-    """
+    """Runs one token through a model."""
     recorder = Recorder()
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     with attached(model, recorder):

@@ -39,20 +39,7 @@ def cache_blocks(
     cache_bytes: int | str | None,
     cache_tokens: int | None,
 ) -> int:
-    """Chooses the number of blocks of a cache.
-
-    Args:
-        measured: the model's sizes.
-        device: where the cache lies.
-        context: most tokens of a sequence.
-        size: tokens of a block.
-        sequences: sequences that run at a time.
-        cache_bytes: bytes of the cache; None to choose.
-        cache_tokens: tokens of the cache; None to choose.
-
-    Raises:
-        GulliverError: both sizes are given, or there is no room for one sequence.
-    """
+    """Chooses the number of blocks of a cache."""
     if cache_bytes is not None and cache_tokens is not None:
         raise GulliverError("give cache_bytes or cache_tokens, not both")
     block_bytes = measured.token_bytes * size

@@ -64,21 +64,11 @@ class NativeAttention:
     """The kernel, by the instructions that it uses."""
 
     def __init__(self, name: str, kernel: Any) -> None:
-        """Keeps the kernel.
-
-        Args:
-            name: instructions.
-            kernel: the extension's object.
-        """
+        """Keeps the kernel."""
         self.name, self._kernel = name, kernel
 
     def prepare(self, pieces: Sequence[Piece], positions: Tensor) -> Prepared:
-        """Lays out the sequences of a batch, once for all layers.
-
-        Args:
-            pieces: sequences that the kernel computes.
-            positions: position of each packed token.
-        """
+        """Lays out the sequences of a batch, once for all layers."""
         tables = [0]
         trees, places, sizes = [], [], 0
         for piece in pieces:
@@ -132,16 +122,7 @@ _BY_PIECE = ("first", "count", "start")
 
 
 def problem_of(extension: str, interface: int, variable: str) -> str | None:
-    """Says why an extension with kernels is not used; None where it is.
-
-    Args:
-        extension: name of the module.
-        interface: version that is expected.
-        variable: variable of the environment that chooses its instructions.
-
-    Raises:
-        GulliverError: the variable has a value that is unknown.
-    """
+    """Says why an extension with kernels is not used; None where it is."""
     try:
         built = importlib.import_module(extension)
     except ImportError as error:

@@ -7,12 +7,6 @@ and what is brought when is the plan of a cycle (`gulliver.solve`), not a guess.
 A *unit* is a block, or a module around the blocks. Its tensors lie in one object of the manager;
 one that several units have, as tied embeddings are, is an object of its own. Hooks of a unit use
 its objects and give them back.
-
-[Note: nothing in between] While a unit is elsewhere its parameters are NaN without memory, of the
-right shape and dtype. Should a model read them outside of the unit's forward, its logits are NaN,
-which ends requests with an error: never a wrong answer.
-
-It does not know: pages, batches, ranks.
 """
 
 from __future__ import annotations
@@ -56,6 +50,11 @@ DEEPEST = 8
 """Most layers that are brought ahead."""
 
 
+# [Note: nothing in between] While a unit is elsewhere its parameters are NaN without memory, of the
+# right shape and dtype. Should a model read them outside of the unit's forward, its logits are NaN,
+# which ends requests with an error: never a wrong answer.
+#
+# It does not know: pages, batches, ranks.
 @dataclass(eq=False)
 class Held:
     """A tensor of a unit: where the modules have it, and where it lies in its object."""
@@ -110,30 +109,19 @@ class Unit:
 
 @dataclass(frozen=True)
 class Depth:
-    """How far ahead layers are brought, and what was predicted for it.
+    """How far ahead layers are brought, and what was predicted for it."""
 
-    Attributes:
-        units: layers that are brought ahead of the one that computes.
-        streamed: bytes that are read for each step.
-        seconds: seconds of a step of one token a sequence; None where the disk is not known.
-        why: what was compared.
-    """
-
+    # Layers that are brought ahead of the one that computes.
     units: int
+    # Bytes that are read for each step.
     streamed: int
+    # Seconds of a step of one token a sequence; None where the disk is not known.
     seconds: float | None
     why: str
 
 
 class StreamedWeights:
-    """The weights of a model within a limit, the rest on a disk.
-
-    Attributes:
-        manager: moves the bytes.
-        depth: how far ahead.
-        beside: bytes that keys and values took of the first budget.
-        peak: most bytes that were held at any use so far, with those.
-    """
+    """The weights of a model within a limit, the rest on a disk."""
 
     def __init__(
         self,
@@ -142,17 +130,7 @@ class StreamedWeights:
         budget: int,
         disk: Path | str | None = None,
     ) -> None:
-        """Reads the weights, unit by unit, and lets those go that there is no room for.
-
-        Args:
-            units: modules in the order of a forward, as `units_in` finds them.
-            fill: given a unit whose tensors have memory, reads their values.
-            budget: bytes that the weights may take.
-            disk: folder on a local disk; None for that of temporary files.
-
-        Raises:
-            GulliverError: there is no room for the largest unit, or no such disk.
-        """
+        """Reads the weights, unit by unit, and lets those go that there is no room for."""
         self._units = list(units)
         objects = list({id(o): o for unit in units for o in unit.objects}.values())
         self.whole = sum(o.nbytes for o in objects)
@@ -166,8 +144,10 @@ class StreamedWeights:
             )
         folder = disk_folder(disk)
         self._sizes = [sum(o.nbytes for o in u.objects) for u in units]
+        # How far ahead.
         self.depth = choose_depth(self._sizes, budget)
         ahead = self.depth.units * self.least
+        # Moves the bytes.
         self.manager = Manager(budget, "cpu", DiskStore(folder, self.whole), ahead=ahead)
         self.beside = self.peak = 0
         try:
@@ -219,6 +199,7 @@ class StreamedWeights:
         self._moved(unit)
         for one in unit.objects:
             self.manager.done(_placed(one))
+        # Most bytes that were held at any use so far, with those.
         self.peak = max(self.peak, self.manager.held + self.beside)
 
     @staticmethod
@@ -227,11 +208,7 @@ class StreamedWeights:
             layer.moved()
 
     def set_budget(self, nbytes: int) -> None:
-        """Gives the weights a part of the memory, the rest to what lies beside them.
-
-        Raises:
-            GulliverError: it has no room for the largest unit.
-        """
+        """Gives the weights a part of the memory, the rest to what lies beside them."""
         if nbytes < self.least:
             raise GulliverError(
                 f"{size_text(max(nbytes, 0))} of memory are left for weights beside keys and "
@@ -239,6 +216,7 @@ class StreamedWeights:
                 f"{size_text(self.least - nbytes)} more, a smaller cache or quantize="
             )
         self.depth = choose_depth(self._sizes, nbytes)
+        # Bytes that keys and values took of the first budget.
         self.beside = self.manager.budget - nbytes
         self.manager.set_budget(nbytes, self.depth.units * self.least)
 
@@ -260,11 +238,7 @@ class StreamedWeights:
 
 
 def unit_paths(model: nn.Module) -> list[str]:
-    """Paths of a model's blocks and of the modules around them, in the order in which they run.
-
-    Args:
-        model: causal language model of float weights, perhaps cut over ranks.
-    """
+    """Paths of a model's blocks and of the modules around them, in the order in which they run."""
     from gulliver.parallel.pipeline import stack_of, units_of
 
     stack = stack_of(model)
@@ -276,15 +250,7 @@ def unit_paths(model: nn.Module) -> list[str]:
 
 
 def group_units(model: nn.Module, paths: Sequence[str]) -> list[Unit]:
-    """Finds the tensors of modules; one that several have is an object of its own.
-
-    Args:
-        model: the model, perhaps quantised by now.
-        paths: modules in the order of a forward; those without tensors are left out.
-
-    Raises:
-        GulliverError: a parameter lies outside of them.
-    """
+    """Finds the tensors of modules; one that several have is an object of its own."""
     known = dict(model.named_modules(remove_duplicate=False))
     modules = [(path, known[path]) for path in paths]
     tensors: dict[int, Held] = {}
@@ -335,15 +301,8 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def choose_depth(sizes: Sequence[int], budget: int, rates: TierRates | None = None) -> Depth:
-    """Chooses how many layers are brought ahead: each of them is one that cannot stay.
-
-    A step of decoding reads every weight from memory once, which is what it takes to compute.
-
-    Args:
-        sizes: bytes of the units in the order of a forward.
-        budget: bytes that they may take together.
-        rates: the disk; None for that of the machine, as far as it is known.
-    """
+    """Chooses how many layers are brought ahead: each of them is one that cannot stay."""
+    # A step of decoding reads every weight from memory once, which is what it takes to compute.
     whole, largest = sum(sizes), max(sizes)
     if whole <= budget:
         return Depth(0, 0, None, "all of them stay")
@@ -401,11 +360,7 @@ def _visits(
 
 
 def disk_folder(given: Path | str | None) -> Path:
-    """The folder of a disk store.
-
-    Raises:
-        GulliverError: it does not exist, or the folder of temporary files lies in memory.
-    """
+    """The folder of a disk store."""
     folder = Path(tempfile.gettempdir() if given is None else given)
     check_disk_folder(folder)
     if given is None and file_system(folder) in IN_MEMORY:

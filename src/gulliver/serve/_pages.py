@@ -34,22 +34,18 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A span as the layers see it.
+    """A span as the layers see it."""
 
-    Attributes:
-        first: index of its first token among the packed ones.
-        count: number of its tokens.
-        start: keys in the cache before them.
-        blocks: block table [blocks], up to its last token.
-        mask: mask of a tree [count, count]: the new tokens that each sees; None for a chain.
-        positions: positions of its tokens [count], in a tree not one after another.
-    """
-
+    # Index of its first token among the packed ones.
     first: int
     count: int
+    # Keys in the cache before them.
     start: int
+    # Block table [blocks], up to its last token.
     blocks: Tensor
+    # Mask of a tree [count, count]: the new tokens that each sees; None for a chain.
     mask: Tensor | None
+    # Positions of its tokens [count], in a tree not one after another.
     positions: Tensor
 
 
@@ -64,15 +60,7 @@ class Pages:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Takes the memory.
-
-        Args:
-            layers: shapes by layer.
-            blocks: number of blocks.
-            size: tokens of a block.
-            dtype: dtype of keys and values.
-            device: where they lie.
-        """
+        """Takes the memory."""
         self.size = size
         self.keys, self.values = (
             [torch.zeros(blocks, s.heads, size, s.dim, dtype=dtype, device=device) for s in layers]
@@ -129,20 +117,7 @@ class Pages:
         window: int | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the packed tokens to all that is before them, each in its own sequence.
-
-        Args:
-            layer: number of the layer.
-            query: [H, T, D], T packed tokens.
-            key: [H', T, D], where H' divides H.
-            value: [H', T, D].
-            scale: factor of the scores.
-            window: a token sees so many positions, its own among them; None for all before.
-            slopes: slopes of ALiBi [H]; scores get slope x (the key's position - the query's).
-
-        Returns:
-            [T, H, D].
-        """
+        """Attention of the packed tokens to all that is before them, each in its own sequence."""
         keys, values = self.keys[layer], self.values[layer]
         keys[self._blocks, :, self._offsets] = key.transpose(0, 1).to(keys.dtype)
         values[self._blocks, :, self._offsets] = value.transpose(0, 1).to(values.dtype)

@@ -16,11 +16,7 @@ _SHORT = 40
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Lists prompts; one alone is a list of one.
-
-    Raises:
-        GulliverError: it is neither a prompt nor a list of them.
-    """
+    """Lists prompts; one alone is a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, bytes | bytearray) or not isinstance(
@@ -32,12 +28,7 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def tokens_of(prompt: Prompt, tokenizer: Any | None) -> list[int]:
-    """Tokens of a prompt, as the tokenizer encodes a text.
-
-    Raises:
-        GulliverError: it is text and there is no tokenizer, or text that no file could hold, or it
-            is neither text nor whole numbers.
-    """
+    """Tokens of a prompt, as the tokenizer encodes a text."""
     if not isinstance(prompt, str):
         return _numbers(prompt)
     if tokenizer is None:
@@ -76,16 +67,7 @@ def _no_prompt(given: Any) -> GulliverError:
 
 
 def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Tokens of a conversation up to where the answer begins.
-
-    Args:
-        tokenizer: tokenizer with a chat template.
-        messages: dictionaries of ``role`` and ``content``.
-
-    Raises:
-        GulliverError: there is no template, it refuses the conversation, or a message lacks its
-            role or its text.
-    """
+    """Tokens of a conversation up to where the answer begins."""
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
         raise GulliverError(
             "the tokenizer has no chat template to write a conversation: give text, or a tokenizer "

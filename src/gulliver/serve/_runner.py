@@ -36,17 +36,7 @@ class Opened:
 
 
 def open_runner(folder: Path | str, ways: Ways, sequences: int, step_tokens: int) -> Opened:
-    """Loads a model, or starts the ranks that do.
-
-    Args:
-        folder: folder that transformers or `gulliver quantize` wrote.
-        ways: how it is run.
-        sequences: sequences that run at a time.
-        step_tokens: most tokens of a batch.
-
-    Raises:
-        GulliverError: the folder cannot be served so, or memory does not do.
-    """
+    """Loads a model, or starts the ranks that do."""
     if ways.tensor * ways.pipeline > 1:
         from gulliver.serve.ranks import start_ranks
 

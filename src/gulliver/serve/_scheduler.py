@@ -3,16 +3,6 @@
 Age decides: a sequence is older the earlier its request came. Read `next_batch`, which goes through
 the running sequences from the oldest on and then admits waiting ones. A token of every sequence
 that is being continued comes first; drafts and chunks of prompts fill what is left of the budget.
-
-[Note: blocks run out] A sequence is admitted when blocks for all tokens that it has are free, and
-one for each sequence that runs. When a running one finds none, the youngest that is younger gives
-up its blocks and waits; it is computed again from its tokens later, and finds its blocks where
-nobody took them meanwhile. The oldest thus always goes on, which is why nothing can starve: any
-sequence that is let in fits the cache alone.
-
-[Note: sharing within a batch] A full block is published when the batch that computes it is made,
-not when it is done: in each layer keys and values of all tokens are written before any are read, so
-that a sequence may share what another one of the same batch computes.
 """
 
 from __future__ import annotations
@@ -26,6 +16,15 @@ from gulliver.serve._sequence import Sequence, Status
 from gulliver.serve._speculation import Draft, Drafter, Wanted
 
 
+# [Note: blocks run out] A sequence is admitted when blocks for all tokens that it has are free, and
+# one for each sequence that runs. When a running one finds none, the youngest that is younger gives
+# up its blocks and waits; it is computed again from its tokens later, and finds its blocks where
+# nobody took them meanwhile. The oldest thus always goes on, which is why nothing can starve: any
+# sequence that is let in fits the cache alone.
+#
+# [Note: sharing within a batch] A full block is published when the batch that computes it is made,
+# not when it is done: in each layer keys and values of all tokens are written before any are read,
+# so that a sequence may share what another one of the same batch computes.
 def _age(sequence: Sequence) -> tuple[int, int]:
     return sequence.request, sequence.sample
 
@@ -41,15 +40,7 @@ class Scheduler:
         share: bool = True,
         drafter: Drafter | None = None,
     ) -> None:
-        """Makes a scheduler without sequences.
-
-        Args:
-            pool: blocks of the cache.
-            step_tokens: most tokens of a batch, at least `most`.
-            most: most sequences that run at a time.
-            share: whether equal beginnings share blocks.
-            drafter: what guesses tokens, if any.
-        """
+        """Makes a scheduler without sequences."""
         self.pool, self.step_tokens, self.most, self.share = pool, step_tokens, most, share
         self.drafter = drafter
         self.waiting: list[Sequence] = []
@@ -79,11 +70,7 @@ class Scheduler:
             self.drafter.dropped(sequence.number)
 
     def next_batch(self, parts: int = 1) -> Batch | None:
-        """Makes a batch; None where no sequence can be in one now.
-
-        Args:
-            parts: batches that should be in flight together: each gets as many tokens.
-        """
+        """Makes a batch; None where no sequence can be in one now."""
         spans: list[Span] = []
         copies: list[Pair] = []
         moves: list[Pair] = []
@@ -121,10 +108,8 @@ class Scheduler:
         return Batch(self._tickets - 1, spans, copies, moves)
 
     def _limit(self, parts: int) -> int:
-        """Most tokens of a batch: of all that could be run now, an equal part.
-
-        Tokens are dealt, not sequences: a chunk of a prompt weighs as much as many that go on.
-        """
+        """Most tokens of a batch: of all that could be run now, an equal part."""
+        # Tokens are dealt, not sequences: a chunk of a prompt weighs as much as many that go on.
         if parts == 1:
             return self.step_tokens
         going = sum(max(1, sequence.new) for sequence in self.running)

@@ -13,19 +13,7 @@ from gulliver.serve._ways import Ways
 
 
 def load_streamed(folder: Path, ways: Ways, limit: int) -> tuple[Any, StreamedWeights]:
-    """Reads a folder's model with weights that stay within a limit, the others on a disk.
-
-    Args:
-        folder: folder of the model.
-        ways: dtype, mode of quantisation and disk.
-        limit: bytes of weights, keys and values.
-
-    Returns:
-        The model, and what brings its weights.
-
-    Raises:
-        GulliverError: the limit does not take the largest layer, or there is no such disk.
-    """
+    """Reads a folder's model with weights that stay within a limit, the others on a disk."""
     check_options(folder, ways.dtype, ways.quantize)
     model = build_on_meta(folder, kept_dtype(folder, ways.dtype))
     paths = unit_paths(model)
@@ -37,15 +25,7 @@ def load_streamed(folder: Path, ways: Ways, limit: int) -> tuple[Any, StreamedWe
 def stream(
     model: Any, paths: list[str], filling: Filling, limit: int, disk: Path | str | None
 ) -> StreamedWeights:
-    """Fills a model on meta with weights that stay within a limit.
-
-    Args:
-        model: the model.
-        paths: paths of its units, as `unit_paths` found them before it was quantised.
-        filling: reads its values.
-        limit: bytes that they may take.
-        disk: folder for the others.
-    """
+    """Fills a model on meta with weights that stay within a limit."""
 
     def fill(unit: Unit) -> None:
         filling.fill(unit.path, unit.module)

@@ -14,34 +14,30 @@ from gulliver.serve._memory import free_bytes
 
 @dataclass(frozen=True)
 class Ways:
-    """How a folder's model is run.
+    """How a folder's model is run."""
 
-    Attributes:
-        dtype: ``"float32"`` or ``"bfloat16"``; None for that of the files.
-        quantize: mode of `gulliver.replace_module`; None for float weights.
-        context: most tokens of a sequence; None for the model's own.
-        cache_bytes: bytes of keys and values, such as ``"2GiB"``; None to choose.
-        cache_tokens: the same in tokens.
-        memory: bytes of weights, keys and values in memory, such as ``"6GiB"``, of each process;
-            what does not fit comes from a disk. None for all that there is.
-        disk: folder on a local disk for those weights; None for that of temporary files.
-        tensor: ranks that each layer is cut over.
-        pipeline: stages that the layers are dealt to.
-        speeds: relative speeds of the stages, to which the layers are dealt; None for equal ones.
-        timeout_s: seconds after which a rank that does not answer counts as lost; None for 60, or
-            600 where weights come from a disk.
-    """
-
+    # ``"float32"`` or ``"bfloat16"``; None for that of the files.
     dtype: str | None = None
+    # Mode of `gulliver.replace_module`; None for float weights.
     quantize: str | None = None
+    # Most tokens of a sequence; None for the model's own.
     context: int | None = None
+    # Bytes of keys and values, such as ``"2GiB"``; None to choose.
     cache_bytes: int | str | None = None
     cache_tokens: int | None = None
+    # Bytes of weights, keys and values in memory, such as ``"6GiB"``, of each process; what does
+    # not fit comes from a disk. None for all that there is.
     memory: int | str | None = None
+    # Folder on a local disk for those weights; None for that of temporary files.
     disk: Path | str | None = None
+    # Ranks that each layer is cut over.
     tensor: int = 1
+    # Stages that the layers are dealt to.
     pipeline: int = 1
+    # Relative speeds of the stages, to which the layers are dealt; None for equal ones.
     speeds: tuple[float, ...] | None = None
+    # Seconds after which a rank that does not answer counts as lost; None for 60, or 600 where
+    # weights come from a disk.
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:

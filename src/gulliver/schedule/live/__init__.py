@@ -1,12 +1,4 @@
-"""Real jobs under the policies of `gulliver.schedule`: submitted, resized, restarted, explained.
-
-A script calls `elastic` (`_elastic.py`), users submit it (`_submission.py`, which also tells of the
-folder that all meet in), and a scheduler (`_daemon.py`) runs `_controller.py` over jobs
-(`_tracking.py`) on slots: processes that are forked (`_forks.py`) by agents on nodes
-(`_backends.py`), which Ray finds (`_ray.py`). `_history.py` keeps what has happened, and explains.
-
-It knows nothing of what a job computes, nor of other users of a cluster.
-"""
+"""Real jobs under the policies of `gulliver.schedule`: submitted, resized, restarted, explained."""
 
 from gulliver.schedule.live._backends import Agent, Backend, Launch, LocalNodes, Nodes, RankEnd
 from gulliver.schedule.live._controller import Controller
@@ -21,7 +13,7 @@ from gulliver.schedule.live._daemon import (
 )
 from gulliver.schedule.live._elastic import Elastic, elastic, read_curve, share_of
 from gulliver.schedule.live._history import (
-    History,
+    ScheduleHistory,
     expected_ends,
     live_page,
     live_why,
@@ -32,7 +24,7 @@ from gulliver.schedule.live._history import (
 )
 from gulliver.schedule.live._ray import RayNodes
 from gulliver.schedule.live._submission import Spool, Submission, default_folder
-from gulliver.schedule.live._tracking import LiveJob, Measured, Phase
+from gulliver.schedule.live._tracking import LiveJob, MeasuredSeconds, Phase
 
 __all__ = [
     "HERE",
@@ -41,15 +33,15 @@ __all__ = [
     "Backend",
     "Controller",
     "Elastic",
-    "History",
     "Launch",
     "LiveJob",
     "LocalNodes",
-    "Measured",
+    "MeasuredSeconds",
     "Nodes",
     "Phase",
     "RankEnd",
     "RayNodes",
+    "ScheduleHistory",
     "SchedulerOptions",
     "Spool",
     "Submission",

@@ -1,4 +1,4 @@
-"""The scheduler's process: one for a folder, started by the first job that is submitted."""
+"""The scheduler's process: one per folder, started by the first submission."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gulliver.schedule._policies import make_policy
 from gulliver.schedule.live._backends import LocalNodes, Nodes
 from gulliver.schedule.live._controller import Controller, last_line
 from gulliver.schedule.live._history import (
-    History,
+    ScheduleHistory,
     live_page,
     read_history,
     take_up,
@@ -73,11 +73,7 @@ class SchedulerOptions(Options):
 
 @contextmanager
 def only_one(spool: Spool) -> Iterator[None]:
-    """Holds the folder.
-
-    Raises:
-        GulliverError: another scheduler has it.
-    """
+    """Holds the folder."""
     path = spool.path / "scheduler.lock"
     with named_errors(path):
         path.touch()
@@ -113,11 +109,7 @@ def make_nodes(options: SchedulerOptions) -> Nodes:
 
 
 def serve(options: SchedulerOptions) -> None:
-    """Schedules until there has been no job for some time, or a signal comes.
-
-    Raises:
-        GulliverError: the folder or the cluster has a scheduler; the cluster does not answer.
-    """
+    """Schedules until there has been no job for some time, or a signal comes."""
     spool = Spool(Path(options.folder))
     spool.make()
     policy = make_policy(options.policy, options.seed)
@@ -179,9 +171,9 @@ def _loop(controller: Controller, options: SchedulerOptions, stop: StopRequest) 
     keep(controller, options)
 
 
-def keep(controller: Controller, options: SchedulerOptions) -> History:
+def keep(controller: Controller, options: SchedulerOptions) -> ScheduleHistory:
     """Writes what has happened, and its page."""
-    history = History(
+    history = ScheduleHistory(
         controller.begun,
         controller.clock() - controller.begun,
         options.policy,
@@ -209,15 +201,7 @@ def has_new(spool: Spool) -> bool:
 def ensure_scheduler(
     options: SchedulerOptions, tell: Callable[[str], object] = lambda what: None
 ) -> bool:
-    """Starts a scheduler where the folder has none; whether it has.
-
-    Args:
-        options: what to start it with.
-        tell: called with what it is doing, whenever that changes.
-
-    Raises:
-        GulliverError: it could not be started; it says why.
-    """
+    """Starts a scheduler where the folder has none; whether it has."""
     spool = Spool(Path(options.folder))
     spool.make()
     if has_scheduler(spool):
@@ -253,11 +237,7 @@ def ensure_scheduler(
 
 
 def stop_scheduler(folder: Path) -> None:
-    """Asks the scheduler of a folder to end: jobs save and leave, and wait for the next one.
-
-    Raises:
-        GulliverError: there is none, or it is on another machine.
-    """
+    """Asks the scheduler of a folder to end: jobs save and leave, and wait for the next one."""
     spool = Spool(folder)
     told = spool.scheduler()
     if told is None or not has_scheduler(spool):

@@ -13,12 +13,6 @@
     booster.close()
 
 Started without a scheduler the same script runs to its end, as it is or under torchrun.
-
-[Note: the same curve on other slots] A step has the samples of the whole batch, however many ranks
-share them: rank r of n takes those from floor(r B / n) to floor((r + 1) B / n) of B. Gradients are
-means over the ranks, so a rank's mean loss is weighted by its samples times n / B, and the step is
-that of one rank up to the rounding of sums. What a rank cannot hold at once it cuts into micro-
-batches of its share.
 """
 
 from __future__ import annotations
@@ -41,6 +35,11 @@ SECONDS_BETWEEN = 0.2
 """Seconds between two writes of progress."""
 
 
+# [Note: the same curve on other slots] A step has the samples of the whole batch, however many
+# ranks share them: rank r of n takes those from floor(r B / n) to floor((r + 1) B / n) of B.
+# Gradients are means over the ranks, so a rank's mean loss is weighted by its samples times n / B,
+# and the step is that of one rank up to the rounding of sums. What a rank cannot hold at once it
+# cuts into micro- batches of its share.
 def share_of(batch: int, part: int, parts: int) -> range:
     """Samples of a batch that one of several parts takes: neighbours, and all as many but one."""
     return range(part * batch // parts, (part + 1) * batch // parts)
@@ -74,19 +73,7 @@ def elastic(
 
 
 class Elastic:
-    """A job as its own ranks see it; made by `elastic`.
-
-    Attributes:
-        folder: folder of the job; None without a scheduler.
-        checkpoints: folder to save to and load from.
-        batch: global batch size of the next step.
-        base: batch size that samples are counted at.
-        samples: samples to process; None where steps alone say when it ends.
-        attempt: how often it has been started.
-        noise: gradient noise scale in samples, as last told.
-        drawn: samples processed so far, over all attempts.
-        done: samples done so far, counted as those of `base`.
-    """
+    """A job as its own ranks see it; made by `elastic`."""
 
     def __init__(
         self,
@@ -126,12 +113,7 @@ class Elastic:
         return self._leaving
 
     def share(self, part: int | None = None, parts: int | None = None) -> range:
-        """Samples of the global batch that this rank takes.
-
-        Args:
-            part: number of the replica that this rank belongs to, where ranks share one.
-            parts: number of replicas.
-        """
+        """Samples of the global batch that this rank takes."""
         world = _world()
         return share_of(
             self.batch,
@@ -145,26 +127,14 @@ class Elastic:
         return len(self.share(part, parts)) * count / self.batch
 
     def rate_factor(self, rule: Literal["linear", "sqrt"] = "linear") -> float:
-        """Factor of the learning rate where the batch is not the one that it was chosen for.
-
-        Args:
-            rule: ``linear`` for SGD (Goyal et al. 2017), ``sqrt`` for Adam (Malladi et al. 2022).
-        """
+        """Factor of the learning rate where the batch is not the one that it was chosen for."""
         if rule not in ("linear", "sqrt"):
             raise GulliverError(f"rule is {rule!r}: give 'linear' or 'sqrt'")
         grown = self.batch / self.base
         return grown if rule == "linear" else grown**0.5
 
     def steps(self, first: int = 0, last: int | None = None) -> Iterator[int]:
-        """Yields steps until the job is done, or has saved to leave.
-
-        Args:
-            first: first step: 0, or the one after the checkpoint that was loaded.
-            last: number of steps of the whole job; None goes on until all samples are done.
-
-        Raises:
-            GulliverError: nothing says when it ends, or a step was not reported.
-        """
+        """Yields steps until the job is done, or has saved to leave."""
         if last is None and self.samples is None:
             raise GulliverError("nothing says when the job ends: give steps(first, last)")
         self._begin(first)
@@ -179,17 +149,7 @@ class Elastic:
     def report(
         self, loss: Any = None, samples: int | None = None, noise: float | None = None
     ) -> bool:
-        """Says that a step is done; every rank calls it once a step.
-
-        Args:
-            loss: this rank's mean loss, a number or a tensor; their mean over all samples is kept.
-            samples: samples that this rank has processed; its share by default. Where several ranks
-                share a model, all but one of them give 0.
-            noise: gradient noise scale in samples, where it was measured.
-
-        Returns:
-            Whether to save now: the scheduler wants the job to leave, and `steps` ends.
-        """
+        """Says that a step is done; every rank calls it once a step."""
         if self._step is None:
             raise GulliverError("report is called once in each step of job.steps")
         count = len(self.share()) if samples is None else samples

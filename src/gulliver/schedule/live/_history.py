@@ -1,4 +1,4 @@
-"""What a schedule has done so far, in a file: for commands to show, and for the next scheduler."""
+"""The state of a schedule in a file: for commands to show, and for the next scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gulliver.schedule._result import Change, Result, Round, Segment
 from gulliver.schedule._simulator import follow
 from gulliver.schedule._why import told_change
 from gulliver.schedule.live._submission import Spool, read_object, write_object
-from gulliver.schedule.live._tracking import LiveJob, Measured, Phase
+from gulliver.schedule.live._tracking import LiveJob, MeasuredSeconds, Phase
 
 PLAIN = (
     "note", "batch", "attempt", "launched", "heard", "silent", "stopping", "progress", "resizes",
@@ -27,37 +27,25 @@ STATE = ("done", "drawn", "started", "changed", "service", "resizes", "batch")
 
 
 @dataclass
-class History:
-    """A schedule as it happened.
+class ScheduleHistory:
+    """A schedule as it happened."""
 
-    Attributes:
-        begun: second of the epoch at which it began; all others count from there.
-        now: second up to which it is told.
-        policy: name of the policy.
-        seed: seed of the policy.
-        slots: node of each slot.
-        quotas: slots that tenants have a right to.
-        jobs: jobs by name.
-        rounds: decisions.
-        refused: why jobs were not taken.
-    """
-
+    # Second of the epoch at which it began; all others count from there.
     begun: float
+    # Second up to which it is told.
     now: float
     policy: str
     seed: int
     slots: dict[int, str]
+    # Slots that tenants have a right to.
     quotas: dict[str, int]
     jobs: dict[str, LiveJob] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
+    # Why jobs were not taken.
     refused: dict[str, str] = field(default_factory=dict)
 
     def job(self, name: str) -> LiveJob:
-        """Finds a job.
-
-        Raises:
-            GulliverError: there is none of that name, or it was refused.
-        """
+        """Finds a job."""
         if name in self.refused:
             raise GulliverError(f"job {name!r} was refused: {self.refused[name]}")
         if name not in self.jobs:
@@ -65,16 +53,16 @@ class History:
         return self.jobs[name]
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredSeconds:
         """Seconds that were measured of all jobs so far."""
-        return Measured.of(self.jobs.values())
+        return MeasuredSeconds.of(self.jobs.values())
 
     def cluster(self) -> JobCluster:
         """The slots that are there."""
         return JobCluster(max(1, len(self.slots)), self.quotas)
 
 
-def write_history(spool: Spool, history: History) -> None:
+def write_history(spool: Spool, history: ScheduleHistory) -> None:
     """Writes it for all to read."""
     values = asdict(replace(history, jobs={}, rounds=[]))
     values["jobs"] = {name: _job_values(job) for name, job in history.jobs.items()}
@@ -96,14 +84,14 @@ def _job_values(job: LiveJob) -> dict[str, Any]:
     return values
 
 
-def read_history(spool: Spool) -> History | None:
+def read_history(spool: Spool) -> ScheduleHistory | None:
     """Reads it; None where nothing was scheduled yet."""
     values = read_object(spool.path / "schedule.json")
     if values is None:
         return None
     jobs, rounds = values.pop("jobs"), values.pop("rounds")
     values["slots"] = {int(slot): node for slot, node in values["slots"].items()}
-    found = History(**values)
+    found = ScheduleHistory(**values)
     for name, told in jobs.items():
         found.jobs[name] = _job_from(spool, name, told)
     for time, cause, changes, why, predicted, bound in rounds:
@@ -138,7 +126,7 @@ def take_up(job: LiveJob) -> None:
         job.silent = False
 
 
-def result_of(history: History) -> Result:
+def result_of(history: ScheduleHistory) -> Result:
     """Makes a result as the simulator does; what is not over ends now."""
     ran = [job for job in history.jobs.values() if job.segments]
     jobs = tuple(_counted(job) for job in ran)
@@ -163,7 +151,7 @@ def _counted(job: LiveJob) -> Job:
     return replace(found, samples=max(1.0, job.state.done))
 
 
-def live_page(history: History) -> str:
+def live_page(history: ScheduleHistory) -> str:
     """Draws the schedule as it happened."""
     lines = [f"{job.name}: {told(job, history)}" for job in history.jobs.values()]
     lines += [f"{name} was refused: {why}" for name, why in history.refused.items()]
@@ -173,7 +161,7 @@ def live_page(history: History) -> str:
     return schedule_page("Jobs as they ran", lines, [result])
 
 
-def told(job: LiveJob, history: History) -> str:
+def told(job: LiveJob, history: ScheduleHistory) -> str:
     """Says where a job stands, in one line."""
     if job.phase.over:
         return f"{job.phase.value} at {job.ended:.4g} s: {job.note}"
@@ -183,11 +171,9 @@ def told(job: LiveJob, history: History) -> str:
     return f"{text} ({job.note or 'submitted'})"
 
 
-def expected_ends(history: History) -> dict[str, float]:
-    """Returns when jobs should end, if none comes: the simulator goes on from where they are.
-
-    Jobs that say nothing, or nothing of their length, are left out, and hold what they hold.
-    """
+def expected_ends(history: ScheduleHistory) -> dict[str, float]:
+    """Returns when jobs should end, if none comes: the simulator goes on from where they are."""
+    # Jobs that say nothing, or nothing of their length, are left out, and hold what they hold.
     silent = {s for job in history.jobs.values() if job.silent for s in job.held}
     here = sorted(set(history.slots) - silent)
     places = {slot: place for place, slot in enumerate(here)}
@@ -207,7 +193,7 @@ def expected_ends(history: History) -> dict[str, float]:
     return follow(history.now, states, finished, cluster, policy).ends
 
 
-def live_why(history: History, name: str) -> list[str]:
+def live_why(history: ScheduleHistory, name: str) -> list[str]:
     """Explains a live job: what it has and why, its last change, and when it should end."""
     job = history.job(name)
     lines = [f"{name} at {history.now:.4g} s, policy {history.policy}: {told(job, history)}"]
@@ -230,7 +216,7 @@ def live_why(history: History, name: str) -> list[str]:
     return lines
 
 
-def _holders(history: History) -> str:
+def _holders(history: ScheduleHistory) -> str:
     held = {job.name: len(job.held) for job in history.jobs.values() if job.held}
     others = ", ".join(f"{name} {n}" for name, n in sorted(held.items(), key=lambda p: -p[1])[:6])
     used = sum(held.values())

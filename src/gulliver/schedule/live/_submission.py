@@ -38,59 +38,52 @@ ENDLESS = 1e15
 
 @dataclass(frozen=True)
 class Submission:
-    """A job to be run.
+    """A job to be run."""
 
-    Attributes:
-        name: name, one of its kind in a folder.
-        script: training script; it says how far it is with `gulliver.schedule.elastic`.
-        arguments: arguments of the script.
-        folder: folder that it runs in.
-        batch: global batch size.
-        samples: samples to process at `batch`; None where that is not known.
-        slots: slots that it asks for.
-        most_slots: largest number of slots that it runs on, None for any.
-        least_batch: smallest batch size that is allowed; None for `batch`.
-        most_batch: largest batch size that is allowed; None for `batch`.
-        noise: gradient noise scale in samples, until the job reports a measured one.
-        epoch: samples of an epoch; needed where `samples` is None.
-        deadline: seconds after it was submitted at which it should be done.
-        tenant: name that quotas know its user by.
-        sample_seconds: seconds of a sample on one slot; None until it is measured.
-        step_seconds: seconds of a step that neither slots nor samples change.
-        exchange_seconds: seconds that one slot takes to send all gradients once.
-        environment: environment variables.
-        fresh: whether it gets an interpreter of its own, instead of a fork of one that has imported
-            torch.
-        report_within: seconds after which a job that says nothing is named as silent.
-        stop_silent: whether such a job is stopped; else it keeps its slots and is not resized.
-        grace: seconds that it has to save and leave.
-        tries: failures from one checkpoint after which it is given up.
-        submitted: second of the epoch at which it was submitted.
-    """
-
+    # Name, one of its kind in a folder.
     name: str
+    # Training script; it says how far it is with `gulliver.schedule.elastic`.
     script: str
     batch: int
+    # Slots that it asks for.
     slots: int = 1
+    # Samples to process at `batch`; None where that is not known.
     samples: float | None = None
     arguments: tuple[str, ...] = ()
+    # Folder that it runs in.
     folder: str = "."
+    # Largest number of slots that it runs on, None for any.
     most_slots: int | None = None
+    # Smallest batch size that is allowed; None for `batch`.
     least_batch: int | None = None
+    # Largest batch size that is allowed; None for `batch`.
     most_batch: int | None = None
+    # Gradient noise scale in samples, until the job reports a measured one.
     noise: float = 0.0
+    # Samples of an epoch; needed where `samples` is None.
     epoch: float | None = None
+    # Seconds after it was submitted at which it should be done.
     deadline: float | None = None
+    # Name that quotas know its user by.
     tenant: str = ""
+    # Seconds of a sample on one slot; None until it is measured.
     sample_seconds: float | None = None
+    # Seconds of a step that neither slots nor samples change.
     step_seconds: float = 0.0
+    # Seconds that one slot takes to send all gradients once.
     exchange_seconds: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    # Whether it gets an interpreter of its own, instead of a fork of one that has imported torch.
     fresh: bool = False
+    # Seconds after which a job that says nothing is named as silent.
     report_within: float = 300.0
+    # Whether such a job is stopped; else it keeps its slots and is not resized.
     stop_silent: bool = False
+    # Seconds that it has to save and leave.
     grace: float = 120.0
+    # Failures from one checkpoint after which it is given up.
     tries: int = 3
+    # Second of the epoch at which it was submitted.
     submitted: float = 0.0
 
     def __post_init__(self) -> None:
@@ -187,11 +180,7 @@ class Spool:
         return sorted(p.name for p in self.jobs.iterdir() if (p / "job.json").is_file())
 
     def known(self, name: str) -> Path:
-        """Folder of a job that is there.
-
-        Raises:
-            GulliverError: there is none of that name.
-        """
+        """Folder of a job that is there."""
         names = self.names()
         if name not in names:
             told = nearest(name, names) if names else "nothing was submitted there"
@@ -199,11 +188,7 @@ class Spool:
         return self.job(name)
 
     def check(self, submission: Submission) -> None:
-        """Refuses what can never be run.
-
-        Raises:
-            GulliverError: the script is not there, or there is a job of that name.
-        """
+        """Refuses what can never be run."""
         script = Path(submission.folder, submission.script)
         if not script.is_file():
             raise GulliverError(
@@ -215,11 +200,7 @@ class Spool:
             )
 
     def submit(self, submission: Submission) -> Path:
-        """Writes a job for the scheduler to find.
-
-        Raises:
-            GulliverError: the script is not there, or there is a job of that name.
-        """
+        """Writes a job for the scheduler to find."""
         self.check(submission)
         folder = self.job(submission.name)
         self.make()

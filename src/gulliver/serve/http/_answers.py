@@ -36,15 +36,9 @@ def names_of(tokenizer: Any) -> Names:
 
 @dataclass
 class Choice:
-    """One answer so far.
+    """One answer so far."""
 
-    Attributes:
-        index: number of the answer in the request.
-        text: characters so far.
-        tokens: list of its tokens.
-        finish: why it ended.
-    """
-
+    # Number of the answer in the request.
     index: int
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
@@ -53,16 +47,12 @@ class Choice:
 
 @dataclass
 class Usage:
-    """Numbers of tokens of a request.
-
-    Attributes:
-        prompt: tokens of the prompts.
-        found: those of them that were found in the cache.
-        answer: tokens of the answers, the ones that ended them included.
-    """
+    """Numbers of tokens of a request."""
 
     prompt: int = 0
+    # Those of them that were found in the cache.
     found: int = 0
+    # Tokens of the answers, the ones that ended them included.
     answer: int = 0
 
     @property
@@ -77,12 +67,7 @@ class Usage:
 
 
 class Form(ABC):
-    """How the answers of a request are written.
-
-    Attributes:
-        asked: the request.
-        id: name of the answer.
-    """
+    """How the answers of a request are written."""
 
     prefix = ""
     whole_object = ""
@@ -90,6 +75,7 @@ class Form(ABC):
 
     def __init__(self, asked: Asked, model: str, names: Names) -> None:
         self.asked, self._model, self._names = asked, model, names
+        # Name of the answer.
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
@@ -121,14 +107,7 @@ class Form(ABC):
     def next(
         self, index: int, text: str, tokens: Sequence[Token], finish: str | None
     ) -> dict[str, Any]:
-        """What a stream says of new tokens.
-
-        Args:
-            index: number of the answer.
-            text: new text.
-            tokens: new tokens.
-            finish: why the answer has ended; None while it goes on.
-        """
+        """What a stream says of new tokens."""
 
     @abstractmethod
     def _told(self, choice: Choice) -> dict[str, Any]: ...
@@ -143,14 +122,7 @@ class CompletionForm(Form):
     prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, asked: Asked, model: str, names: Names, echo: Sequence[str] = ()) -> None:
-        """Makes the form.
-
-        Args:
-            asked: request.
-            model: name of the model.
-            names: texts of tokens.
-            echo: text in front of each answer; none where they stand alone.
-        """
+        """Makes the form."""
         super().__init__(asked, model, names)
         self._echo = echo
 

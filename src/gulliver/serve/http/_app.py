@@ -44,15 +44,7 @@ class Door:
     def __init__(
         self, house: House, options: ServerOptions, limits: Limits, tokenizer: Any, names: Names
     ) -> None:
-        """Makes the door.
-
-        Args:
-            house: engine, gate and metrics.
-            options: limits of the server.
-            limits: limits of requests.
-            tokenizer: the model's tokenizer.
-            names: texts of tokens.
-        """
+        """Makes the door."""
         self.house, self.limits, self.names = house, limits, names
         self._options = options
         self.body_bytes = options.body_limit(limits.longest)
@@ -66,11 +58,7 @@ class Door:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def authorise(self, request: Request) -> None:
-        """Refuses a client without the key.
-
-        Raises:
-            ApiError: there is a key, and this is not it.
-        """
+        """Refuses a client without the key."""
         key = self._options.key
         if key is None:
             return

@@ -16,12 +16,7 @@ class Gate:
     """Counts answers from their request to their end, and bytes of bodies while they are held."""
 
     def __init__(self, most: int, body_bytes: int) -> None:
-        """Makes an open gate.
-
-        Args:
-            most: answers that may be inside.
-            body_bytes: bytes of bodies that may be inside.
-        """
+        """Makes an open gate."""
         self.most, self._body_bytes = most, body_bytes
         self.inside = self.bodies = 0
         self.draining = False
@@ -29,20 +24,12 @@ class Gate:
         self._between = 1.0
 
     def check(self) -> None:
-        """Refuses new work while the server ends.
-
-        Raises:
-            ApiError: it does.
-        """
+        """Refuses new work while the server ends."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
 
     def enter(self, answers: int) -> None:
-        """Takes answers on.
-
-        Raises:
-            ApiError: there are too many already.
-        """
+        """Takes answers on."""
         self.check()
         over = self.inside + answers - self.most
         if over > 0:
@@ -62,11 +49,7 @@ class Gate:
         self._left = now
 
     def hold(self, count: int) -> None:
-        """Counts bytes of a body.
-
-        Raises:
-            ApiError: bodies take too much memory already.
-        """
+        """Counts bytes of a body."""
         if self.bodies + count > self._body_bytes:
             raise overloaded("the bodies of requests take too much memory: ask again later", 1)
         self.bodies += count

@@ -87,16 +87,11 @@ class Load(Options):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that will be sent.
-
-    Attributes:
-        at: seconds after the begin.
-        prompt: text.
-        max_tokens: most tokens of the answer.
-    """
+    """A request that will be sent."""
 
     at: float
     prompt: str
+    # Most tokens of the answer.
     max_tokens: int
 
 

@@ -15,24 +15,20 @@ _NUMBER = re.compile(r"(?<!^)\b\d+")
 
 @dataclass
 class Sample:
-    """One request of a load; times are seconds on one clock.
+    """One request of a load; times are seconds on one clock."""
 
-    Attributes:
-        due: when it was to be sent.
-        sent: when it was.
-        heard: times at which text or tokens came.
-        ended: when its answer was whole, or failed.
-        prompt: tokens of the prompt, as the server counts them.
-        tokens: tokens of the answer, likewise.
-        error: short name of what went wrong; None where nothing did.
-    """
-
+    # When it was to be sent.
     due: float
     sent: float = 0.0
+    # Times at which text or tokens came.
     heard: list[float] = field(default_factory=list)
+    # When its answer was whole, or failed.
     ended: float = 0.0
+    # Tokens of the prompt, as the server counts them.
     prompt: int = 0
+    # Tokens of the answer, likewise.
     tokens: int = 0
+    # Short name of what went wrong; None where nothing did.
     error: str | None = None
 
     @property

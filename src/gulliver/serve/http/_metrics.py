@@ -35,11 +35,7 @@ class Metrics:
     """Counters, gauges and histograms of one server."""
 
     def __init__(self, counts: Callable[[], dict[str, int]]) -> None:
-        """Makes them, all at 0.
-
-        Args:
-            counts: the engine's numbers at the moment.
-        """
+        """Makes them, all at 0."""
         self._registry = CollectorRegistry()
         self._counts = counts
         made = {"registry": self._registry, "namespace": "gulliver"}

@@ -2,13 +2,6 @@
 
 uvicorn times out idle connections after an answer. What it leaves open, a client that connects and
 says nothing, that never ends its head, or that does not read what is sent to it, is ended here.
-
-[Note: half-open] A client whose machine is gone sends nothing, not even its leave. The kernel finds
-out by probes (`SO_KEEPALIVE`) where we send nothing either, and by `TCP_USER_TIMEOUT` where what we
-sent is not acknowledged; both end the connection as a leave would.
-
-[Note: half-closed] A client that ends its own direction and one that has left send the same byte
-less: the end. Whoever leaves must not be computed for, so both have left. Who still reads is told.
 """
 
 from __future__ import annotations
@@ -33,6 +26,13 @@ UNREAD_BYTES = 128 * 1024
 """Bytes that the kernel keeps for a client that has not read them."""
 
 
+# [Note: half-open] A client whose machine is gone sends nothing, not even its leave. The kernel
+# finds out by probes (`SO_KEEPALIVE`) where we send nothing either, and by `TCP_USER_TIMEOUT` where
+# what we sent is not acknowledged; both end the connection as a leave would.
+#
+# [Note: half-closed] A client that ends its own direction and one that has left send the same byte
+# less: the end. Whoever leaves must not be computed for, so both have left. Who still reads is
+# told.
 def protocol_of(options: ServerOptions, metrics: Metrics) -> type[asyncio.Protocol]:
     """Makes the protocol of a server, for uvicorn."""
     return type("LimitedProtocol", (Protocol,), {"options": options, "metrics": metrics})

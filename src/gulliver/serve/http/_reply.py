@@ -42,15 +42,10 @@ class Job:
 
 @dataclass(frozen=True)
 class House:
-    """What all replies share.
-
-    Attributes:
-        worker: the engine.
-        gate: how much is taken on.
-        metrics: what is counted.
-    """
+    """What all replies share."""
 
     worker: EngineThread
+    # How much is taken on.
     gate: Gate
     metrics: Metrics
 
@@ -59,14 +54,7 @@ class Reply(Response):
     """Answers a client, as a whole or as a stream."""
 
     def __init__(self, house: House, form: Form, jobs: Sequence[Job], began: float) -> None:
-        """Makes a reply; nothing happens before it is called.
-
-        Args:
-            house: what all replies share.
-            form: how answers are written.
-            jobs: prompts, all with the same number of answers.
-            began: time at which the request came (`time.monotonic`).
-        """
+        """Makes a reply; nothing happens before it is called."""
         super().__init__()
         self._house, self._form, self._jobs, self._began = house, form, jobs, began
         self._samples = jobs[0].sampling.n
@@ -142,11 +130,7 @@ class Reply(Response):
         await _send_part(send, last + DONE, more=False)
 
     async def _news(self, send: Send | None = None) -> list[tuple[int, Choice, str, list[Token]]]:
-        """Waits for news; what has come of one answer meanwhile is one piece.
-
-        Args:
-            send: where a stream says that it is alive while there is nothing else to say.
-        """
+        """Waits for news; what has come of one answer meanwhile is one piece."""
         while self._inbox.empty():
             try:
                 news = await asyncio.wait_for(self._inbox.get(), ALIVE_S if send else None)

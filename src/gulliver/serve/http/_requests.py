@@ -152,33 +152,25 @@ Kind = TypeVar("Kind", CompletionAsked, ChatAsked)
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may not exceed.
-
-    Attributes:
-        name: name of the model.
-        longest: most tokens of prompt and answer.
-        n: most answers to a prompt.
-        answers: most answers of a request, prompts times `n`.
-        max_tokens: most tokens of an answer; None for no limit of its own.
-        vocabulary: number of tokens that there are.
-        what: whether `longest` is the ``"context"`` or the ``"cache"``.
-    """
+    """What a request may not exceed."""
 
     name: str
+    # Most tokens of prompt and answer.
     longest: int
+    # Most answers to a prompt.
     n: int
+    # Most answers of a request, prompts times `n`.
     answers: int
+    # Most tokens of an answer; None for no limit of its own.
     max_tokens: int | None
+    # Number of tokens that there are.
     vocabulary: int
+    # Whether `longest` is the ``"context"`` or the ``"cache"``.
     what: Literal["context", "cache"]
 
 
 def read(kind: type[Kind], body: bytes, limits: Limits) -> Kind:
-    """Reads a body.
-
-    Raises:
-        ApiError: it is not JSON, or a field is wrong, unknown or not supported.
-    """
+    """Reads a body."""
     try:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
@@ -217,11 +209,7 @@ def _check_completion(asked: CompletionAsked) -> None:
 
 
 def prompts_of(asked: CompletionAsked) -> list[str | list[int]]:
-    """Prompts of a completion: texts, or lists of tokens.
-
-    Raises:
-        ApiError: there is none, or it is something else.
-    """
+    """Prompts of a completion: texts, or lists of tokens."""
     prompt = asked.prompt
     several: list[Any] = prompt if isinstance(prompt, list) else [prompt]
     if several and all(_is_token(one) for one in several):
@@ -240,11 +228,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 def messages_of(asked: ChatAsked) -> list[dict[str, Any]]:
-    """Messages of a chat, their contents joined to one text each.
-
-    Raises:
-        ApiError: there are none, or one has something other than text.
-    """
+    """Messages of a chat, their contents joined to one text each."""
     if not isinstance(asked.messages, list) or not asked.messages:
         raise wrong("messages must be a list of at least one message", "messages")
     return [_message(one, f"messages[{place}]") for place, one in enumerate(asked.messages)]
@@ -278,17 +262,7 @@ def _content(content: Any, where: str) -> str:
 def sampling_of(
     asked: Asked, tokens: Sequence[int], limits: Limits, many: int = 1
 ) -> SamplingParameters:
-    """How the answers to a prompt are drawn.
-
-    Args:
-        asked: request.
-        tokens: tokens of the prompt.
-        limits: what it may not exceed.
-        many: prompts of the request.
-
-    Raises:
-        ApiError: a number is out of its range, or prompt and answer are too long.
-    """
+    """How the answers to a prompt are drawn."""
     field = "prompt" if isinstance(asked, CompletionAsked) else "messages"
     count = len(tokens)
     if count == 0:

@@ -1,9 +1,4 @@
-"""`Server`: a socket, an event loop and an engine, from the first request to the last.
-
-[Note: drain] At SIGTERM or SIGINT (or `drain`) new requests are refused with 503 and `/health` says
-so, while the socket still listens: a balancer in front sees it before clients do. What runs gets
-`drain_seconds`; what is left then ends with an error that says so. A second signal ends at once.
-"""
+"""`Server`: a socket, an event loop and an engine, from the first request to the last."""
 
 from __future__ import annotations
 
@@ -37,6 +32,10 @@ HEAD_BYTES = 32 * 1024
 """Most bytes of the head of a request."""
 
 
+# [Note: drain] At SIGTERM or SIGINT (or `drain`) new requests are refused with 503 and `/health`
+# says so, while the socket still listens: a balancer in front sees it before clients do. What runs
+# gets `drain_seconds`; what is left then ends with an error that says so. A second signal ends at
+# once.
 class _Uvicorn(uvicorn.Server):
     """uvicorn, whose signals begin the drain."""
 
@@ -66,18 +65,7 @@ class Server:
         name: str | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        """Makes a server; `run` serves until a signal, ``with`` in the background.
-
-        Args:
-            llm: model; nobody else may use it while it is served.
-            options: limits.
-            name: name of the model, where the options give none.
-            listener: socket of `ServerOptions.listen`; None takes one by the options.
-
-        Raises:
-            GulliverError: the model has no tokenizer, the port is taken, or there cannot be so many
-                connections.
-        """
+        """Makes a server; `run` serves until a signal, ``with`` in the background."""
         if llm.tokenizer is None:
             raise GulliverError("a server needs a tokenizer: give the model's own")
         self.options = options = options or ServerOptions()

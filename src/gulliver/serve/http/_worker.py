@@ -4,11 +4,6 @@ The engine knows no threads: everything that touches it happens in `_run`, betwe
 goes in is a queue of commands, whose length the server's `Gate` bounds; what comes out is handed to
 the event loop, and the engine waits where the loop is more than `AHEAD` steps behind, so that
 nothing piles up.
-
-[Note: a step that fails] A runner that fails says so with a `GulliverError`, after all that it
-could do to go on; then the engine is at its end, and whoever asks is told why. Anything else that a
-step raises is no answer's fault that could be named, and what it left half done is unknown: all
-running requests end with the error, and the engine begins anew with an empty cache.
 """
 
 from __future__ import annotations
@@ -32,18 +27,19 @@ Inbox = asyncio.Queue["tuple[int, Event | ApiError]"]
 """News of a client's requests, each with the number that the client's side gave to it."""
 
 
+# [Note: a step that fails] A runner that fails says so with a `GulliverError`, after all that it
+# could do to go on; then the engine is at its end, and whoever asks is told why. Anything else that
+# a step raises is no answer's fault that could be named, and what it left half done is unknown: all
+# running requests end with the error, and the engine begins anew with an empty cache.
 @dataclass(eq=False)
 class Ticket:
-    """A request that the engine has.
+    """A request that the engine has."""
 
-    Attributes:
-        number: number of the request in the engine.
-        place: number that its news are marked with.
-        inbox: queue that they go to.
-    """
-
+    # Number of the request in the engine.
     number: int
+    # Number that its news are marked with.
     place: int
+    # Queue that they go to.
     inbox: Inbox
 
     def put(self, news: Event | ApiError) -> None:
@@ -58,12 +54,7 @@ class EngineThread:
     """Runs an engine's steps, and nobody else touches it."""
 
     def __init__(self, engine: Engine, died: Callable[[], None] = lambda: None) -> None:
-        """Makes the thread; `start` starts it.
-
-        Args:
-            engine: engine without requests.
-            died: called in the event loop when the engine cannot go on.
-        """
+        """Makes the thread; `start` starts it."""
         self._engine, self._died = engine, died
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._credits = threading.Semaphore(AHEAD)
@@ -86,17 +77,7 @@ class EngineThread:
     async def add(
         self, tokens: Sequence[int], sampling: SamplingParameters, place: int, inbox: Inbox
     ) -> Ticket:
-        """Takes a request in.
-
-        Args:
-            tokens: tokens of the prompt.
-            sampling: how its answers are drawn.
-            place: number that its news are marked with.
-            inbox: queue that they go to.
-
-        Raises:
-            ApiError: the engine refuses it, or is dead.
-        """
+        """Takes a request in."""
         assert self._loop is not None
         if self.dead is not None:
             raise ApiError(503, self.dead, code="engine_dead")
@@ -201,11 +182,7 @@ class EngineThread:
             ticket.put(event)
 
     def _recover(self, error: Exception) -> None:
-        """Goes on after a step that failed.
-
-        Raises:
-            GulliverError: the runner cannot.
-        """
+        """Goes on after a step that failed."""
         if isinstance(error, GulliverError):
             raise error
         message = f"the step that computed this answer failed: {_said(error)}"

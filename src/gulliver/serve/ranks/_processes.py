@@ -41,51 +41,29 @@ START_S = 600.0
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank is told as it starts.
-
-    Attributes:
-        address: the controller's.
-        secret: key of the connection.
-        store: file through which the ranks meet.
-        rank: number of the rank.
-        folder: folder of the model.
-        ways: how it is run.
-        layout: ranks of the model, and what each has.
-        sequences: sequences that run at a time.
-        threads: threads that it computes with.
-        paths: where Python looks for modules.
-    """
+    """What a rank is told as it starts."""
 
     address: str
     secret: bytes
+    # File through which the ranks meet.
     store: str
     rank: int
     folder: Path
     ways: Ways
+    # Ranks of the model, and what each has.
     layout: Layout
+    # Sequences that run at a time.
     sequences: int
+    # Threads that it computes with.
     threads: int
+    # Where Python looks for modules.
     paths: list[str]
 
 
 def start_ranks(
     folder: Path, ways: Ways, sequences: int, step_tokens: int, depth: int | None = None
 ) -> RanksRunner:
-    """Starts the ranks of a folder's model.
-
-    Args:
-        folder: folder of the model.
-        ways: how it is run.
-        sequences: sequences that run at a time.
-        step_tokens: most tokens of a batch.
-        depth: batches in flight; None for as many as cover the slowest server.
-
-    Returns:
-        The runner; `close` ends the ranks.
-
-    Raises:
-        GulliverError: the model cannot be cut so, or a rank could not load; it is named.
-    """
+    """Starts the ranks of a folder's model."""
     del step_tokens
     check_options(folder, ways.dtype, ways.quantize)
     if ways.limit is None:
@@ -95,15 +73,7 @@ def start_ranks(
 
 
 class Processes:
-    """The ranks as processes of this machine.
-
-    Args:
-        folder: folder of the model.
-        ways: how it is run.
-        layout: ranks of the model, and what each has.
-        sequences: sequences that run at a time.
-        depth: batches in flight; None to choose.
-    """
+    """The ranks as processes of this machine."""
 
     def __init__(
         self, folder: Path, ways: Ways, layout: Layout, sequences: int, depth: int | None
@@ -163,11 +133,7 @@ class Processes:
         self.links = [found[rank] for rank in range(count)]
 
     def _accepted(self, listener: Listener, missing: Sequence[int]) -> Connection:
-        """Waits for one rank to connect.
-
-        Raises:
-            GulliverError: a rank has ended before.
-        """
+        """Waits for one rank to connect."""
         found: list[Connection] = []
 
         def accept() -> None:

@@ -1,15 +1,4 @@
-"""`RanksRunner`: the controller of the ranks: batches out ahead, logits back, who is late or lost.
-
-[Note: servers] A batch goes through stages and links one after the other. Each works on another
-batch meanwhile, so m batches take ``sum + (m - 1) x slowest`` seconds, and the slowest server is
-never idle when so many batches are in flight as cover the whole way: ``sum / slowest``, rounded up.
-The seconds are measured: every rank tells for each batch when it began to wait for it, had it, and
-had computed it (`depth_of`).
-
-[Note: threads] A pipe to a process that has stopped fills up, and would stop the controller, too.
-So each rank has a thread that sends and one that listens, and the controller waits on a queue, for
-no longer than `timeout_s`.
-"""
+"""`RanksRunner`: sends batches to the ranks, collects their logits, notices who is late or lost."""
 
 from __future__ import annotations
 
@@ -42,6 +31,15 @@ RECENT = 16
 """Batches that the number in flight is chosen by."""
 
 
+# [Note: servers] A batch goes through stages and links one after the other. Each works on another
+# batch meanwhile, so m batches take ``sum + (m - 1) x slowest`` seconds, and the slowest server is
+# never idle when so many batches are in flight as cover the whole way: ``sum / slowest``, rounded
+# up. The seconds are measured: every rank tells for each batch when it began to wait for it, had
+# it, and had computed it (`depth_of`).
+#
+# [Note: threads] A pipe to a process that has stopped fills up, and would stop the controller, too.
+# So each rank has a thread that sends and one that listens, and the controller waits on a queue,
+# for no longer than `timeout_s`.
 class Crew(Protocol):
     """The processes of the ranks."""
 
@@ -65,15 +63,12 @@ class Crew(Protocol):
 
 @dataclass(frozen=True)
 class Seen:
-    """Seconds of a batch at its servers.
+    """Seconds of a batch at its servers."""
 
-    Attributes:
-        stages: seconds of compute by stage.
-        links: seconds from a stage to the next, where the next one was waiting; 0 where it was not
-            and the link was covered.
-    """
-
+    # Seconds of compute by stage.
     stages: tuple[float, ...]
+    # Seconds from a stage to the next, where the next one was waiting; 0 where it was not and the
+    # link was covered.
     links: tuple[float, ...]
 
 
@@ -97,12 +92,7 @@ def depth_of(seen: Sequence[Seen], stages: int) -> int:
 
 
 class RanksRunner:
-    """A model that runs on several ranks.
-
-    Attributes:
-        layout: ranks of the model, and what each has.
-        seen: seconds of the last batches.
-    """
+    """A model that runs on several ranks."""
 
     def __init__(
         self,
@@ -113,21 +103,10 @@ class RanksRunner:
         block_size: int = 16,
         depth: int | None = None,
     ) -> None:
-        """Waits until all ranks have loaded their parts, and lets them take their caches.
-
-        Args:
-            crew: the processes.
-            layout: ranks of the model, and what each has.
-            timeout_s: seconds without a word from any rank after which one counts as lost.
-            start_s: the same while the ranks load.
-            block_size: tokens of a block.
-            depth: batches in flight; None for as many as cover the slowest server.
-
-        Raises:
-            GulliverError: a rank could not load; it is named.
-        """
+        """Waits until all ranks have loaded their parts, and lets them take their caches."""
         self.layout, self._crew, self._timeout_s = layout, crew, timeout_s
         self._fixed = depth
+        # Seconds of the last batches.
         self.seen: deque[Seen] = deque(maxlen=RECENT)
         self._heard: queue.Queue[tuple[int, Told | None]] = queue.Queue()
         self._out = [queue.SimpleQueue() for _ in range(layout.ranks)]
@@ -171,11 +150,7 @@ class RanksRunner:
         self._send(batch)
 
     def collect(self) -> Tensor:
-        """Waits for the logits of the oldest batch.
-
-        Raises:
-            RunnerLost: a rank has failed or is late; it is named.
-        """
+        """Waits for the logits of the oldest batch."""
         ticket = self._flying[0]
         while ticket not in self._logits:
             self._hear(self._timeout_s)
@@ -241,11 +216,7 @@ class RanksRunner:
             self._note(rank, told)
 
     def _next(self, timeout_s: float, late: str | None = None) -> tuple[int, Told]:
-        """Waits for the next word.
-
-        Raises:
-            RunnerLost: a rank has failed, or none says anything.
-        """
+        """Waits for the next word."""
         try:
             rank, told = self._heard.get(timeout=timeout_s)
         except queue.Empty:

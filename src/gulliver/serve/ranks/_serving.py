@@ -27,20 +27,8 @@ def serve(
     block_size: int,
     before: Callable[[Batch], None] | None = None,
 ) -> None:
-    """Is a rank until the controller ends it; an error is told to the controller.
-
-    Every rank of the layout calls it, in a world whose first ranks are those of the layout.
-
-    Args:
-        link: connection to the controller.
-        folder: folder of the model.
-        ways: how it is run.
-        layout: ranks of the model, and what each has.
-        rank: this rank.
-        sequences: sequences that run at a time.
-        block_size: tokens of a block.
-        before: called before each batch, for tests.
-    """
+    """Is a rank until the controller ends it; an error is told to the controller."""
+    # Every rank of the layout calls it, in a world whose first ranks are those of the layout.
     try:
         group = tensor_group(layout, rank)
         model = StageModel(folder, ways, layout, rank, group)

@@ -2,9 +2,6 @@
 
 The training side cuts the model (`make_stage`, `apply_tensor`); its own forward runs, in which
 blocks of other stages do nothing. Keys and values of a rank are those of its layers and its heads.
-
-[Note: no inference mode] Sums over ranks are finished by a thread of `gulliver.comm`, in place, and
-what was made in inference mode on one thread cannot be changed on another.
 """
 
 from __future__ import annotations
@@ -43,31 +40,22 @@ WHOLE = 2048
 CACHE_SHARE = 4
 
 
+# [Note: no inference mode] Sums over ranks are finished by a thread of `gulliver.comm`, in place,
+# and what was made in inference mode on one thread cannot be changed on another.
 @dataclass(frozen=True)
 class Sizes:
-    """What a rank says of itself before it takes memory for its cache.
+    """What a rank says of itself before it takes memory for its cache."""
 
-    Attributes:
-        vocabulary: columns of the logits; 0 on a stage without them.
-        context: most tokens of a sequence; None where positions have no end.
-        blocks: most blocks of the cache that this rank has memory for.
-    """
-
+    # Columns of the logits; 0 on a stage without them.
     vocabulary: int
+    # Most tokens of a sequence; None where positions have no end.
     context: int | None
+    # Most blocks of the cache that this rank has memory for.
     blocks: int
 
 
 class StageModel:
-    """A rank's part of a folder's model.
-
-    Args:
-        folder: folder of the model.
-        ways: how it is run.
-        layout: ranks of the model, and what each has.
-        rank: this rank.
-        group: tensor ranks of its stage.
-    """
+    """A rank's part of a folder's model."""
 
     def __init__(
         self, folder: Path, ways: Ways, layout: Layout, rank: int, group: RankGroup = ALONE
@@ -130,11 +118,7 @@ class StageModel:
         return self.place.stage == self.layout.stages - 1
 
     def sizes(self, ways: Ways, block_size: int, sequences: int) -> Sizes:
-        """What this rank has memory for.
-
-        Raises:
-            GulliverError: there is no room for one block, or the context is not the model's.
-        """
+        """What this rank has memory for."""
         own = context_of(self._model.config)
         context = ways.context
         if context is not None and (context < 2 or (own is not None and context > own)):
@@ -173,15 +157,7 @@ class StageModel:
 
     @torch.no_grad()
     def run(self, batch: Batch, carry: Tensor | None) -> Tensor:
-        """Runs a batch through this rank's layers.
-
-        Args:
-            batch: the batch.
-            carry: hidden states ``[1, T, C]`` of the stage before; None on the first.
-
-        Returns:
-            Hidden states ``[1, T, C]``, or on the last stage logits ``[R, V]`` in float32.
-        """
+        """Runs a batch through this rank's layers."""
         assert self._pages is not None, "the cache has been taken"
         self._pages.begin(batch)
         tokens, wanted = inputs_of(batch)
@@ -210,10 +186,8 @@ class StageModel:
 
     @torch.no_grad()
     def _measure(self) -> Measured:
-        """Shapes of this rank's keys and values, by a forward of one token.
-
-        A stage behind the first is given hidden states of zeros.
-        """
+        """Shapes of this rank's keys and values, by a forward of one token."""
+        # A stage behind the first is given hidden states of zeros.
         recorder = Recorder()
         one = torch.zeros(1, dtype=torch.int64)
         carry = None if self.place.stage == 0 else torch.zeros(1, 1, self.width, dtype=self.dtype)

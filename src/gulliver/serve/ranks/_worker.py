@@ -1,14 +1,4 @@
-"""`work`: what a rank does: commands in, carries from stage to stage, logits out.
-
-[Note: non-blocking] The controller sends each batch to all ranks at once, several ahead of the one
-that runs. A rank keeps the order of tickets itself. Of every batch that it knows it has posted the
-receive already, for the batch says how many tokens come, so that a stage's send never waits for
-who takes it, and a link carries one batch while the stages compute others. Source: EnergonAI
-(arXiv 2209.02341), of which the ticket order is kept, and its endless wait for a lost command is
-not: a gap in the tickets is an error.
-
-It does not know: processes, files, who else is there but the ranks before and after it.
-"""
+"""`work`: what a rank does: commands in, carries from stage to stage, logits out."""
 
 from __future__ import annotations
 
@@ -30,20 +20,25 @@ CARRY_TAG = 310
 """Tag of carries; they are taken in the order in which they were sent."""
 
 
+# [Note: non-blocking] The controller sends each batch to all ranks at once, several ahead of the
+# one that runs. A rank keeps the order of tickets itself. Of every batch that it knows it has
+# posted the receive already, for the batch says how many tokens come, so that a stage's send never
+# waits for who takes it, and a link carries one batch while the stages compute others. Source:
+# EnergonAI (arXiv 2209.02341), of which the ticket order is kept, and its endless wait for a lost
+# command is not: a gap in the tickets is an error.
+#
+# It does not know: processes, files, who else is there but the ranks before and after it.
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a rank tells the controller.
+    """What a rank tells the controller."""
 
-    Attributes:
-        what: ``sizes``, ``ready``, ``done``, ``logits`` or ``failed``.
-        ticket: the batch that it is about, or -1.
-        value: sizes, logits as ``(shape, bytes)``, or the text of an error; of ``done`` the
-            seconds, on a clock that all ranks of the machine share, at which the rank began to
-            wait for the batch, had it, and had computed it.
-    """
-
+    # ``sizes``, ``ready``, ``done``, ``logits`` or ``failed``.
     what: str
+    # The batch that it is about, or -1.
     ticket: int = -1
+    # Sizes, logits as ``(shape, bytes)``, or the text of an error; of ``done`` the seconds, on a
+    # clock that all ranks of the machine share, at which the rank began to wait for the batch, had
+    # it, and had computed it.
     value: Any = None
 
 
@@ -91,19 +86,7 @@ def work(
     world: RankGroup | None = None,
     before: Callable[[Batch], None] | None = None,
 ) -> None:
-    """Runs batches in the order of their tickets until the controller ends it.
-
-    Args:
-        link: connection to the controller.
-        model: this rank's part of the model.
-        layout: ranks of the model, and what each has.
-        rank: this rank.
-        world: all ranks of the layout; needed with several stages.
-        before: called before each batch, for tests that are slow or fail on purpose.
-
-    Raises:
-        GulliverError: a command was lost.
-    """
+    """Runs batches in the order of their tickets until the controller ends it."""
     _Worker(link, model, layout, rank, world, before).run()
 
 
