@@ -11,11 +11,11 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.schedule._predictor import ProgressPredictor
 from gulliver.schedule._state import JobState
 
-# curves: posterior from losses. How far the loss of finished jobs had fallen at their end is known; a
-#   job's own loss says which of these it has not passed yet. Falls back to `lengths` until `LEAST`
-#   jobs are done and before a job's first epoch.
-# lengths: posterior from durations only: seconds, on the slots asked for, of jobs that lasted longer,
-#   and a tail that halves with every doubling for those that nobody has seen.
+# curves: posterior from losses. How far the loss of finished jobs had fallen at their end is known;
+#   a job's own loss says which of these it has not passed yet. Falls back to `lengths` until
+#   `LEAST` jobs are done and before a job's first epoch.
+# lengths: posterior from durations only: seconds, on the slots asked for, of jobs that lasted
+#   longer, and a tail that halves with every doubling for those that nobody has seen.
 # progress: a network predicts the Beta distribution of a job's progress (`_predictor.py`).
 # history: mean of what finished jobs that lasted longer still had to do.
 # none: as much again as is done; a job that has lasted long will last.

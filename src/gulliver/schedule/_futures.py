@@ -27,9 +27,9 @@ class Futures(NamedTuple):
 
 def futures_of(view: View, estimator: Estimator, count: int, coming: int, seed: int) -> Futures:
     """Draws futures."""
-    # Gaps between arrivals are those seen so far, the first one of those longer than the time since the
-    # last arrival; each new job is a copy of one that was seen (a bootstrap). Nothing of the trace that
-    # has not happened yet is looked at. The same moment always has the same futures.
+    # Gaps between arrivals are those seen so far, the first one of those longer than the time since
+    # the last arrival; each new job is a copy of one that was seen (a bootstrap). Nothing of the
+    # trace that has not happened yet is looked at. The same moment always has the same futures.
     draw = np.random.default_rng([seed, round(view.now * 1e3), len(view.jobs)])
     now = jobs_of(view, [0.0] * len(view.jobs))
     left = np.stack([estimator.draws(state, count, draw) for state in view.jobs], axis=1)

@@ -80,9 +80,10 @@ class TraceShape(NamedTuple):
 
 
 # steady: jobs of like sizes, one by one. heavy-tail: a few jobs have most of the work. bursts: many
-# arrive at once, then none for a while. fixed-batch: slots change accumulation only. artifact: in the
-# manner of the trace that ONES was published with, which is not available: 50 jobs of ten kinds on 64
-# slots, unannounced lengths, at a load where Tiresias runs and waits about as long as in its logs.
+# arrive at once, then none for a while. fixed-batch: slots change accumulation only. artifact: in
+# the manner of the trace that ONES was published with, which is not available: 50 jobs of ten kinds
+# on 64 slots, unannounced lengths, at a load where Tiresias runs and waits about as long as in its
+# logs.
 SHAPES = {
     "steady": TraceShape(60, 16, 0.8, 300, 0.8),
     "heavy-tail": TraceShape(60, 16, 0.8, 120, 1.6),

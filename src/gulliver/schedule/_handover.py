@@ -36,8 +36,8 @@ class Handover:
 
     def leave(self, state: JobState, now: float) -> Start:
         """Lets a job leave its slots, before others are said to have them."""
-        # What is decided before a job was started again costs nothing more: it starts on what was decided
-        # last.
+        # What is decided before a job was started again costs nothing more: it starts on what was
+        # decided last.
         job, last = state.job, self.starts.get(state.job.name)
         if last is not None and (last.at > now or not state.slots):
             return last

@@ -72,9 +72,10 @@ class Rollout(Policy):
 
     def decide(self, view: View) -> Decision:
         """Chooses the slots of every job."""
-        # 1. Follow all rules of `_rollout.py` to the end of the jobs that are there, resizes included.
-        # 2. With the best rule as the future, try other first steps: keep all as it is, grow into idle
-        #    slots only, move slots between two jobs.
+        # 1. Follow all rules of `_rollout.py` to the end of the jobs that are there, resizes
+        #   included.
+        # 2. With the best rule as the future, try other first steps: keep all as it is, grow into
+        #   idle slots only, move slots between two jobs.
         # 3. Drop a change that saves less than `margin` of the sum over staying (hysteresis).
         self.estimator.learn(view.finished)
         jobs = jobs_of(view, [self.estimator.remaining(state) for state in view.jobs])

@@ -35,9 +35,10 @@ def on_nodes(
         given = decision.allotments.get(state.job.name)
         if given is not None and isinstance(given.slots, int) and given.slots:
             wishes[state.job.name] = _Wish(state, given.slots, given.batch)
-    # Jobs whose number of slots changes start or resize anyway, so they may move for free. The others
-    # stay until they have lost by where they lie what a move costs, as in ski rental (Karlin et al. 1988):
-    # that needs no job lengths, and never costs more than twice what knowing them would.
+    # Jobs whose number of slots changes start or resize anyway, so they may move for free. The
+    # others stay until they have lost by where they lie what a move costs, as in ski rental (Karlin
+    # et al. 1988): that needs no job lengths, and never costs more than twice what knowing them
+    # would.
     moving = {name: wish for name, wish in wishes.items() if wish.slots != wish.state.count}
     moved = {
         name: wish

@@ -17,9 +17,9 @@ SCATTERED = 1e-7
 def place(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]:
     """Splits jobs over nodes."""
     assert sum(counts) <= sum(free), "more slots than there are"
-    # Few jobs on few nodes are placed exactly: all splits of each job, memoised by the free slots left.
-    # Others go largest first into the node that they fill best (best-fit decreasing; Johnson 1973,
-    # "Near-optimal bin packing algorithms"). Ties are broken by keeping free slots together.
+    # Few jobs on few nodes are placed exactly: all splits of each job, memoised by the free slots
+    # left. Others go largest first into the node that they fill best (best-fit decreasing; Johnson
+    # 1973, "Near-optimal bin packing algorithms"). Ties are broken by keeping free slots together.
     small = len(free) <= EXACT_NODES and max(free, default=0) <= EXACT_SLOTS
     exact = small and len(counts) <= EXACT_JOBS
     return (_exact if exact else _greedy)(counts, free, loss)

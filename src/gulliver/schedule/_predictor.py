@@ -51,9 +51,9 @@ class ProgressPredictor:
 
     def learn(self, finished: Sequence[JobState]) -> None:
         """Trains when the number of finished jobs has doubled since."""
-        # The paper trains again after every job that ends; after the 1st, 2nd, 4th, 8th ... is what a
-        # simulation can afford. The artifact also queries the network in another unit than it was trained on;
-        # here both are epochs.
+        # The paper trains again after every job that ends; after the 1st, 2nd, 4th, 8th ... is what
+        # a simulation can afford. The artifact also queries the network in another unit than it was
+        # trained on; here both are epochs.
         known = [state for state in finished if not state.job.announced]
         if len(known) < self.next_size:
             return

@@ -244,8 +244,8 @@ class Worlds:
                 relative = alone[world] / max(shortest[world], 1e-9)
                 weights[world] = np.maximum(relative**-rule.power, 1e-6)
                 continue
-            # The optimal policy for speed-up n^p (Berg et al. 2020, "heSRPT"): with m jobs the i-th longest
-            # gets weight ((i/m)^(1/(1-p)) - ((i-1)/m)^(1/(1-p)))^(1-p).
+            # The optimal policy for speed-up n^p (Berg et al. 2020, "heSRPT"): with m jobs the i-th
+            # longest gets weight ((i/m)^(1/(1-p)) - ((i-1)/m)^(1/(1-p)))^(1-p).
             known = ~np.isnan(alone[world])
             order = np.argsort(-np.where(known, alone[world], -np.inf), kind="stable")
             count = int(known.sum())

@@ -329,8 +329,9 @@ class Controller:
     # --- What is done ----------------------------------------------------------------------------
 
     def _act(self, now: float) -> None:
-        # Only a job itself leaves its slots, at the end of a step and once its checkpoint is whole. So a
-        # resize that is decided during another resize or a save waits for it, without extra state.
+        # Only a job itself leaves its slots, at the end of a step and once its checkpoint is whole.
+        # So a resize that is decided during another resize or a save waits for it, without extra
+        # state.
         held = {slot for job in self.jobs.values() for slot in job.held}
         for job in self.jobs.values():
             if job.phase is Phase.WAITING and job.assigned and not job.stopping:
