@@ -92,12 +92,12 @@ class Stage:
         flags = [text for key, value in arguments.items() for text in (f"--{key}", str(value))]
         folder = self.control.spool.submit(
             Submission(
-                name,
-                str(SCRIPT),
-                BATCH,
-                slots,
-                float(steps * BATCH),
-                tuple(flags),
+                script=str(SCRIPT),
+                batch=BATCH,
+                name=name,
+                slots=slots,
+                samples=float(steps * BATCH),
+                arguments=tuple(flags),
                 sample_seconds=COSTS.sample_seconds,
                 step_seconds=COSTS.step_seconds,
                 tries=tries,

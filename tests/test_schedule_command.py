@@ -161,11 +161,12 @@ def test_nodes_come_from_options_or_from_described_hardware(
     ],
 )
 def test_what_a_running_scheduler_cannot_be_told_is_refused(given: dict, told: str | None) -> None:
-    from gulliver.cli._live_jobs import Cluster, _check_same
+    from gulliver.cli._live_jobs import _check_same
+    from gulliver.schedule.live import SchedulerOptions
 
     about = {"policy": "fifo", "slots": 3}
     if told is None:
-        _check_same(Cluster(**given), about)
+        _check_same(SchedulerOptions(**given), about)
         return
     with pytest.raises(GulliverError, match=told):
-        _check_same(Cluster(**given), about)
+        _check_same(SchedulerOptions(**given), about)

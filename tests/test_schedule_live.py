@@ -347,7 +347,7 @@ def test_jobs_that_the_cluster_can_never_run_are_refused_by_name(tmp_path: Path)
         ({"batch": 0}, "batch is 0"),
         ({"least_batch": 32}, "batch 16 is outside of its limits 32 to 16"),
         ({"slots": 20}, "asks for 20 slots and runs on 16 at most"),
-        ({"tries": 0}, "give tries from 1 on"),
+        ({"tries": 0}, "tries is 0"),
     ],
 )
 def test_bad_submissions_are_refused_in_one_line(tmp_path: Path, changed: dict, told: str) -> None:

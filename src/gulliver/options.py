@@ -25,7 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from gulliver.errors import GulliverError, nearest
 
@@ -179,6 +179,18 @@ class Options:
     def __post_init__(self) -> None:
         if _CHECKING.get():
             check_options(self, f"{type(self).__name__}.")
+            self.check_combinations()
+
+    def check_combinations(self) -> None:
+        """Refuses combinations of values; subclasses override it and call it on their bases."""
+
+
+Chosen = TypeVar("Chosen", bound=Options)
+
+
+def part_of(options: Any, kind: type[Chosen]) -> Chosen:
+    """Takes the options of one dataclass out of those that have its fields among others."""
+    return kind(**{name: getattr(options, name) for name in _hints(kind)})
 
 
 @contextmanager

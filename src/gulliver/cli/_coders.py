@@ -26,24 +26,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class CoderNeeds:
-    """Sizes of an autoencoder; bytes are those of weights and activations.
-
-    Attributes:
-        release: releases that use it.
-        compression: frames, rows and columns of pixels that a latent stands for.
-        latent_channels: channels of its latents.
-        clip: frames, height and width of the clip that is decoded.
-        parameters: number of parameters; None for classes of diffusers.
-        decode: bytes to decode the clip as one.
-        stream: bytes to decode it piece by piece.
-    """
+    """Sizes of an autoencoder; bytes are those of weights and activations."""
 
     release: str
+    # Frames, rows and columns of pixels that a latent stands for.
     compression: tuple[int, int, int]
     latent_channels: int
+    # Frames, height and width of the clip that is decoded.
     clip: tuple[int, int, int]
+    # Number of parameters; None for classes of diffusers.
     parameters: int | None = None
+    # Bytes to decode the clip as one.
     decode: int | None = None
+    # Bytes to decode it piece by piece.
     stream: int | None = None
 
 

@@ -21,10 +21,10 @@ from gulliver.cli._live_jobs import (
     Submit,
     Why,
     live_jobs,
-    quotas_of,
 )
 from gulliver.errors import GulliverError
 from gulliver.options import AT_LEAST_0, SEED, Options, Range
+from gulliver.schedule.live._options import quotas_of
 
 if TYPE_CHECKING:
     from gulliver.schedule import Job, JobCluster, Result
@@ -43,7 +43,7 @@ class Simulate(Options):
     policy: str = "rollout"
     """Policy: fifo, srpt, tiresias, optimus, pollux, ones or rollout."""
     compare: bool = False
-    """Simulate all policies beside it."""
+    """Simulate all other policies too."""
     slots: Annotated[int | None, Range(1, 4096)] = None
     """Slots of the cluster; by default those that a drawn trace is meant for."""
     node_slots: Annotated[int | None, Range(1, 4096)] = None

@@ -119,7 +119,7 @@ COMMANDS = {
         ),
         (
             "chat",
-            OPTIONS,
+            "gulliver.cli._chat",
             "ChatConfig",
             "_chat",
             "talk with a language model, or continue texts",
@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        # Whoever read the output has seen enough, as head does; what is left goes nowhere.
+        # The reader of the output, such as head, has seen enough; the rest is dropped.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     _leave(code)

@@ -6,13 +6,12 @@ in `gulliver.video._config`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from gulliver.cli._placement import Placement
 from gulliver.cli._plan_data_options import PlanData
 from gulliver.options import (
     AT_LEAST_0,
@@ -69,7 +68,7 @@ class GenerateConfig(SamplingConfig):
     seed: Annotated[int, SEED] = 0
     """Noise of the first clip; the next clips take the next seeds."""
     cache_check: bool = False
-    """Make the clips without the cache, too, and tell the PSNR to them."""
+    """Make the clips without the cache, too, and print the PSNR to them."""
     negative_prompt: str = ""
     """Sentence to lead away from, in place of no sentence."""
     reference: tuple[Path, ...] = ()
@@ -150,7 +149,7 @@ class ProbeConfig(Options):
     mib: Annotated[int, Range(1, 2**20)] = 256
     """Most MiB of that file."""
     again: bool = False
-    """Measure anew, even if there is a measurement of this machine, and of the folder's disk."""
+    """Measure again, even if there is a measurement of this machine, and of the folder's disk."""
 
 
 @dataclass(frozen=True)
@@ -213,35 +212,6 @@ class QuantizeConfig(Options):
     """Prompts of the pictures that are compared; of pipelines."""
     steps: Annotated[int | None, AT_LEAST_1] = None
     """Steps of each picture; by default 20."""
-
-
-@dataclass(frozen=True)
-class ChatConfig(Options):
-    """Talks with a language model, by its chat template; answers come as they are made."""
-
-    folder: tyro.conf.Positional[Path] = Path()
-    """Hugging Face folder of the model, with its tokenizer."""
-    prompt: tuple[str, ...] = ()
-    """Message to answer; several are answered in turn, without a terminal."""
-    system: str = ""
-    """What the model is told before the first message."""
-    plain: bool = False
-    """Continue each text as it is: no chat template, no history."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the weights; that of the files by default."""
-    quantize: Literal["int8", "int8_dynamic", "int4"] | None = None
-    """Read the weights into int8 or int4."""
-    context: Annotated[int | None, Range(2, 2**24)] = None
-    """Most tokens of the conversation; the model's own by default."""
-    max_tokens: Annotated[int, Range(1, 2**20)] = 256
-    """Most tokens of an answer."""
-    temperature: Annotated[float, Range(0, 100)] = 0.7
-    """0 takes the likeliest token, 1 the model's own distribution."""
-    top_p: Annotated[float, Range(0.001, 1)] = 1.0
-    """Draw among the fewest tokens that have this probability together."""
-    seed: Annotated[int | None, SEED] = None
-    """Seed of what is drawn; a new one each time by default."""
-    placement: tyro.conf.OmitArgPrefixes[Placement] = field(default_factory=Placement)
 
 
 @dataclass(frozen=True)
@@ -318,7 +288,7 @@ class Convert(Options):
     max_shard_gb: Annotated[float, Range(0, 1e6, open_below=True)] = 5.0
     """Most gigabytes of tensors in one file."""
     model_config: Path | None = None
-    """Path to a config.json to put beside the weights."""
+    """Path to a config.json to put next to the weights."""
 
 
 Action = (
@@ -375,7 +345,7 @@ class Show(Options):
     """Shows what a plan's file says, in a few lines."""
 
     file: tyro.conf.Positional[Path]
-    """A plan.yaml, such as a run keeps beside its checkpoints."""
+    """A plan.yaml, such as a run keeps next to its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -410,16 +380,16 @@ class Search(Options):
     inference: bool = False
     """Plan forwards alone: nothing is trained."""
     estimates: bool = False
-    """Tell the memory of training, of LoRA and of inference too: three searches."""
+    """Also print the memory of training, of LoRA and of inference: three searches."""
     why: str | None = None
     """Path of a module: what is done with it, what else could be and at what price."""
     what_if: tuple[str, ...] = ()
     """Changes of the cluster to compare with, such as link=400Gb inner=900GB memory=141GiB
     flops=x1.5."""
     price_per_hour: Annotated[float | None, POSITIVE] = None
-    """Price of a device for an hour: the cost of a trillion tokens is told."""
+    """Price of a device for an hour: also prints the cost of a trillion tokens."""
     watts: Annotated[float | None, POSITIVE] = None
-    """Power of a device with its share of the machine: the energy of a trillion tokens is told."""
+    """Power of a device with its share of the machine: also prints a trillion tokens' energy."""
     html: Path | None = None
     """File to write a report with pictures to."""
     json: bool = False

@@ -48,7 +48,7 @@ class Fifo(Policy):
 class Srpt(Policy):
     """Serves the job with the shortest remaining time first, with the slots it asks for."""
 
-    # It is told the true remaining time of every job, announced or not.
+    # It knows the true remaining time of every job, announced or not.
 
     name, what = (
         "srpt",

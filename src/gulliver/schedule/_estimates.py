@@ -24,7 +24,7 @@ Way = Literal["curves", "lengths", "progress", "history", "none", "perfect"]
 LEAST = 3
 """Jobs that must be done before their curves are looked at."""
 FLAT = 1e-6
-"""A loss that has not fallen by more says nothing: nobody has told it."""
+"""A loss that has not fallen by more says nothing: the script reports none."""
 QUANTILES = (np.arange(16) + 0.5) / 16
 """Quantiles that a mean is taken over: the tail has none."""
 

@@ -232,12 +232,12 @@ def _reasons(view: View, best: WorldsOutcome, stays: float) -> dict[str, str]:
         plan = f"the plan ends it in {end:.4g} s"
         if not count:
             start = float(best.starts[0, place])
-            told = f"waits: the plan starts it in {start:.4g} s and ends it in {end:.4g} s"
+            text = f"waits: the plan starts it in {start:.4g} s and ends it in {end:.4g} s"
         elif state.count == 0 or count == state.count:
-            told = f"{count} slots: {plan}"
+            text = f"{count} slots: {plan}"
         else:
-            told = f"from {state.count} to {count} slots: {plan}"
+            text = f"from {state.count} to {count} slots: {plan}"
         if state.count > count and 0 < gain < LATE:
-            told += f"; all jobs together end {gain:.4g} s sooner than if nothing were taken away"
-        why[state.job.name] = told
+            text += f"; all jobs together end {gain:.4g} s sooner than if nothing were taken away"
+        why[state.job.name] = text
     return why

@@ -10,7 +10,7 @@ from gulliver.schedule._placement import Parts, place
 from gulliver.schedule._state import Decision, JobState
 
 LESS = 0.5
-"""Most that a job which is moved may lose there of what it loses where it lies."""
+"""Largest loss after a move, as a share of the loss before it."""
 Chosen = Mapping[str, tuple[tuple[int, ...], int]]
 
 
@@ -36,7 +36,7 @@ def on_nodes(
         if given is not None and isinstance(given.slots, int) and given.slots:
             wishes[state.job.name] = _Wish(state, given.slots, given.batch)
     # Jobs whose number of slots changes start or resize anyway, so they may move for free. The
-    # others stay until they have lost by where they lie what a move costs, as in ski rental (Karlin
+    # others stay until their placement has cost them what a move costs, as in ski rental (Karlin
     # et al. 1988): that needs no job lengths, and never costs more than twice what knowing them
     # would.
     moving = {name: wish for name, wish in wishes.items() if wish.slots != wish.state.count}
@@ -70,7 +70,7 @@ def _has_lost_a_move(state: JobState, cluster: JobCluster, now: float) -> bool:
 def _slots(
     wishes: dict[str, _Wish], chosen: Chosen, cluster: JobCluster
 ) -> dict[str, tuple[int, ...]]:
-    """Finds slots for some jobs; the others lie where they are."""
+    """Finds slots for some jobs; the others stay where they are."""
     taken = {slot for name, (slots, _) in chosen.items() if name not in wishes for slot in slots}
     free = [slot for slot in range(cluster.slots) if slot not in taken]
     entries = list(wishes.values())

@@ -11,7 +11,7 @@ Loss = Callable[[int, Parts], float]
 EXACT_NODES, EXACT_SLOTS, EXACT_JOBS = 4, 8, 6
 """Nodes, slots of a node and jobs up to which the placement is exact."""
 SCATTERED = 1e-7
-"""What a free slot that lies apart counts, so that it only decides between equals."""
+"""Weight of scattered free slots: small, so that it only breaks ties."""
 
 
 def place(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]:
@@ -26,7 +26,7 @@ def place(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]
 
 
 def scattered(free: Sequence[int]) -> float:
-    """What free slots count by how they lie: less where they are together."""
+    """Cost of free slots: less where they are together."""
     return -SCATTERED * sum(room * room for room in free)
 
 

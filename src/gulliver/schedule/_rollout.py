@@ -50,14 +50,14 @@ class SharingRule(NamedTuple):
     price: float = 0.0
 
     def __str__(self) -> str:
-        told = (
+        text = (
             f"weights of heSRPT at {self.speedup:g}"
             if self.power is None
             else f"seconds to the -{self.power:g}"
         )
-        told = f"slowdowns ^ {self.exponent:g}, {told}" if self.inverse else told
-        told += f", resizes x {self.inertia:g}" * (self.inertia != 1)
-        return told + ", lazy" * self.lazy + ", deadlines first" * self.reserving
+        text = f"slowdowns ^ {self.exponent:g}, {text}" if self.inverse else text
+        text += f", resizes x {self.inertia:g}" * (self.inertia != 1)
+        return text + ", lazy" * self.lazy + ", deadlines first" * self.reserving
 
 
 RULES = tuple(

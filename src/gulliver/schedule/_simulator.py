@@ -131,7 +131,7 @@ class _Simulation:
 
     def _end(self, ends: dict[str, float]) -> str:
         """Takes out what ends now."""
-        told = ""
+        happened = ""
         for state in [s for s in self.present if ends.get(s.job.name, math.inf) <= self.now]:
             # The last sample is done by definition: nothing is left over by rounding.
             left = state.job.samples - state.done
@@ -142,18 +142,18 @@ class _Simulation:
             self.finished.append(state)
             self.handover.end(state, self.now)
             state.slots, state.batch = (), 0
-            told += f"{state.job.name} ended; "
-        return told
+            happened += f"{state.job.name} ended; "
+        return happened
 
     def _arrive(self) -> str:
-        told = ""
+        happened = ""
         while self.coming and self.coming[0].arrival <= self.now:
             job = self.coming.pop(0)
             state = JobState(job, changed=self.now)
             self.present.append(state)
             self.result.states[job.name] = state
-            told += f"{job.name} arrived; "
-        return told
+            happened += f"{job.name} arrived; "
+        return happened
 
     def _advance(self, to: float) -> None:
         """Lets jobs run until `to`."""

@@ -82,9 +82,9 @@ def _where(cluster: JobCluster, job: Job, segment: Segment) -> str:
     if cluster.nodes == 1:
         return ""
     parts = cluster.parts(segment.slots)
-    told = " + ".join(f"{part} of node {node}" for node, part in enumerate(parts) if part)
+    text = " + ".join(f"{part} of node {node}" for node, part in enumerate(parts) if part)
     loss = cluster.loss(job, segment.batch, parts)
-    return f"; {told}" + (f", {loss:.1%} slower than where it would lie best" * (loss > 0))
+    return f"; {text}" + (f", {loss:.1%} slower than where it would lie best" * (loss > 0))
 
 
 def _history(result: Result, name: str, moment: float) -> list[str]:
@@ -110,11 +110,11 @@ def told_change(entry: Round, name: str) -> str:
     if change.after == change.before:
         return f"moved to other slots at {entry.time:.4g} s, when {entry.cause}"
     verb = "started" if not change.before else verb if change.after else "was paused"
-    told = f"{verb} at {entry.time:.4g} s from {change.before} to {change.after} slots, when "
-    told += entry.cause
+    text = f"{verb} at {entry.time:.4g} s from {change.before} to {change.after} slots, when "
+    text += entry.cause
     others = [
         f"{other.job} {other.before} to {other.after}"
         for other in entry.changes
         if other.job != name and (other.after > other.before) != (change.after > change.before)
     ]
-    return told + (f"; against it: {', '.join(others)}" if others else "")
+    return text + (f"; against it: {', '.join(others)}" if others else "")

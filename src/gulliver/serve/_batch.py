@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -93,6 +93,11 @@ class Facts:
         room = self.blocks * self.block_size
         return room if self.context is None else min(room, self.context)
 
+    @property
+    def what(self) -> Literal["context", "cache"]:
+        """What decides `longest`."""
+        return "context" if self.longest == self.context else "cache"
+
 
 class RunnerLost(GulliverError):
     """What runs a model has failed, or is late; the engine goes on when it has been restarted."""
@@ -111,7 +116,7 @@ class Runner(Protocol):
         ...
 
     @property
-    def depth(self) -> int:
+    def max_in_flight(self) -> int:
         """Number of batches that should be in flight; the engine submits no more."""
         ...
 

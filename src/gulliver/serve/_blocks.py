@@ -18,7 +18,6 @@ class BlockPool:
     """Blocks 0 to `blocks - 1`, with counts of holders and published digests."""
 
     def __init__(self, blocks: int, size: int) -> None:
-        """Makes a pool."""
         self.blocks, self.size = blocks, size
         self._holders = [0] * blocks
         self._blank = list(range(blocks - 1, -1, -1))

@@ -28,7 +28,7 @@ COLDEST = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DrawRow:
     """What a row of logits is for.
 
     Attributes:
@@ -79,7 +79,7 @@ def draw_key(seed: int, sample: int, place: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def draw(logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
+def draw(logits: Tensor, rows: Sequence[DrawRow]) -> list[Token | None]:
     """Draws a token for each row."""
     if not rows:
         return []
@@ -95,14 +95,16 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
         for member, token in zip(members, drawn, strict=True):
             ids[member] = token
     tokens: list[Token | None] = [Token(token) for token in ids]
-    asked = [i for i, r in enumerate(rows) if sound[i] and r.sampling.logprobs is not None]
-    for index, token in zip(asked, _told(logits[asked], [ids[i] for i in asked]), strict=True):
+    wanted = [i for i, r in enumerate(rows) if sound[i] and r.sampling.logprobs is not None]
+    for index, token in zip(
+        wanted, _logprobs(logits[wanted], [ids[i] for i in wanted]), strict=True
+    ):
         count = rows[index].sampling.logprobs or 0
         tokens[index] = Token(token.id, token.logprob, token.likely[:count])
     return [token if good else None for token, good in zip(tokens, sound, strict=True)]
 
 
-def _draw_alike(logits: Tensor, sampling: SamplingParameters, rows: Sequence[Row]) -> list[int]:
+def _draw_alike(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> list[int]:
     """Draws for rows [R, V] that are sampled alike."""
     changed = penalised(logits, sampling, rows)
     if sampling.greedy:
@@ -157,7 +159,7 @@ def _below(weights: Tensor, height: float) -> int:
     return int(torch.searchsorted(heights, mark, right=True))
 
 
-def probabilities(logits: Tensor, sampling: SamplingParameters, rows: Sequence[Row]) -> Tensor:
+def probabilities(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> Tensor:
     """Returns the distributions [R, V] that tokens are drawn from."""
     changed = penalised(logits, sampling, rows)
     if sampling.greedy:
@@ -189,7 +191,7 @@ def _cut(logits: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor |
     return chances, order
 
 
-def penalised(logits: Tensor, sampling: SamplingParameters, rows: Sequence[Row]) -> Tensor:
+def penalised(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> Tensor:
     """Applies the penalties of tokens that were there before; a copy where there are any."""
     if not sampling.penalised:
         return logits
@@ -210,8 +212,8 @@ def _tokens(tokens: Any, like: Tensor) -> Tensor:
     return torch.tensor(list(tokens), dtype=torch.int64, device=like.device)
 
 
-def _told(logits: Tensor, ids: Sequence[int]) -> list[Token]:
-    """Log-probabilities of tokens, and the 20 likeliest beside."""
+def _logprobs(logits: Tensor, ids: Sequence[int]) -> list[Token]:
+    """Log-probabilities of tokens, and of the 20 likeliest."""
     if not ids:
         return []
     known = logits.log_softmax(-1)

@@ -56,8 +56,8 @@ DEEPEST = 8
 #
 # It does not know: pages, batches, ranks.
 @dataclass(eq=False)
-class Held:
-    """A tensor of a unit: where the modules have it, and where it lies in its object."""
+class ResidentTensor:
+    """A tensor of a unit, its users among the modules, and its offset in its object."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -84,11 +84,11 @@ class Held:
 
 
 @dataclass(eq=False)
-class Object:
+class WeightObject:
     """Tensors that come and go together."""
 
     name: str
-    tensors: list[Held]
+    tensors: list[ResidentTensor]
     placed: Placed | None = None
 
     @property
@@ -98,17 +98,17 @@ class Object:
 
 
 @dataclass(eq=False)
-class Unit:
+class WeightUnit:
     """A module whose forward uses objects."""
 
     path: str
     module: nn.Module
-    objects: list[Object]
+    objects: list[WeightObject]
     quantised: list[QuantizedLayer] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Depth:
+class LookAheadDepth:
     """How far ahead layers are brought, and what was predicted for it."""
 
     # Layers that are brought ahead of the one that computes.
@@ -125,12 +125,11 @@ class StreamedWeights:
 
     def __init__(
         self,
-        units: Sequence[Unit],
-        fill: Callable[[Unit], None],
+        units: Sequence[WeightUnit],
+        fill: Callable[[WeightUnit], None],
         budget: int,
         disk: Path | str | None = None,
     ) -> None:
-        """Reads the weights, unit by unit, and lets those go that there is no room for."""
         self._units = list(units)
         objects = list({id(o): o for unit in units for o in unit.objects}.values())
         self.whole = sum(o.nbytes for o in objects)
@@ -157,7 +156,7 @@ class StreamedWeights:
             raise
         self._hooks = [h for unit in self._units for h in self._hook(unit)]
 
-    def _add(self, objects: Sequence[Object], fill: Callable[[Unit], None]) -> None:
+    def _add(self, objects: Sequence[WeightObject], fill: Callable[[WeightUnit], None]) -> None:
         for one in objects:
             offset = 0
             for tensor in one.tensors:
@@ -177,7 +176,7 @@ class StreamedWeights:
             self._leave(unit)
         self.manager.end_step()
 
-    def _hook(self, unit: Unit) -> Iterator[Any]:
+    def _hook(self, unit: WeightUnit) -> Iterator[Any]:
         def enter(*_: object) -> None:
             for one in unit.objects:
                 memory = self.manager.use(_placed(one))
@@ -192,7 +191,7 @@ class StreamedWeights:
         yield unit.module.register_forward_pre_hook(enter, prepend=True)
         yield unit.module.register_forward_hook(leave, always_call=True)
 
-    def _leave(self, unit: Unit) -> None:
+    def _leave(self, unit: WeightUnit) -> None:
         for one in unit.objects:
             for tensor in one.tensors:
                 tensor.put(None)
@@ -203,15 +202,15 @@ class StreamedWeights:
         self.peak = max(self.peak, self.manager.held + self.beside)
 
     @staticmethod
-    def _moved(unit: Unit) -> None:
+    def _moved(unit: WeightUnit) -> None:
         for layer in unit.quantised:
             layer.moved()
 
     def set_budget(self, nbytes: int) -> None:
-        """Gives the weights a part of the memory, the rest to what lies beside them."""
+        """Gives the weights a part of the memory, the cache the rest."""
         if nbytes < self.least:
             raise GulliverError(
-                f"{size_text(max(nbytes, 0))} of memory are left for weights beside keys and "
+                f"{size_text(max(nbytes, 0))} of memory are left for weights next to keys and "
                 f"values, and the largest layer takes {size_text(self.least)}: give "
                 f"{size_text(self.least - nbytes)} more, a smaller cache or quantize="
             )
@@ -231,7 +230,7 @@ class StreamedWeights:
         )
 
     def close(self) -> None:
-        """Lets go of memory and disk; the model's weights are NaN from now on."""
+        """Frees memory and disk; the model's weights are NaN from now on."""
         for hook in self._hooks:
             hook.remove()
         self.manager.close()
@@ -249,11 +248,11 @@ def unit_paths(model: nn.Module) -> list[str]:
     return [*before, *stack.blocks, *after]
 
 
-def group_units(model: nn.Module, paths: Sequence[str]) -> list[Unit]:
+def group_units(model: nn.Module, paths: Sequence[str]) -> list[WeightUnit]:
     """Finds the tensors of modules; one that several have is an object of its own."""
     known = dict(model.named_modules(remove_duplicate=False))
     modules = [(path, known[path]) for path in paths]
-    tensors: dict[int, Held] = {}
+    tensors: dict[int, ResidentTensor] = {}
     owners: dict[int, set[int]] = {}
     found: list[tuple[str, nn.Module, list[int], list[QuantizedLayer]]] = []
     for number, (path, module) in enumerate(modules):
@@ -262,7 +261,7 @@ def group_units(model: nn.Module, paths: Sequence[str]) -> list[Unit]:
             if isinstance(inner, QuantizedLayer):
                 quantised.append(inner)
             for kind, name, tensor in _tensors(inner):
-                held = tensors.setdefault(id(tensor), Held(tensor.shape, tensor.dtype))
+                held = tensors.setdefault(id(tensor), ResidentTensor(tensor.shape, tensor.dtype))
                 if (inner, kind, name) not in held.users:
                     held.users.append((inner, kind, name))
                 owners.setdefault(id(tensor), set()).add(number)
@@ -270,15 +269,17 @@ def group_units(model: nn.Module, paths: Sequence[str]) -> list[Unit]:
         if mine:
             found.append((path, module, list(dict.fromkeys(mine)), quantised))
     shared = {
-        key: Object("shared weights", [tensors[key]]) for key in owners if len(owners[key]) > 1
+        key: WeightObject("shared weights", [tensors[key]])
+        for key in owners
+        if len(owners[key]) > 1
     }
     made = []
     for path, module, keys, quantised in found:
         objects = [shared[key] for key in keys if key in shared]
         own = [tensors[key] for key in keys if key not in shared]
         if own:
-            objects.append(Object(path, own))
-        made.append(Unit(path, module, objects, quantised))
+            objects.append(WeightObject(path, own))
+        made.append(WeightUnit(path, module, objects, quantised))
     inside = {id(inner) for _, module in modules for inner in module.modules()}
     for path, inner in model.named_modules():
         if id(inner) not in inside and any(True for _ in _tensors(inner)):
@@ -300,12 +301,14 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
             yield "_buffers", name, value
 
 
-def choose_depth(sizes: Sequence[int], budget: int, rates: TierRates | None = None) -> Depth:
+def choose_depth(
+    sizes: Sequence[int], budget: int, rates: TierRates | None = None
+) -> LookAheadDepth:
     """Chooses how many layers are brought ahead: each of them is one that cannot stay."""
     # A step of decoding reads every weight from memory once, which is what it takes to compute.
     whole, largest = sum(sizes), max(sizes)
     if whole <= budget:
-        return Depth(0, 0, None, "all of them stay")
+        return LookAheadDepth(0, 0, None, "all of them stay")
     cluster = current_cluster(1)
     rates = rates or disk_rates(cluster)
     most = min(DEEPEST, len(sizes) - 1, max(0, budget // largest - 1))
@@ -323,7 +326,7 @@ def choose_depth(sizes: Sequence[int], budget: int, rates: TierRates | None = No
     tried = ", ".join(f"{o[2]} ahead {seconds_text(o[3])}" for o in options[:4] if o[3] is not None)
     why = f"{size_text(moved)} of {size_text(whole)} come from the disk in each step, {units} "
     why += "layers ahead" + (f" (predicted of a step: {tried})" if tried else "")
-    return Depth(units, moved, seconds, why)
+    return LookAheadDepth(units, moved, seconds, why)
 
 
 def _streamed(sizes: Sequence[int], room: int) -> list[int]:
@@ -379,6 +382,6 @@ def _absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return value.expand(shape)
 
 
-def _placed(one: Object) -> Placed:
+def _placed(one: WeightObject) -> Placed:
     assert one.placed is not None
     return one.placed

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gulliver.serve._batch import Batch, Span
-from gulliver.serve._native import native_attention
+from gulliver.serve._native import PagedSpan, native_attention
 
 FEW = 16
 """Most new tokens of a sequence for which the native kernel is taken: from there on torch's blocked
@@ -32,23 +32,6 @@ class LayerShape:
     dim: int
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A span as the layers see it."""
-
-    # Index of its first token among the packed ones.
-    first: int
-    count: int
-    # Keys in the cache before them.
-    start: int
-    # Block table [blocks], up to its last token.
-    blocks: Tensor
-    # Mask of a tree [count, count]: the new tokens that each sees; None for a chain.
-    mask: Tensor | None
-    # Positions of its tokens [count], in a tree not one after another.
-    positions: Tensor
-
-
 class Pages:
     """Keys and values [blocks, heads, block size, dim] of each layer, and the batch that runs."""
 
@@ -60,7 +43,6 @@ class Pages:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Takes the memory."""
         self.size = size
         self.keys, self.values = (
             [torch.zeros(blocks, s.heads, size, s.dim, dtype=dtype, device=device) for s in layers]
@@ -86,7 +68,7 @@ class Pages:
             slots += [table[p // size] * size + p % size for p in range(start, start + count)]
             blocks = torch.tensor(table, dtype=torch.int64, device=device)
             mask = mask if mask is None else mask.to(device)
-            pieces.append(_Piece(first, count, start, blocks, mask, where.to(device)))
+            pieces.append(PagedSpan(first, count, start, blocks, mask, where.to(device)))
             first += count
         self.positions = torch.cat(positions).to(device)
         self._blocks = torch.tensor([s // size for s in slots], device=device)
@@ -133,7 +115,7 @@ class Pages:
             out[at] = _attend_gathered(query[:, at], *near, piece, scale, window, slopes)
         return out
 
-    def _gathered(self, piece: _Piece, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _gathered(self, piece: PagedSpan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [H', L, D] of a sequence, one after another."""
         end = piece.start + piece.count
         key, value = (
@@ -146,7 +128,7 @@ def _attend_gathered(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    piece: _Piece,
+    piece: PagedSpan,
     scale: float,
     window: int | None,
     slopes: Tensor | None,
@@ -167,7 +149,7 @@ def _attend_gathered(
     return out[0].transpose(0, 1)
 
 
-def _bias(query: Tensor, piece: _Piece, window: int | None, slopes: Tensor | None) -> Tensor:
+def _bias(query: Tensor, piece: PagedSpan, window: int | None, slopes: Tensor | None) -> Tensor:
     """Mask [1, 1, T, L], or bias [1, H, T, L] with slopes."""
     mine = piece.positions[:, None]
     theirs = torch.cat([torch.arange(piece.start, device=query.device), piece.positions])[None]

@@ -10,6 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from gulliver.errors import GulliverError
+from gulliver.serve._batch import Facts
+from gulliver.serve._sampling import SamplingParameters
 
 Prompt = str | Sequence[int]
 _SHORT = 40
@@ -66,6 +68,40 @@ def _no_prompt(given: Any) -> GulliverError:
     return GulliverError(f"{said} is no prompt: give a text, or a list of tokens (whole numbers)")
 
 
+class RequestError(GulliverError):
+    """A request that cannot be answered; `field` is wrong, and `code` names it for programs."""
+
+    def __init__(self, message: str, field: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field, self.code = field, code
+
+
+def check_request(tokens: Sequence[int], sampling: SamplingParameters, facts: Facts) -> None:
+    """Refuses what the vocabulary, the context or the cache cannot take."""
+    count, longest, wanted = len(tokens), facts.longest, sampling.max_tokens
+    if not tokens:
+        raise RequestError("the prompt is empty: give at least one token", "prompt")
+    for field, given in (("prompt", tokens), ("stop_token_ids", sampling.stop_token_ids)):
+        wrong = next((token for token in given if not 0 <= token < facts.vocabulary), None)
+        if wrong is not None:
+            place = "" if field == "prompt" else f"{field}: "
+            raise RequestError(
+                f"{place}token {wrong} is not in the vocabulary of {facts.vocabulary}", field
+            )
+    if count >= longest:
+        raise RequestError(
+            f"the prompt has {count} tokens and the {facts.what} {longest}: give at most "
+            f"{longest - 1}, so that there is room for an answer",
+            *("prompt", "context_length_exceeded"),
+        )
+    if wanted is not None and count + wanted > longest:
+        raise RequestError(
+            f"max_tokens={wanted} after a prompt of {count} tokens exceeds the {facts.what} of "
+            f"{longest}: give at most {longest - count}",
+            *("max_tokens", "context_length_exceeded"),
+        )
+
+
 def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> list[int]:
     """Tokens of a conversation up to where the answer begins."""
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
@@ -89,7 +125,7 @@ def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> li
     except (TemplateError, ValueError, KeyError, TypeError) as error:
         raise GulliverError(f"the chat template refuses the conversation: {error}") from None
     except Exception as error:
-        # A template is a program of whoever wrote it, and may fail in any way.
+        # A template is an arbitrary program, and may fail in any way.
         said = f"{type(error).__name__}: {error}"
         raise GulliverError(f"the chat template fails with this conversation: {said}") from None
     return list(found["input_ids"])

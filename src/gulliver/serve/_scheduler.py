@@ -40,7 +40,6 @@ class Scheduler:
         share: bool = True,
         drafter: Drafter | None = None,
     ) -> None:
-        """Makes a scheduler without sequences."""
         self.pool, self.step_tokens, self.most, self.share = pool, step_tokens, most, share
         self.drafter = drafter
         self.waiting: list[Sequence] = []
@@ -56,7 +55,7 @@ class Scheduler:
         """Lets `other` run with the blocks of `sequence`, which has computed their prompt."""
         other.blocks, other.cached = list(sequence.blocks), sequence.cached
         other.digests, other.published = list(sequence.digests), sequence.published
-        other.found = sequence.found
+        other.prefix_cached = sequence.prefix_cached
         self.pool.share(other.blocks)
         other.status = Status.RUNNING
         insort(self.running, other, key=_age)
@@ -74,7 +73,7 @@ class Scheduler:
         spans: list[Span] = []
         copies: list[Pair] = []
         moves: list[Pair] = []
-        ready = [s for s in self.running if not s.flying]
+        ready = [s for s in self.running if not s.in_flight]
         limit = self._limit(parts)
         going = [s for s in ready if s.new == 1][:limit]
         single = len(going)
@@ -184,7 +183,7 @@ class Scheduler:
         for victim in reversed(self.running):
             if _age(victim) <= _age(sequence):
                 return False
-            if not victim.flying:
+            if not victim.in_flight:
                 self.running.remove(victim)
                 victim.status = Status.WAITING
                 self._let_go(victim)
@@ -221,7 +220,7 @@ class Scheduler:
             return False
         sequence.blocks, sequence.cached = found + taken, len(found) * size
         sequence.published = len(found)
-        sequence.found = max(sequence.found, min(sequence.cached, sequence.prompt))
+        sequence.prefix_cached = max(sequence.prefix_cached, min(sequence.cached, sequence.prompt))
         sequence.status = Status.RUNNING
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_age)
@@ -240,7 +239,7 @@ class Scheduler:
             if draft.parents is not None:
                 parents = [-1, *(parent + 1 for parent in draft.parents)]
         moves += sequence.moves
-        sequence.moves, sequence.draft, sequence.flying = [], draft, True
+        sequence.moves, sequence.draft, sequence.in_flight = [], draft, True
         sequence.cached += count
         self._publish(sequence)
         return Span(sequence.number, start, tokens, list(sequence.blocks), outputs, parents)

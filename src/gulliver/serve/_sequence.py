@@ -15,7 +15,7 @@ class Status(enum.Enum):
     """States of a sequence."""
 
     # WAITING -> RUNNING when it is given blocks; RUNNING -> WAITING when they are taken from it;
-    # both -> ENDED. A sequence in a batch whose logits have not come is RUNNING and `flying`.
+    # both -> ENDED. A sequence in a batch whose logits have not come is RUNNING and `in_flight`.
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -56,11 +56,11 @@ class Sequence:
     # Draft in the batch that it is part of.
     draft: Draft | None = None
     # Whether it is in a batch whose logits have not come.
-    flying: bool = False
-    # Whether it was cancelled while it was flying.
+    in_flight: bool = False
+    # Whether it was cancelled while it was in_flight.
     cancelled: bool = False
     # Tokens of the prompt that were found in the cache.
-    found: int = 0
+    prefix_cached: int = 0
 
     @property
     def new(self) -> int:

@@ -22,7 +22,6 @@ class AnswerText:
     # before alone.
 
     def __init__(self, tokenizer: Any | None, stop: Sequence[str], prompt: Sequence[int]) -> None:
-        """Begins an answer."""
         self._tokenizer, self._stop = tokenizer, stop
         self._tokens = list(prompt[-6:])
         self._before, self._read = 0, len(self._tokens)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from gulliver.schedule.live._elastic import ATTEMPT, BATCH, JOB
-from gulliver.schedule.live._submission import Submission
+from gulliver.schedule.live._options import Submission
 
 IMPORTS_S = 300.0
 """Seconds that the program that forks ranks may take to import torch."""
@@ -87,7 +87,7 @@ class RankStart:
 
     key: str
     argv: Sequence[str]
-    # Environment variables, beside those of the agent.
+    # Environment variables, in addition to those of the agent.
     environment: Mapping[str, str]
     folder: str
     # File for what it prints.
@@ -268,7 +268,7 @@ class Nodes:
             BATCH: str(launch.batch),
             **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
         }
-        folder = os.path.abspath(given.folder)
+        folder = os.path.abspath(given.directory)
         argv = [os.path.join(folder, given.script), *given.arguments]
         return [
             RankStart(

@@ -92,8 +92,8 @@ class Controller:
         for node in dict.fromkeys([*before.values(), *found.values()]):
             count = sum(n == node for n in found.values()) - sum(n == node for n in before.values())
             if count:
-                told = f"came with {count}" if count > 0 else f"left with {-count}"
-                causes.append(f"node {node} {told} slots")
+                report = f"came with {count}" if count > 0 else f"left with {-count}"
+                causes.append(f"node {node} {report} slots")
         for job in self.jobs.values():
             job.assigned = tuple(slot for slot in job.assigned if slot in found)
         return causes
@@ -144,14 +144,14 @@ class Controller:
         return causes
 
     def _reason(self, job: LiveJob, end: RankEnd) -> str:
-        told = f"rank {end.rank} " + (
+        report = f"rank {end.rank} " + (
             end.why or (f"was killed by signal {-end.code}" if end.code < 0 else "")
         )
         if end.code > 0:
             log = self.spool.job(job.name) / "logs"
             line = last_line(log / f"attempt-{job.attempt:03d}-rank-{end.rank}.log")
-            told += f"ended with code {end.code}: {line}"
-        return told
+            report += f"ended with code {end.code}: {line}"
+        return report
 
     def _over(self, job: LiveJob, now: float) -> list[str]:
         """An attempt has ended: the job is done, has left, or has failed."""
@@ -218,14 +218,14 @@ class Controller:
 
     def _hear(self, job: LiveJob, now: float) -> list[str]:
         """Reads what a job says."""
-        told = read_object(self.spool.job(job.name) / "progress.json")
-        if told is None or told == job.progress or told.get("attempt") != job.attempt:
+        report = read_object(self.spool.job(job.name) / "progress.json")
+        if report is None or report == job.progress or report.get("attempt") != job.attempt:
             return []
-        job.progress = told
-        if told["first"] > job.base:
-            job.base, job.failures = told["first"], 0
-        if told["steps"] and not job.heard:
-            self._begins(job, told["begun"] - self.begun)
+        job.progress = report
+        if report["first"] > job.base:
+            job.base, job.failures = report["first"], 0
+        if report["steps"] and not job.heard:
+            self._begins(job, report["begun"] - self.begun)
         return [f"{job.name} was measured"] if job.measure() else []
 
     def _begins(self, job: LiveJob, begun: float) -> None:
@@ -335,7 +335,7 @@ class Controller:
         held = {slot for job in self.jobs.values() for slot in job.held}
         for job in self.jobs.values():
             if job.phase is Phase.WAITING and job.assigned and not job.stopping:
-                # Asked anew: the start of another job may have found a node gone.
+                # Asked again: the start of another job may have found a node gone.
                 there = set(self.backend.slots())
                 if not held & set(job.assigned) and set(job.assigned) <= there:
                     self._launch(job, now)

@@ -146,8 +146,8 @@ def _become(rank: dict[str, Any]) -> None:
 
 def _leave(code: int) -> None:
     """Ends the process as an interpreter does, but for the freeing of what it shares by forking."""
-    # Beside other work that took ten seconds and more, for memory that the system takes back
-    # anyway.
+    # On a busy machine that freeing took ten seconds and more, for memory that the system takes
+    # back anyway.
     with suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -32,7 +32,7 @@ class ScheduleHistory:
 
     # Second of the epoch at which it began; all others count from there.
     begun: float
-    # Second up to which it is told.
+    # Second up to which it is known.
     now: float
     policy: str
     seed: int
@@ -92,27 +92,27 @@ def read_history(spool: Spool) -> ScheduleHistory | None:
     jobs, rounds = values.pop("jobs"), values.pop("rounds")
     values["slots"] = {int(slot): node for slot, node in values["slots"].items()}
     found = ScheduleHistory(**values)
-    for name, told in jobs.items():
-        found.jobs[name] = _job_from(spool, name, told)
+    for name, values in jobs.items():
+        found.jobs[name] = _job_from(spool, name, values)
     for time, cause, changes, why, predicted, bound in rounds:
         made = tuple(Change(*change) for change in changes)
         found.rounds.append(Round(time, cause, made, why, predicted, bound))
     return found
 
 
-def _job_from(spool: Spool, name: str, told: Mapping[str, Any]) -> LiveJob:
-    job = LiveJob(spool.read(name), told["arrival"], Phase[told["phase"]])
+def _job_from(spool: Spool, name: str, values: Mapping[str, Any]) -> LiveJob:
+    job = LiveJob(spool.read(name), values["arrival"], Phase[values["phase"]])
     for key in PLAIN:
-        setattr(job, key, told.get(key, getattr(job, key)))
-    job.assigned, job.held = tuple(told["assigned"]), tuple(told["held"])
-    job.alive = set(told["alive"])
-    job.points = {(n, b): speed for n, b, speed in told["points"]}
-    job.scaling = None if told["scaling"] is None else Scaling(**told["scaling"])
-    for key, value in told["state"].items():
+        setattr(job, key, values.get(key, getattr(job, key)))
+    job.assigned, job.held = tuple(values["assigned"]), tuple(values["held"])
+    job.alive = set(values["alive"])
+    job.points = {(n, b): speed for n, b, speed in values["points"]}
+    job.scaling = None if values["scaling"] is None else Scaling(**values["scaling"])
+    for key, value in values["state"].items():
         setattr(job.state, key, value)
     job.segments = [
         Segment(name, begin, end, tuple(slots), batch, rate)
-        for begin, end, slots, batch, rate in told["segments"]
+        for begin, end, slots, batch, rate in values["segments"]
     ]
     job.state.job = job.job()
     return job
@@ -153,7 +153,7 @@ def _counted(job: LiveJob) -> Job:
 
 def live_page(history: ScheduleHistory) -> str:
     """Draws the schedule as it happened."""
-    lines = [f"{job.name}: {told(job, history)}" for job in history.jobs.values()]
+    lines = [f"{job.name}: {status_line(job, history)}" for job in history.jobs.values()]
     lines += [f"{name} was refused: {why}" for name, why in history.refused.items()]
     result = result_of(history)
     if not result.jobs:
@@ -161,7 +161,7 @@ def live_page(history: ScheduleHistory) -> str:
     return schedule_page("Jobs as they ran", lines, [result])
 
 
-def told(job: LiveJob, history: ScheduleHistory) -> str:
+def status_line(job: LiveJob, history: ScheduleHistory) -> str:
     """Says where a job stands, in one line."""
     if job.phase.over:
         return f"{job.phase.value} at {job.ended:.4g} s: {job.note}"
@@ -196,7 +196,7 @@ def expected_ends(history: ScheduleHistory) -> dict[str, float]:
 def live_why(history: ScheduleHistory, name: str) -> list[str]:
     """Explains a live job: what it has and why, its last change, and when it should end."""
     job = history.job(name)
-    lines = [f"{name} at {history.now:.4g} s, policy {history.policy}: {told(job, history)}"]
+    lines = [f"{name} at {history.now:.4g} s, policy {history.policy}: {status_line(job, history)}"]
     if job.phase.over:
         return lines
     if not job.held:
@@ -212,7 +212,7 @@ def live_why(history: ScheduleHistory, name: str) -> list[str]:
             + ("" if job.scaling else "; its speed was not measured yet")
         )
     else:
-        lines.append("nobody knows when it ends: it has not told its samples, or says nothing")
+        lines.append("nobody knows when it ends: it has not values its samples, or says nothing")
     return lines
 
 

@@ -117,10 +117,12 @@ class RayNodes(Nodes):
         try:
             context: Any = ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            told = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
             if address is not None and os.environ.get(AUTH_MODE) != "token":
-                told += f"; if it asks for a token, set {AUTH_MODE}=token and RAY_AUTH_TOKEN_PATH"
-            raise GulliverError(f"no Ray cluster at {address or 'this machine'}: {told}") from None
+                reason += f"; if it asks for a token, set {AUTH_MODE}=token and RAY_AUTH_TOKEN_PATH"
+            raise GulliverError(
+                f"no Ray cluster at {address or 'this machine'}: {reason}"
+            ) from None
         self.address: str = context.address_info.get("gcs_address") or str(address)
         self.dashboard: str | None = context.dashboard_url or None
 
@@ -157,8 +159,8 @@ class RayNodes(Nodes):
         unit = "GPU" if any(n["Resources"].get("GPU") for n in there.values()) else "CPU"
         for node in [n for n in self.nodes if n not in there]:
             self.lose(node)
-        for node, told in there.items():
-            count = int(told["Resources"].get(unit, 0))
+        for node, reason in there.items():
+            count = int(reason["Resources"].get(unit, 0))
             count = count if self._most is None else min(count, self._most)
             if count and node not in self.nodes and node not in self._pending:
                 self._begin(node, count, unit)

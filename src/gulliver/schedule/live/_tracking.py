@@ -13,7 +13,7 @@ from gulliver.hardware import Scaling, fit_scaling
 from gulliver.schedule._jobs import Job
 from gulliver.schedule._result import Segment
 from gulliver.schedule._state import JobState
-from gulliver.schedule.live._submission import Submission
+from gulliver.schedule.live._options import Submission
 
 RESIZE_SECONDS = 10.0
 """Seconds that a resize counts as until one was measured."""
@@ -22,7 +22,7 @@ LAST = 5
 FEW = 3
 """Steps of an attempt from which their mean is looked at."""
 NOTICED = 0.05
-"""Change of a step's seconds from which the costs that policies see are fitted anew."""
+"""Change of a step's seconds from which the costs that policies see are fitted again."""
 
 
 class MeasuredSeconds(NamedTuple):
@@ -138,7 +138,7 @@ class LiveJob:
     failures: int = 0
     # Second at which it was over.
     ended: float | None = None
-    # Seconds from its last step to its end, in the resize under way.
+    # Seconds from its last step to its end, in the present resize.
     saving: float | None = None
     # Why the attempt fails; empty while it does not.
     first_failed: str = ""
@@ -199,14 +199,14 @@ class LiveJob:
 
     def measure(self) -> bool:
         """Takes up the seconds of a step that it has said; whether its costs have changed."""
-        told = self.progress
+        report = self.progress
         # Means of few steps are no more than guesses: looked at after 3, 6, 12 ... steps.
-        if told.get("seconds") is None or told["steps"] < max(FEW, 2 * self.looked):
+        if report.get("seconds") is None or report["steps"] < max(FEW, 2 * self.looked):
             return False
-        self.looked = told["steps"]
-        self.points[told["ranks"], told["batch"]] = told["batch"] / told["seconds"]
+        self.looked = report["steps"]
+        self.points[report["ranks"], report["batch"]] = report["batch"] / report["seconds"]
         found = self._fitted()
-        before, slots, batch = self.scaling, told["ranks"], told["batch"]
+        before, slots, batch = self.scaling, report["ranks"], report["batch"]
         now = found.seconds(slots, batch)
         if before is not None and abs(before.seconds(slots, batch) / now - 1) < NOTICED:
             return False
@@ -214,26 +214,26 @@ class LiveJob:
         return True
 
     def _fitted(self) -> Scaling:
-        """Costs of what was measured; of one number of slots alone they are those told, scaled."""
+        """Fits costs; with one number of slots only, those that were submitted are scaled."""
         points = [(n, b, speed) for (n, b), speed in self.points.items()]
         if len({n for n, _, _ in points}) > 1 or self.submission.sample_seconds is None:
             return fit_scaling(points)
-        told = self.submission.first_scaling
-        off = fmean(b / speed / told.seconds(n, b) for n, b, speed in points)
-        costs = (told.sample_seconds, told.step_seconds, told.exchange_seconds)
+        report = self.submission.first_scaling
+        off = fmean(b / speed / report.seconds(n, b) for n, b, speed in points)
+        costs = (report.sample_seconds, report.step_seconds, report.exchange_seconds)
         return Scaling(*(off * seconds for seconds in costs))
 
     def seen(self, now: float, places: Mapping[int, int], others: MeasuredSeconds) -> JobState:
         """What policies see of it."""
-        state, told = self.state, self.progress
+        state, report = self.state, self.progress
         job = self.job(others)
         count = len(places)
         if job.slots > count:
             job = replace(job, slots=count)
         state.job = job
         # What has been done is never more than there is: the end has not been said yet.
-        state.done = min(float(told.get("done", 0.0)), job.samples * (1 - 1e-9))
-        state.drawn = float(told.get("drawn", 0.0))
+        state.done = min(float(report.get("done", 0.0)), job.samples * (1 - 1e-9))
+        state.drawn = float(report.get("drawn", 0.0))
         state.epochs_since = max(0.0, state.done - self.since) / job.epoch_samples
         state.slots = tuple(places[slot] for slot in self.assigned if slot in places)
         state.batch = self.batch if state.slots else 0

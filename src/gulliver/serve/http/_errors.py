@@ -26,8 +26,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """JSON of the answer."""
         kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else _WRONG)
-        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": told}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
     @property
     def headers(self) -> dict[str, str]:

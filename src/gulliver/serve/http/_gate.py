@@ -16,7 +16,6 @@ class Gate:
     """Counts answers from their request to their end, and bytes of bodies while they are held."""
 
     def __init__(self, most: int, body_bytes: int) -> None:
-        """Makes an open gate."""
         self.most, self._body_bytes = most, body_bytes
         self.inside = self.bodies = 0
         self.draining = False
@@ -40,7 +39,7 @@ class Gate:
         self.inside += answers
 
     def leave(self, answers: int) -> None:
-        """Lets answers go; the time between them is what later ones are told to wait."""
+        """Lets answers go; the mean time between them is how long refused clients are to wait."""
         self.inside -= answers
         now = time.monotonic()
         if self._left is not None:

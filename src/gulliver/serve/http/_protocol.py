@@ -100,7 +100,7 @@ class Protocol(H11Protocol):
         self._leave()
 
     def _leave(self) -> None:
-        """Closes the connection; whoever is at work for it finds its client gone."""
+        """Closes the connection; the task that works for it finds its client gone."""
         if self.cycle is not None and not self.cycle.response_complete:
             # The task of a request that came with what is refused has not run yet.
             self.cycle.disconnected = True
@@ -155,7 +155,7 @@ def _too_many(count: int) -> ApiError:
 
 
 def _plain(error: ApiError) -> bytes:
-    """Writes an answer that ends its connection, beside what h11 knows of it."""
+    """Writes an answer that ends its connection, without h11."""
     body = json.dumps(error.body).encode()
     lines = [
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",

@@ -21,7 +21,7 @@ from gulliver.serve._source import Source, build_on_meta
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank's place."""
 
     stage: int
@@ -50,9 +50,9 @@ class Layout:
         """Number of ranks."""
         return self.tensor * self.stages
 
-    def place(self, rank: int) -> Place:
-        """Place of a rank."""
-        return Place(rank // self.tensor, rank % self.tensor)
+    def place(self, rank: int) -> RankPlace:
+        """RankPlace of a rank."""
+        return RankPlace(rank // self.tensor, rank % self.tensor)
 
     def members(self, stage: int) -> tuple[int, ...]:
         """Ranks of a stage."""

@@ -29,7 +29,7 @@ CARRY_TAG = 310
 #
 # It does not know: processes, files, who else is there but the ranks before and after it.
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankMessage:
     """What a rank tells the controller."""
 
     # ``sizes``, ``ready``, ``done``, ``logits`` or ``failed``.
@@ -111,7 +111,7 @@ class _Worker:
         self._speaks = self._last and place.tensor == 0
         self._waiting: deque[_Waiting] = deque()
         self._sent: deque[Messages] = deque()
-        self._depth, self._ticket = 0, None
+        self._ticket: int | None = None
 
     def run(self) -> None:
         """See `work`."""
@@ -155,14 +155,14 @@ class _Worker:
         done = time.monotonic()
         if self._speaks:
             content = out.contiguous().numpy().tobytes()
-            self._link.send(Told("logits", one.batch.ticket, (tuple(out.shape), content)))
+            self._link.send(RankMessage("logits", one.batch.ticket, (tuple(out.shape), content)))
         elif self._next is not None:
             self._sent.append(post([], [(self._next, out)], self._group, CARRY_TAG))
             # What was sent before the pipeline has come round has arrived.
             while len(self._sent) > KEPT:
                 self._sent.popleft().wait()
-        self._link.send(Told("done", one.batch.ticket, (began, got, done)))
+        self._link.send(RankMessage("done", one.batch.ticket, (began, got, done)))
 
 
 KEPT = 64
-"""Sends that may be under way: more than there are batches in flight."""
+"""Sends that may be pending: more than there are batches in flight."""
