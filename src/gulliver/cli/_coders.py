@@ -21,8 +21,6 @@ from gulliver.memory import activation_peak
 from gulliver.models import AUTOENCODERS, build_autoencoder
 from gulliver.options import size_text
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
 
 @dataclass(frozen=True)
 class CoderNeeds:
@@ -50,7 +48,7 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
     told = (known.release, known.compression, known.latent_channels, (frames, height, width))
     if known.of_diffusers:
         return CoderNeeds(*told)
-    dtype = DTYPES[config.precision]
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     # As one: without the quirk of pieces, where there is one.
     plain = {} if known.compression[0] == 1 else {"compat": ()}
     with torch.device("meta"):
@@ -60,7 +58,9 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
     step = pieces.latent_shape(min(frames, getattr(pieces, "micro_frames", 1)), height, width)
     count = sum(p.numel() for p in whole.parameters())
     weights = count * dtype.itemsize
-    peaks = [weights + _peak(name, whole, config.batch, shape, dtype) for shape in (latents, step)]
+    peaks = [
+        weights + _decode_peak(name, whole, config.batch, shape, dtype) for shape in (latents, step)
+    ]
     return CoderNeeds(*told, count, *peaks)
 
 
@@ -77,7 +77,9 @@ class _Decoding(nn.Module):
         return self.decoder(latents)
 
 
-def _peak(name: str, model: Any, batch: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _decode_peak(
+    name: str, model: Any, batch: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> int:
     decoder = model.networks["decoder"] if hasattr(model, "networks") else model.decoder
     latents = torch.empty(batch, *shape, dtype=dtype, device="meta")
     found = activation_peak(_Decoding(decoder).requires_grad_(False).eval(), (latents,))

@@ -121,7 +121,7 @@ def simulate_jobs(config: Simulate) -> int:
         result = policy if name == config.policy else make_policy(name, config.seed)
         results.append(simulate(jobs, cluster, result))
     if config.json:
-        print(json.dumps({result.policy: _plain(result) for result in results}))
+        print(json.dumps({result.policy: _result_values(result) for result in results}))
     else:
         _show(results, left_out)
     if config.html is not None:
@@ -187,7 +187,7 @@ def _show(results: list[Result], lines: list[str]) -> None:
         console.print(line)
 
 
-def _plain(result: Result) -> dict[str, object]:
+def _result_values(result: Result) -> dict[str, object]:
     found = result.summary()._asdict()
     return {**found, "bound": result.bound, "ends": result.ends}
 

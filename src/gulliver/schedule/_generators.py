@@ -110,7 +110,7 @@ def generate(name: str, seed: int = 0) -> tuple[tuple[Job, ...], JobCluster]:
         raise GulliverError(f"unknown trace {name!r}: {nearest(name, SHAPES)}")
     shape = SHAPES[name]
     draw = np.random.default_rng([seed, *name.encode()])
-    drawn = [_job(shape, f"{name[0]}{number:02d}", draw) for number in range(shape.jobs)]
+    drawn = [_drawn_job(shape, f"{name[0]}{number:02d}", draw) for number in range(shape.jobs)]
     service = sum(j.slots * j.samples / j.goodput(j.slots, j.batch) for j in drawn)
     span = service / (shape.load * shape.slots)
     times = _arrivals(shape, span, draw)
@@ -118,7 +118,7 @@ def generate(name: str, seed: int = 0) -> tuple[tuple[Job, ...], JobCluster]:
     return tuple(replace(job, arrival=time) for job, time in timed), JobCluster(shape.slots)
 
 
-def _job(shape: TraceShape, name: str, draw: np.random.Generator) -> Job:
+def _drawn_job(shape: TraceShape, name: str, draw: np.random.Generator) -> Job:
     kind = KINDS[int(draw.integers(len(KINDS)))]
     most = min(16, shape.slots // 2)
     sizes = [size for size in (1, 2, 4, 8, 16) if (size > 1 or shape.announced) and size <= most]

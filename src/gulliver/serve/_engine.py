@@ -25,8 +25,7 @@ from gulliver.serve._events import Event, FinishReason, Token
 from gulliver.serve._prompts import check_request, tokens_of
 from gulliver.serve._sampling import SamplingParameters
 from gulliver.serve._scheduler import Scheduler
-from gulliver.serve._sequence import Sequence as Answer
-from gulliver.serve._sequence import Status
+from gulliver.serve._sequence import AnswerState, Status
 from gulliver.serve._speculation import Drafter, walk
 from gulliver.serve._text import AnswerText
 from gulliver.serve._ways import EngineOptions
@@ -51,10 +50,10 @@ class Engine:
         self.options = options or EngineOptions()
         self.end_tokens = frozenset(end_tokens)
         self.drafter = drafter
-        self._answers: dict[int, list[Answer]] = {}
+        self._answers: dict[int, list[AnswerState]] = {}
         self._numbers = self._requests = self._losses = 0
         self._events: list[Event] = []
-        self._in_flight: deque[tuple[Batch, list[Answer], float]] = deque()
+        self._in_flight: deque[tuple[Batch, list[AnswerState], float]] = deque()
         self._last_done = 0.0
         self._totals: dict[str, int] = dict.fromkeys(_TOTALS, 0)
         self._begin()
@@ -122,7 +121,7 @@ class Engine:
         if not sampling.ignore_eos:
             ends |= self.end_tokens
         text = AnswerText(self.tokenizer, sampling.stop, tokens)
-        first = Answer(
+        first = AnswerState(
             *(self._numbers, request, 0, len(tokens), tokens, sampling, seed, ends, longest, text),
             forks=sampling.n - 1,
         )
@@ -223,7 +222,7 @@ class Engine:
             if answer.cancelled:
                 self._end(answer, "cancelled")
 
-    def _settle(self, batch: Batch, answers: list[Answer], logits: Tensor) -> None:
+    def _settle(self, batch: Batch, answers: list[AnswerState], logits: Tensor) -> None:
         """Turns the logits of a batch into tokens of its answers."""
         self._totals["steps"] += 1
         rows = [r for pair in zip(batch.spans, answers, strict=True) for r in _rows(*pair)]
@@ -240,11 +239,11 @@ class Engine:
                     self._advance(fork, span, [_first_of_fork(logits[place - 1], fork)])
                 self._advance(answer, span, mine)
 
-    def _forks(self, answer: Answer) -> list[Answer]:
+    def _forks(self, answer: AnswerState) -> list[AnswerState]:
         """Makes the other answers of a request whose prompt has been computed."""
         made = []
         for sample in range(1, answer.forks + 1):
-            fork = Answer(
+            fork = AnswerState(
                 *(self._numbers, answer.request, sample, answer.prompt, list(answer.tokens)),
                 *(answer.sampling, answer.seed, answer.ends, answer.longest),
                 answer.text.forked(),
@@ -257,7 +256,7 @@ class Engine:
             answer.forks = 0
         return made
 
-    def _advance(self, answer: Answer, span: Span, drawn: list[Token | None]) -> None:
+    def _advance(self, answer: AnswerState, span: Span, drawn: list[Token | None]) -> None:
         """Adds the tokens of a round, as many as drafts were right and no end comes first."""
         draft, answer.draft = answer.draft, None
         if None in drawn:
@@ -286,7 +285,7 @@ class Engine:
         else:
             self._events.append(Event(answer.request, answer.sample, tuple(accepted_tokens), text))
 
-    def _keep(self, answer: Answer, span: Span, path: Sequence[int]) -> None:
+    def _keep(self, answer: AnswerState, span: Span, path: Sequence[int]) -> None:
         """Keeps keys and values of accepted drafts; those of others are behind the length."""
         size = self._pool.size
 
@@ -300,7 +299,7 @@ class Engine:
             if node != place
         ]
 
-    def _text_of(self, answer: Answer, token: int) -> tuple[str, FinishReason | None]:
+    def _text_of(self, answer: AnswerState, token: int) -> tuple[str, FinishReason | None]:
         """Returns what a token adds to the text, and whether the answer ends with it."""
         if token in answer.ends:
             return answer.text.end(), "stop"
@@ -313,7 +312,7 @@ class Engine:
 
     def _end(
         self,
-        answer: Answer,
+        answer: AnswerState,
         finish: FinishReason,
         tokens: tuple[Token, ...] = (),
         text: str = "",
@@ -355,7 +354,7 @@ _NOT_FINITE = (
 )
 
 
-def _rows(span: Span, answer: Answer) -> list[DrawRow]:
+def _rows(span: Span, answer: AnswerState) -> list[DrawRow]:
     """What each row of a span's logits is for: its last token, and each of its drafts."""
     made: list[DrawRow] = []
     for row in range(span.outputs):
@@ -371,7 +370,7 @@ def _rows(span: Span, answer: Answer) -> list[DrawRow]:
     return made
 
 
-def _first_of_fork(logits: Tensor, fork: Answer) -> Token | None:
+def _first_of_fork(logits: Tensor, fork: AnswerState) -> Token | None:
     """Draws the first token of a fork, from the logits that its prompt ended with."""
     about = fork.sampling, fork.seed, fork.sample, 0
     return draw(logits[None], [DrawRow(*about, tuple(fork.tokens), fork.prompt)])[0]

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from gulliver.serve._batch import Batch, Pair, Span
 from gulliver.serve._blocks import BlockPool, extend_digests
-from gulliver.serve._sequence import Sequence, Status
+from gulliver.serve._sequence import AnswerState, Status
 from gulliver.serve._speculation import Draft, Drafter, Wanted
 
 
@@ -25,7 +25,7 @@ from gulliver.serve._speculation import Draft, Drafter, Wanted
 # [Note: sharing within a batch] A full block is published when the batch that computes it is made,
 # not when it is done: in each layer keys and values of all tokens are written before any are read,
 # so that a sequence may share what another one of the same batch computes.
-def _age(sequence: Sequence) -> tuple[int, int]:
+def _age(sequence: AnswerState) -> tuple[int, int]:
     return sequence.request, sequence.sample
 
 
@@ -42,16 +42,16 @@ class Scheduler:
     ) -> None:
         self.pool, self.step_tokens, self.most, self.share = pool, step_tokens, most, share
         self.drafter = drafter
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: list[AnswerState] = []
+        self.running: list[AnswerState] = []
         self.preemptions = 0
         self._tickets = 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: AnswerState) -> None:
         """Takes a sequence in, behind the older ones."""
         insort(self.waiting, sequence, key=_age)
 
-    def fork(self, sequence: Sequence, other: Sequence) -> None:
+    def fork(self, sequence: AnswerState, other: AnswerState) -> None:
         """Lets `other` run with the blocks of `sequence`, which has computed their prompt."""
         other.blocks, other.cached = list(sequence.blocks), sequence.cached
         other.digests, other.published = list(sequence.digests), sequence.published
@@ -60,7 +60,7 @@ class Scheduler:
         other.status = Status.RUNNING
         insort(self.running, other, key=_age)
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, sequence: AnswerState) -> None:
         """Takes a sequence out, its blocks free."""
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         sequence.status = Status.ENDED
@@ -115,7 +115,7 @@ class Scheduler:
         wanted = going + sum(sequence.new for sequence in self.waiting[: self.most])
         return max(1, min(self.step_tokens, -(-wanted // parts)))
 
-    def _drafts(self, ready: Collection[Sequence], budget: int) -> dict[int, Draft]:
+    def _drafts(self, ready: Collection[AnswerState], budget: int) -> dict[int, Draft]:
         """Asks the drafter, and takes nothing from it that there is no room for."""
         if self.drafter is None or budget <= 0 or not ready or self.drafter.rests(len(ready)):
             return {}
@@ -139,7 +139,7 @@ class Scheduler:
                 found[number], budget = draft, budget - size
         return found
 
-    def _affordable(self, sequence: Sequence, draft: Draft | None) -> Draft | None:
+    def _affordable(self, sequence: AnswerState, draft: Draft | None) -> Draft | None:
         """Drops a draft for which there are no free blocks: guesses take nothing from others."""
         if draft is None:
             return None
@@ -149,7 +149,7 @@ class Scheduler:
         return draft if needed <= self.pool.free else None
 
     def _make_room(
-        self, sequence: Sequence, count: int, draft: Draft | None, copies: list[Pair]
+        self, sequence: AnswerState, count: int, draft: Draft | None, copies: list[Pair]
     ) -> bool:
         """Gets blocks for new tokens, those it writes to its own; others give up theirs if need be.
 
@@ -178,7 +178,7 @@ class Scheduler:
         held += taken
         return True
 
-    def _preempt_younger(self, sequence: Sequence) -> bool:
+    def _preempt_younger(self, sequence: AnswerState) -> bool:
         """Lets the youngest sequence that is younger give up its blocks; False if there is none."""
         for victim in reversed(self.running):
             if _age(victim) <= _age(sequence):
@@ -192,12 +192,12 @@ class Scheduler:
                 return True
         return False
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _let_go(self, sequence: AnswerState) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.cached, sequence.published = [], 0, 0
         sequence.moves, sequence.draft = [], None
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: AnswerState) -> bool:
         """Gives the oldest that waits blocks for all its tokens, found or free; False if too few.
 
         The sequences that fork from it count as well.
@@ -229,7 +229,9 @@ class Scheduler:
     def _forks(self) -> int:
         return sum(sequence.forks for sequence in self.running)
 
-    def _span(self, sequence: Sequence, count: int, draft: Draft | None, moves: list[Pair]) -> Span:
+    def _span(
+        self, sequence: AnswerState, count: int, draft: Draft | None, moves: list[Pair]
+    ) -> Span:
         start, parents = sequence.cached, None
         tokens = sequence.tokens[start : start + count]
         outputs = 1 if start + count == len(sequence.tokens) else 0
@@ -244,7 +246,7 @@ class Scheduler:
         self._publish(sequence)
         return Span(sequence.number, start, tokens, list(sequence.blocks), outputs, parents)
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _publish(self, sequence: AnswerState) -> None:
         """Lets others find the full blocks that hold tokens which are there to stay."""
         if not self.share:
             return

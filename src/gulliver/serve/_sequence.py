@@ -1,4 +1,4 @@
-"""`Sequence`: one answer on its way, with its tokens and its blocks."""
+"""`AnswerState`: one answer in progress, with its tokens and its blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Status(enum.Enum):
 
 
 @dataclass(eq=False)
-class Sequence:
+class AnswerState:
     """One answer of a request."""
 
     # Number of the sequence, in the order of age.
