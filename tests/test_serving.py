@@ -336,7 +336,7 @@ def test_logits_that_are_not_finite_end_their_request_only() -> None:
 REFUSED = {
     "empty": ([], {}, "the prompt is empty"),
     "token": ([1, 5], {}, "token 5 is not in the vocabulary of 5"),
-    "context": ([1] * 12, {}, "has 12 tokens and the model's context 12: give at most 11"),
+    "context": ([1] * 12, {}, "has 12 tokens and the context 12: give at most 11"),
     "answer": ([1] * 8, {"max_tokens": 5}, "exceeds the context of 12: give at most 4"),
     "samples": ([1], {"n": 5}, "n=5 answers at a time exceed sequences=4"),
     "text": ("the sea", {}, "text needs a tokenizer"),

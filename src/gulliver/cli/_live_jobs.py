@@ -70,7 +70,7 @@ class Why(JobsFolder):
 
 @dataclass(frozen=True)
 class Stop(JobsFolder):
-    """Lets a job save and end; without a job, the scheduler, and jobs wait for the next one."""
+    """Asks a job to save and end; without a job, the scheduler: its jobs wait for the next one."""
 
     job: tyro.conf.Positional[str | None] = None
     """Name of the job."""

@@ -35,7 +35,7 @@ class Handover:
             self.free |= dict.fromkeys(state.slots, now + state.job.end_seconds)
 
     def leave(self, state: JobState, now: float) -> Start:
-        """Lets a job leave its slots, before others are said to have them."""
+        """Plans a job's leave from its slots, before they are given to others."""
         # What is decided before a job was started again costs nothing more: it starts on what was
         # decided last.
         job, last = state.job, self.starts.get(state.job.name)

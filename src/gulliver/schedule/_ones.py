@@ -65,7 +65,7 @@ class Ones(Policy):
         self.scaled: dict[str, tuple[int, float]] = {}
 
     def decide(self, view: View) -> Decision:
-        """Learns, moves the limits, searches, and applies what the gate lets through."""
+        """Learns, moves the limits, searches, and applies what passes the gate."""
         if self.progress in ("sample", "mean"):
             self.predictor.learn(view.finished)
         names = [state.job.name for state in view.jobs]

@@ -254,7 +254,7 @@ class Worlds:
         return np.nan_to_num(weights)
 
     def _advance(self, counts: np.ndarray) -> None:
-        """Lets all worlds run until their next completion."""
+        """Advances every world to its next completion."""
         moved = (counts != self.held) & self.alive
         self.ready = np.where(moved & (counts > 0), self.resize, self.ready)
         self.held = np.where(self.alive, counts, 0)

@@ -156,7 +156,7 @@ class _Simulation:
         return happened
 
     def _advance(self, to: float) -> None:
-        """Lets jobs run until `to`."""
+        """Advances all jobs to `to`."""
         for state in self.present:
             if not state.slots:
                 continue

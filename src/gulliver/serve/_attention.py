@@ -64,7 +64,7 @@ REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 @contextmanager
 def attached(model: Any, pages: Attends) -> Iterator[None]:
-    """Lets a model attend over pages within the context."""
+    """Attaches a model to pages within the context."""
     detach = attach(model, pages)
     try:
         yield
@@ -73,7 +73,7 @@ def attached(model: Any, pages: Attends) -> Iterator[None]:
 
 
 def attach(model: Any, pages: Attends) -> Callable[[], None]:
-    """Lets a model attend over pages, until the returned function is called."""
+    """Makes a model attend over pages, until the returned function is called."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, paged_attention)

@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A command: what one forward does.
+    """A command: one forward.
 
     Attributes:
         ticket: number of the command, counted from 0 without gaps.
@@ -73,7 +73,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the engine must know of the model and its cache.
+    """Sizes of the model and its cache that the engine needs.
 
     Attributes:
         vocabulary: number of rows of logits' last axis.
@@ -100,7 +100,7 @@ class Facts:
 
 
 class RunnerLost(GulliverError):
-    """What runs a model has failed, or is late; the engine goes on when it has been restarted."""
+    """The runner has failed or is late; the engine continues when it has been restarted."""
 
 
 class Runner(Protocol):
@@ -136,5 +136,5 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of memory and processes; batches in flight are dropped."""
+        """Frees memory and ends processes; batches in flight are dropped."""
         ...

@@ -77,7 +77,7 @@ class BlockPool:
                     self._blank.append(block)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Lets others find a full block; the first of equal ones stays the one that is found."""
+        """Publishes a full block for others to find; of equal ones the first stays published."""
         if digest not in self._block and block not in self._digest:
             self._block[digest], self._digest[block] = block, digest
 

@@ -74,7 +74,7 @@ _MIX = (
 
 
 def draw_key(seed: int, sample: int, place: int) -> int:
-    """Returns the number from which the noise of a draw is made, of 64 bits."""
+    """Returns the 64-bit key of a draw's noise."""
     digest = hashlib.blake2b(f"{seed}/{sample}/{place}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -153,7 +153,7 @@ def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> li
 
 
 def _below(weights: Tensor, height: float) -> int:
-    """Index of the weight in which a part of their sum lies."""
+    """Index of the weight at a height, a share of their sum."""
     heights = weights.cumsum(-1, dtype=torch.float64)
     mark = (height * heights[-1]).clamp(max=heights[-1].nextafter(heights.new_zeros(())))
     return int(torch.searchsorted(heights, mark, right=True))
@@ -192,7 +192,7 @@ def _cut(logits: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor |
 
 
 def penalised(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> Tensor:
-    """Applies the penalties of tokens that were there before; a copy where there are any."""
+    """Applies penalties of earlier tokens, to a copy if there are any."""
     if not sampling.penalised:
         return logits
     logits = logits.clone()

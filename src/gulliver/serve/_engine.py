@@ -91,7 +91,7 @@ class Engine:
         }
 
     def add(self, prompt: str | Sequence[int], sampling: SamplingParameters | None = None) -> int:
-        """Takes a request in.
+        """Adds a request.
 
         Args:
             prompt: text, or tokens.
@@ -139,7 +139,7 @@ class Engine:
         return tokens_of(prompt, self.tokenizer)
 
     def cancel(self, request: int) -> bool:
-        """Ends a request; False where it has ended already or never was."""
+        """Ends a request; False if there is none of that number."""
         answers = self._answers.get(request, [])
         for answer in answers:
             if answer.status is Status.ENDED:
@@ -188,7 +188,7 @@ class Engine:
         return events
 
     def _restart(self, lost: RunnerLost) -> None:
-        """Goes on with what the runner starts in its place, unless that fails again and again."""
+        """Continues with the runner's replacement, unless it has failed too often."""
         again: Callable[[], Runner] | None = getattr(self.runner, "restarted", None)
         self._losses += 1
         if again is None or self._losses > MOST_LOSSES:
@@ -198,7 +198,7 @@ class Engine:
         self.replay(again())
 
     def replay(self, runner: Runner) -> None:
-        """Goes on with another runner, whose cache is empty: what ran is computed again.
+        """Continues with another runner, whose cache is empty: what ran is computed again.
 
         Args:
             runner: runner of the same model; it must take the longest of the requests.
@@ -257,7 +257,7 @@ class Engine:
         return made
 
     def _advance(self, answer: AnswerState, span: Span, drawn: list[Token | None]) -> None:
-        """Adds the tokens of a round, as many as drafts were right and no end comes first."""
+        """Adds the accepted tokens of a round, up to one that ends the answer."""
         draft, answer.draft = answer.draft, None
         if None in drawn:
             self._end(answer, "error", error=_NOT_FINITE)
@@ -286,7 +286,7 @@ class Engine:
             self._events.append(Event(answer.request, answer.sample, tuple(accepted_tokens), text))
 
     def _keep(self, answer: AnswerState, span: Span, path: Sequence[int]) -> None:
-        """Keeps keys and values of accepted drafts; those of others are behind the length."""
+        """Keeps keys and values of accepted drafts; the others lie beyond the length."""
         size = self._pool.size
 
         def slot(place: int) -> int:

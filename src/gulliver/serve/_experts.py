@@ -92,7 +92,7 @@ def quantize_experts(model: nn.Module, mode: str, rank_group: RankGroup = ALONE)
 
 
 def settle_experts(model: Any) -> None:
-    """Lets experts of odd sizes run one by one."""
+    """Runs experts of odd sizes one by one."""
     # torch's grouped product takes rows of whole 16 bytes only.
     for module in model.modules():
         if is_experts(module):

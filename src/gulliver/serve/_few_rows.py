@@ -73,7 +73,7 @@ def few_rows() -> FewRows | None:
 
 
 def take_few_rows(model: nn.Module) -> Callable[[], None]:
-    """Lets the linear layers of a model use the kernel, until the returned function is called."""
+    """Makes linear layers of a model use the kernel, until the returned function is called."""
     # Layers that are quantised, cut or have a forward of their own are left alone.
     kernel = few_rows()
     if kernel is None:

@@ -80,7 +80,7 @@ def dtype_name(dtype: str | torch.dtype | None) -> str | None:
 
 
 def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Refuses a folder that has no model that is served, and formats that it cannot have."""
+    """Refuses folders without a served model, and formats that it cannot have."""
     check_folder(folder)
     for name, value, known in (("dtype", dtype, DTYPES), ("quantize", quantize, MODES)):
         if value is not None and value not in known:
@@ -99,7 +99,7 @@ def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
 
 
 def kept_dtype(folder: Path, dtype: str | None) -> torch.dtype:
-    """The dtype in which a folder's weights are computed with."""
+    """The dtype that a folder's model computes in."""
     if is_quantised(folder):
         return torch.float32
     return DTYPES[dtype] if dtype is not None else _sizes(folder)[1]

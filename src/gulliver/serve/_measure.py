@@ -37,12 +37,12 @@ class ModelShape:
 
 
 def sign_token(model: Any) -> int:
-    """Token whose values a model is known by: the first ones may be padding, of zeros."""
+    """Token whose values identify a model; the first ones may be padding, of zeros."""
     return int(model.config.vocab_size) // 2
 
 
 def sign_of(values: Tensor) -> tuple[float, ...]:
-    """Some of a layer's values of `sign_token` at place 0, by which a model is known again."""
+    """Some of a layer's values of `sign_token` at place 0, which identify a model."""
     # They depend on the weights of all layers below and on no position; another dtype or quantised
     # weights change them little.
     flat = values.detach().float().flatten().cpu()

@@ -50,11 +50,6 @@ DEEPEST = 8
 """Most layers that are brought ahead."""
 
 
-# [Note: nothing in between] While a unit is elsewhere its parameters are NaN without memory, of the
-# right shape and dtype. Should a model read them outside of the unit's forward, its logits are NaN,
-# which ends requests with an error: never a wrong answer.
-#
-# It does not know: pages, batches, ranks.
 @dataclass(eq=False)
 class ResidentTensor:
     """A tensor of a unit, its users among the modules, and its offset in its object."""
@@ -85,7 +80,7 @@ class ResidentTensor:
 
 @dataclass(eq=False)
 class WeightObject:
-    """Tensors that come and go together."""
+    """Tensors that are moved together."""
 
     name: str
     tensors: list[ResidentTensor]
@@ -330,7 +325,7 @@ def choose_depth(
 
 
 def _streamed(sizes: Sequence[int], room: int) -> list[int]:
-    """Units that do not stay in so much room, spread evenly over the forward."""
+    """Units that do not fit into `room`, spread evenly over the forward."""
     kept = 0
     order = sorted(range(len(sizes)), key=lambda n: (n * 0.6180339887498949) % 1)
     streamed = []
@@ -375,7 +370,9 @@ def disk_folder(given: Path | str | None) -> Path:
 
 
 def _absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory: NaN, of whole numbers zeros (their scales are NaN)."""
+    """A tensor without memory: NaN, or zeros of integers, whose scales are NaN."""
+    # If a model reads a weight outside of its unit's forward, its logits are NaN, which ends
+    # requests with an error: never a wrong answer.
     value = torch.zeros((), dtype=dtype)
     if dtype.is_floating_point:
         value.fill_(math.nan)

@@ -54,7 +54,7 @@ class Pages:
         self.positions = torch.empty(0, dtype=torch.int64, device=device)
 
     def begin(self, batch: Batch) -> None:
-        """Copies and moves what the batch says, and takes it as the one that runs."""
+        """Runs a batch's copies and moves, and prepares its attention."""
         self._copy(batch)
         size, device = self.size, self.positions.device
         pieces, first, positions, slots = [], 0, [], []

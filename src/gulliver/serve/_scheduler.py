@@ -16,15 +16,6 @@ from gulliver.serve._sequence import AnswerState, Status
 from gulliver.serve._speculation import Draft, Drafter, Wanted
 
 
-# [Note: blocks run out] A sequence is admitted when blocks for all tokens that it has are free, and
-# one for each sequence that runs. When a running one finds none, the youngest that is younger gives
-# up its blocks and waits; it is computed again from its tokens later, and finds its blocks where
-# nobody took them meanwhile. The oldest thus always goes on, which is why nothing can starve: any
-# sequence that is let in fits the cache alone.
-#
-# [Note: sharing within a batch] A full block is published when the batch that computes it is made,
-# not when it is done: in each layer keys and values of all tokens are written before any are read,
-# so that a sequence may share what another one of the same batch computes.
 def _age(sequence: AnswerState) -> tuple[int, int]:
     return sequence.request, sequence.sample
 
@@ -52,7 +43,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_age)
 
     def fork(self, sequence: AnswerState, other: AnswerState) -> None:
-        """Lets `other` run with the blocks of `sequence`, which has computed their prompt."""
+        """Starts `other` on the blocks of `sequence`, which has computed their prompt."""
         other.blocks, other.cached = list(sequence.blocks), sequence.cached
         other.digests, other.published = list(sequence.digests), sequence.published
         other.prefix_cached = sequence.prefix_cached
@@ -64,7 +55,7 @@ class Scheduler:
         """Takes a sequence out, its blocks free."""
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         sequence.status = Status.ENDED
-        self._let_go(sequence)
+        self._release(sequence)
         if self.drafter is not None:
             self.drafter.dropped(sequence.number)
 
@@ -179,20 +170,22 @@ class Scheduler:
         return True
 
     def _preempt_younger(self, sequence: AnswerState) -> bool:
-        """Lets the youngest sequence that is younger give up its blocks; False if there is none."""
+        """Takes the blocks of the youngest sequence that is younger; False if there is none."""
+        # The victim is computed again from its tokens later, and finds its old blocks as far as no
+        # other sequence has taken them.
         for victim in reversed(self.running):
             if _age(victim) <= _age(sequence):
                 return False
             if not victim.in_flight:
                 self.running.remove(victim)
                 victim.status = Status.WAITING
-                self._let_go(victim)
+                self._release(victim)
                 insort(self.waiting, victim, key=_age)
                 self.preemptions += 1
                 return True
         return False
 
-    def _let_go(self, sequence: AnswerState) -> None:
+    def _release(self, sequence: AnswerState) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.cached, sequence.published = [], 0, 0
         sequence.moves, sequence.draft = [], None
@@ -202,6 +195,9 @@ class Scheduler:
 
         The sequences that fork from it count as well.
         """
+        # A sequence is admitted when blocks for all tokens that it has are free, and one for each
+        # running sequence. Any sequence that is admitted fits the cache alone, and the oldest never
+        # gives up its blocks, so none can starve.
         if len(self.running) + 1 + self._forks() + sequence.forks > self.most:
             return False
         size = self.pool.size
@@ -247,7 +243,10 @@ class Scheduler:
         return Span(sequence.number, start, tokens, list(sequence.blocks), outputs, parents)
 
     def _publish(self, sequence: AnswerState) -> None:
-        """Lets others find the full blocks that hold tokens which are there to stay."""
+        """Publishes full blocks of tokens that are final."""
+        # Published when the batch that computes a block is made, not when it is done: each layer
+        # writes the keys and values of all tokens before it reads any, so a sequence may share what
+        # another one of the same batch computes.
         if not self.share:
             return
         full = sequence.cached // self.pool.size

@@ -35,13 +35,12 @@ SECONDS_BETWEEN = 0.2
 """Seconds between two writes of progress."""
 
 
-# [Note: the same curve on other slots] A step has the samples of the whole batch, however many
-# ranks share them: rank r of n takes those from floor(r B / n) to floor((r + 1) B / n) of B.
-# Gradients are means over the ranks, so a rank's mean loss is weighted by its samples times n / B,
-# and the step is that of one rank up to the rounding of sums. What a rank cannot hold at once it
-# cuts into micro-batches of its share.
 def share_of(batch: int, part: int, parts: int) -> range:
     """Samples of a batch that one of several parts takes: neighbours, and all as many but one."""
+    # Rank r of n takes the samples from floor(r B / n) to floor((r + 1) B / n) of B. Gradients are
+    # means over ranks, so a rank's mean loss is weighted by its samples times n / B
+    # (`Elastic.weight`): the step is that of one rank up to the rounding of sums, whatever the
+    # number of slots.
     return range(part * batch // parts, (part + 1) * batch // parts)
 
 

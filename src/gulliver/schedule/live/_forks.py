@@ -112,7 +112,7 @@ def kill_group(pid: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Lets this process be killed when its parent ends, on Linux."""
+    """Has the kernel kill this process when its parent ends, on Linux."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:

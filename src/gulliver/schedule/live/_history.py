@@ -119,7 +119,7 @@ def _job_from(spool: Spool, name: str, values: Mapping[str, Any]) -> LiveJob:
 
 
 def take_up(job: LiveJob) -> None:
-    """Lets a job of an earlier scheduler, whose ranks are gone with it, wait for slots."""
+    """Puts a job of an earlier scheduler, whose ranks are gone with it, back into the queue."""
     if not job.phase.over:
         job.phase, job.note = Phase.WAITING, "taken up by a new scheduler"
         job.assigned, job.held, job.alive, job.heard = (), (), set(), False

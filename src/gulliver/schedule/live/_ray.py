@@ -28,7 +28,7 @@ STORE_BYTES = 80 << 20
 
 
 def show_token(address: str) -> None:
-    """Lets Ray show its token to a cluster of this machine."""
+    """Makes Ray send its token to a cluster of this machine."""
     # Ray asks for one on every cluster that it starts, but does not show it to an address that is
     # spelt out; to another machine it is not shown unasked, which need not be the one that it is
     # of.

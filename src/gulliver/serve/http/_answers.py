@@ -100,13 +100,13 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def first(self, index: int) -> dict[str, Any] | None:
-        """What a stream says before the first token of an answer, if anything."""
+        """Writes what comes before the first token of an answer, if anything."""
 
     @abstractmethod
     def next(
         self, index: int, text: str, tokens: Sequence[Token], finish: str | None
     ) -> dict[str, Any]:
-        """What a stream says of new tokens."""
+        """Writes new tokens of an answer as a choice of a piece."""
 
     @abstractmethod
     def _written(self, choice: AnswerChoice) -> dict[str, Any]: ...

@@ -23,12 +23,12 @@ class Gate:
         self._between = 1.0
 
     def check(self) -> None:
-        """Refuses new work while the server ends."""
+        """Refuses new work while the server drains."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
 
     def enter(self, answers: int) -> None:
-        """Takes answers on."""
+        """Admits answers."""
         self.check()
         over = self.inside + answers - self.most
         if over > 0:
@@ -39,7 +39,7 @@ class Gate:
         self.inside += answers
 
     def leave(self, answers: int) -> None:
-        """Lets answers go; the mean time between them is how long refused clients are to wait."""
+        """Counts answers out; refused clients wait for a multiple of the mean time between them."""
         self.inside -= answers
         now = time.monotonic()
         if self._left is not None:
@@ -54,5 +54,5 @@ class Gate:
         self.bodies += count
 
     def release(self, count: int) -> None:
-        """Takes bytes of a body out."""
+        """Releases bytes of a body."""
         self.bodies -= count

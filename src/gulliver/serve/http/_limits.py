@@ -74,7 +74,7 @@ class ServerOptions(Options):
         return BODY_BASE + BODY_TOKEN * context
 
     def listen(self) -> socket.socket:
-        """Takes the port; nobody is let in yet.
+        """Binds the port; no connection is accepted yet.
 
         Raises:
             GulliverError: it is taken, or the address is not one of this machine.
@@ -131,7 +131,7 @@ class Load(Options):
     timeout: Annotated[float, Range(0.1, 86400)] = 120.0
 
     def check_combinations(self) -> None:
-        """Refuses what is no address, and ranges that are none."""
+        """Refuses malformed addresses and empty ranges."""
         super().check_combinations()
         if not self.url.startswith(("http://", "https://")):
             raise GulliverError(f"url={self.url!r}: give an address such as http://127.0.0.1:8000")

@@ -85,7 +85,7 @@ class RequestBody(BaseModel, ABC):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def most(self, room: int, limit: int | None) -> int:
-        """Most tokens of an answer that names no number."""
+        """Most tokens of an answer where the request gives no number."""
         return max(1, min(room, limit or room))
 
     @property
@@ -107,11 +107,11 @@ class CompletionBody(RequestBody):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of alternatives; 0 tells the tokens taken."""
+        """Number of alternatives; 0 for the tokens taken only."""
         return self.logprobs
 
     def most(self, room: int, limit: int | None) -> int:
-        """Most tokens of an answer that names no number."""
+        """Most tokens of an answer where the request gives no number."""
         return min(COMPLETION_TOKENS, super().most(room, limit))
 
 
@@ -145,7 +145,7 @@ class ChatBody(RequestBody):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of alternatives; 0 tells the tokens taken."""
+        """Number of alternatives; 0 for the tokens taken only."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

@@ -33,7 +33,7 @@ HEAD_BYTES = 32 * 1024
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn, whose signals begin the drain."""
+    """uvicorn with signals that start the drain."""
 
     def __init__(self, config: uvicorn.Config, signalled: Callable[[], None]) -> None:
         super().__init__(config)
@@ -144,7 +144,7 @@ class Server:
         self.drain()
 
     def drain(self) -> None:
-        """Begins to end, from any thread; body again it ends at once."""
+        """Starts draining, from any thread; a second call ends at once."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._drain)
@@ -207,7 +207,7 @@ _ENDING = ApiError(503, "the server is shutting down", code="draining", retry_af
 
 
 def _allow_files(connections: int) -> None:
-    """Lets the process have as many files open as there may be connections."""
+    """Raises the limit on open files to what the connections may need."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -44,7 +44,7 @@ Command = Callable[[], None]
 
 
 class EngineThread:
-    """Runs an engine's steps, and nobody else touches it."""
+    """Owns an engine and runs its steps."""
 
     def __init__(self, engine: Engine, died: Callable[[], None] = lambda: None) -> None:
         self._engine, self._died = engine, died
@@ -147,7 +147,7 @@ class EngineThread:
             engine.cancel(number)
 
     def _run_commands(self, wait: bool) -> None:
-        """Carries out the commands that there are."""
+        """Runs the pending commands."""
         try:
             while True:
                 self._commands.get(block=wait)()
@@ -179,7 +179,7 @@ class EngineThread:
             ticket.put(event)
 
     def _recover(self, error: Exception) -> None:
-        """Goes on after a step that failed."""
+        """Continues after a failed step."""
         # A runner raises a `GulliverError` after all that it could do to go on: the engine is at
         # its end. Anything else may have left it half done, and cannot be blamed on one request:
         # all that run end with the error, and the engine starts again with an empty cache.
@@ -211,6 +211,6 @@ def _refuse(taken: asyncio.Future[EngineTicket], error: ApiError) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """One line of an error; a user's own as it is, another with its kind."""
+    """One-line message, with the error's type unless it is a `GulliverError`."""
     line = " ".join(str(error).split())[:500]
     return line if isinstance(error, GulliverError) else f"{type(error).__name__}: {line}"

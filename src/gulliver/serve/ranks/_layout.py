@@ -51,7 +51,7 @@ class Layout:
         return self.tensor * self.stages
 
     def place(self, rank: int) -> RankPlace:
-        """RankPlace of a rank."""
+        """Stage and tensor number of a rank."""
         return RankPlace(rank // self.tensor, rank % self.tensor)
 
     def members(self, stage: int) -> tuple[int, ...]:

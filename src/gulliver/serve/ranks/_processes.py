@@ -158,7 +158,7 @@ class Processes:
         return found[0]
 
     def fate(self, rank: int) -> str:
-        """Says how a rank ended."""
+        """Describes how a rank ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._processes[rank].wait(ENDING_S)
         code = self._processes[rank].returncode
@@ -195,7 +195,7 @@ class Processes:
 
 
 def serve_rank(order: Any) -> None:
-    """Is a rank: loads its part and works until the controller ends it."""
+    """Runs a rank: loads its part and works until the controller ends it."""
     import torch
     import torch.distributed as dist
 

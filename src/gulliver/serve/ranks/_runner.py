@@ -30,15 +30,6 @@ RECENT = 16
 """Batches that the number in flight is chosen by."""
 
 
-# [Note: servers] A batch goes through stages and links one after the other. Each works on another
-# batch meanwhile, so m batches take ``sum + (m - 1) x slowest`` seconds, and the slowest server is
-# never idle when so many batches are in flight as cover the whole way: ``sum / slowest``, rounded
-# up. The seconds are measured: every rank tells for each batch when it began to wait for it, had
-# it, and had computed it (`best_in_flight`).
-#
-# [Note: threads] A pipe to a process that has stopped fills up, and would stop the controller, too.
-# So each rank has a thread that sends and one that listens, and the controller waits on a queue,
-# for no longer than `timeout_s`.
 class Crew(Protocol):
     """The processes of the ranks."""
 
@@ -48,7 +39,7 @@ class Crew(Protocol):
         ...
 
     def fate(self, rank: int) -> str:
-        """Says how a rank ended whose connection has closed."""
+        """Describes how a rank ended whose connection has closed."""
         ...
 
     def close(self) -> None:
@@ -73,6 +64,10 @@ class Seen:
 
 def best_in_flight(seen: Sequence[Seen], stages: int) -> int:
     """Number of batches in flight that keep the slowest server busy."""
+    # A batch passes stages and links one after the other, and each works on another batch
+    # meanwhile: m batches take sum + (m - 1) x slowest seconds. The slowest server is never idle
+    # when the batches in flight cover the whole way: sum / slowest, rounded up. The seconds are
+    # those that the ranks measure.
     if stages == 1:
         return 1
     servers = 2 * stages - 1
@@ -172,6 +167,9 @@ class RanksRunner:
     # Threads
 
     def _receive(self, rank: int, link: Any) -> None:
+        # A pipe to a process that has stopped fills up, and would stop the controller too. So each
+        # rank has a thread that sends and one that receives, and the controller waits on a queue,
+        # with a timeout.
         with contextlib.suppress(OSError, EOFError):
             while True:
                 self._messages.put((rank, link.recv()))
@@ -222,7 +220,7 @@ class RanksRunner:
         return rank, message
 
     def _failure(self, rank: int, message: RankMessage | None) -> str:
-        """Says what failed first: a death, or an error that is not a connection's."""
+        """Describes the first failure: an error of a rank's own rather than a broken connection."""
         found = [(rank, message)]
         end = time.monotonic() + GRACE_S
         while (left := end - time.monotonic()) > 0 and _rank(*found[-1]) > 0:
@@ -271,7 +269,7 @@ def _join(threads: Sequence[threading.Thread]) -> None:
 
 
 def _hang_up(link: Any) -> None:
-    """Ends what is read from a connection, which stays open."""
+    """Shuts a connection down for its readers, without closing it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 

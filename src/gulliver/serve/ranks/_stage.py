@@ -32,7 +32,7 @@ from gulliver.serve.ranks._layout import Layout
 
 @dataclass(frozen=True)
 class RankSizes:
-    """What a rank says of itself before it takes memory for its cache."""
+    """What a rank reports before it takes memory for its cache."""
 
     # Columns of the logits; 0 on a stage without them.
     vocabulary: int
@@ -76,7 +76,7 @@ class StageModel:
         self._paged.end_step()
 
     def _cut(self, group: RankGroup, stack: Stack) -> dict[str, Tensor]:
-        """Leaves this rank's part of the model, on meta; returns the slopes of its heads."""
+        """Cuts the model on meta to this rank's part; returns the slopes of its heads."""
         layout, slopes = self.layout, _slopes(self._model)
         plan = plan_tensor(self._model, layout.tensor) if layout.tensor > 1 else None
         found = None
@@ -154,7 +154,7 @@ class StageModel:
         return measure(self._model, lambda: self._call(one, one, one, carry), layers, self.last)
 
     def close(self) -> None:
-        """Lets go of memory."""
+        """Frees memory."""
         self._paged.close()
 
 

@@ -20,14 +20,6 @@ CARRY_TAG = 310
 """Tag of carries; they are taken in the order in which they were sent."""
 
 
-# [Note: non-blocking] The controller sends each batch to all ranks at once, several ahead of the
-# one that runs. A rank keeps the order of tickets itself. Of every batch that it knows it has
-# posted the receive already, for the batch says how many tokens come, so that a stage's send never
-# waits for who takes it, and a link carries one batch while the stages compute others. Source:
-# EnergonAI (arXiv 2209.02341), of which the ticket order is kept, and its endless wait for a lost
-# command is not: a gap in the tickets is an error.
-#
-# It does not know: processes, files, who else is there but the ranks before and after it.
 @dataclass(frozen=True, slots=True)
 class RankMessage:
     """What a rank tells the controller."""
@@ -131,6 +123,11 @@ class _Worker:
         return True
 
     def _take(self, batch: Batch) -> None:
+        # The controller sends each batch to all ranks, several ahead. The receive of a carry is
+        # posted as soon as its batch is known, which says how many tokens come: so a stage's send
+        # never waits for its receiver, and a link carries one batch while the stages compute
+        # others. Ticket order is that of EnergonAI (arXiv 2209.02341); its endless wait for a lost
+        # command is an error here.
         if self._ticket is not None and batch.ticket != self._ticket:
             raise GulliverError(
                 f"batch {batch.ticket} came where batch {self._ticket} was expected: a command was "
