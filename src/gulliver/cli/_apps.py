@@ -28,10 +28,7 @@ def app_command(config: AppConfig, arguments: list[str]) -> int:
     from gulliver.app import Source, find_run, serve
 
     if config.model is None:
-        for name in ("autoencoder", "text_encoder", "clip"):
-            if getattr(config, name) is not None:
-                option = name.replace("_", "-")
-                raise GulliverError(f"--{option} is for a --model: name that, too")
+        config.refuse_parts()
         source = Source(run=find_run(config.run))
     elif config.run is not None:
         raise GulliverError(f"run {config.run} and --model {config.model} exclude each other")

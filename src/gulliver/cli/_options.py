@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from gulliver.cli._plan_data_options import PlanData
+from gulliver.errors import GulliverError
 from gulliver.options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -28,11 +29,9 @@ from gulliver.video import SamplingConfig
 
 
 @dataclass(frozen=True)
-class GenerateConfig(SamplingConfig):
-    """Makes clips with a trained run."""
+class PublicModel(Options):
+    """A public transformer in place of a run, and what it was trained with."""
 
-    run: Path = Path("out/demo/run")
-    """Folder of the training run."""
     model: Path | None = None
     """Public transformer in place of a run: a folder, a safetensors file or an index of several.
     Steps, guidance, batch size and fps are then those that it was published with."""
@@ -42,6 +41,21 @@ class GenerateConfig(SamplingConfig):
     """Folder of the T5 of --model."""
     clip: Path | None = None
     """Folder of the CLIP that models of Open-Sora 2.0 read besides."""
+
+    def refuse_parts(self, *others: str) -> None:
+        """Refuses parts of a public model where there is none."""
+        for name in ("autoencoder", "text_encoder", "clip", *others):
+            if (path := getattr(self, name)) is not None:
+                option = name.replace("_", "-")
+                raise GulliverError(f"--{option} {path} is for a --model: name that, too")
+
+
+@dataclass(frozen=True)
+class GenerateConfig(SamplingConfig, PublicModel):
+    """Makes clips with a trained run."""
+
+    run: Path = Path("out/demo/run")
+    """Folder of the training run."""
     texts: Path | None = None
     """Folder that keeps what captions say, so that each is encoded once."""
     adapter: Path | None = None
@@ -99,7 +113,7 @@ class GenerateConfig(SamplingConfig):
 
 
 @dataclass(frozen=True)
-class AppConfig(Options):
+class AppConfig(PublicModel):
     """Shows a page in the browser: clips from prompts and pictures, and a run that trains."""
 
     run: tyro.conf.Positional[Path | None] = None
@@ -110,14 +124,6 @@ class AppConfig(Options):
     """Port to listen at; 0 takes any that is free."""
     out: Path = Path("out/app")
     """Folder that keeps the clips, each with its settings."""
-    model: Path | None = None
-    """Public transformer in place of a run: a folder, a safetensors file or an index of several."""
-    autoencoder: Path | None = None
-    """Folder or file of the autoencoder of --model."""
-    text_encoder: Path | None = None
-    """Folder of the T5 of --model."""
-    clip: Path | None = None
-    """Folder of the CLIP that models of Open-Sora 2.0 read besides."""
     keep: bool = False
     """Keep all networks of --model in memory: faster clips, and previews while they are made."""
 
