@@ -35,7 +35,7 @@ MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`; both are among them, unless one is said to be open."""
+    """Numbers from `least` to `most`, both included unless open."""
 
     least: float
     most: float = MOST
@@ -189,7 +189,7 @@ Chosen = TypeVar("Chosen", bound=Options)
 
 
 def part_of(options: Any, kind: type[Chosen]) -> Chosen:
-    """Takes the options of one dataclass out of those that have its fields among others."""
+    """Extracts the options of one dataclass from a dataclass that also has its fields."""
     return kind(**{name: getattr(options, name) for name in _hints(kind)})
 
 
@@ -222,7 +222,7 @@ def check_options(options: Any, prefix: str = "--") -> None:
 
 
 def check_needs(options: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
-    """Refuses options that have no effect, where they are not left at their defaults."""
+    """Refuses options that have no effect, unless they have their defaults."""
     default = type(options)()
     for path, (met, right) in needs.items():
         value = operator.attrgetter(path)(options)

@@ -39,7 +39,7 @@ class Fifo(Policy):
     preempts = False
 
     def decide(self, view: View) -> Decision:
-        """Keeps who runs, and adds from the head of the queue."""
+        """Keeps running jobs, and adds from the head of the queue."""
         running = [state for state in view.jobs if state.slots]
         waiting = [state for state in view.jobs if not state.slots]
         return packed(view, [*running, *waiting], blocking=True)
@@ -136,7 +136,7 @@ class Optimus(Policy):
         return Decision(given, view.now + self.period)
 
     def _remaining(self, state: JobState, view: View) -> list[float]:
-        """Remaining seconds on 0, 1, 2 ... slots, restart left out as there."""
+        """Remaining seconds on 0, 1, 2 ... slots, without restarts as in the paper."""
         job, left = state.job, self.estimator.remaining(state)
         most = min(job.most_slots or view.cluster.slots, view.cluster.slots)
         return [np.inf, *(left / job.goodput(n, job.batch) for n in range(1, most + 1))]
@@ -175,7 +175,7 @@ class Pollux(Policy):
         return Decision(given, view.now + self.period)
 
     def fitness(self, view: View) -> np.ndarray:
-        """Values of every number of slots, [jobs, slots + 1]; their sum is to be highest."""
+        """Values of every number of slots, [jobs, slots + 1], whose sum is maximised."""
         slots = view.cluster.slots
         fair = max(1, slots // len(view.jobs))
         values = np.full((len(view.jobs), slots + 1), -np.inf)

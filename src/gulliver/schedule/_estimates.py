@@ -47,12 +47,12 @@ class Estimator:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets what it has learned."""
+        """Resets what it has learned."""
         self.totals, self.seconds, self.falls = np.zeros(0), np.zeros(0), np.zeros(0)
         self.predictor = ProgressPredictor(self.seed)
 
     def learn(self, finished: Sequence[JobState]) -> None:
-        """Learns from jobs that are done."""
+        """Learns from finished jobs."""
         if len(finished) == len(self.totals):
             return
         if len(finished) < len(self.totals):
@@ -119,5 +119,5 @@ def _asked_rate(state: JobState) -> float:
 
 
 def _fallen(state: JobState) -> float:
-    """Logarithm of how far the loss has fallen, which every training script sees."""
+    """Log of the relative fall of the loss, which every training script sees."""
     return state.job.curvature * state.done / state.job.samples

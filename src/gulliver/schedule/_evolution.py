@@ -19,7 +19,7 @@ Genome = list[int]
 
 @dataclass(frozen=True)
 class Field:
-    """What the search knows of the jobs, each by number."""
+    """Data of the jobs that the search uses, by number."""
 
     slots: int
     # Most slots of each job.
@@ -88,7 +88,7 @@ def filled(genome: Genome, field: Field) -> Genome:
 
 
 def score(genome: Genome, field: Field) -> float:
-    """Adds up the slot-seconds that the placed jobs have left; less is better."""
+    """Sums the slot-seconds that the placed jobs have left; less is better."""
     counts = Counter(genome)
     return sum(float(cost[counts[job]]) for job, cost in field.cost.items() if counts[job])
 

@@ -10,7 +10,7 @@ from gulliver.schedule._state import JobState
 
 
 class Start(NamedTuple):
-    """A start of a job that was decided."""
+    """A decided start of a job."""
 
     # Second of it; inf of a job that has no slots.
     at: float
@@ -22,7 +22,7 @@ class Start(NamedTuple):
 
 @dataclass
 class Handover:
-    """Starts that were decided, and slots that are not free yet."""
+    """Decided starts, and slots that are not free yet."""
 
     # Second at which a slot is free of the job that leaves it.
     free: dict[int, float] = field(default_factory=dict)

@@ -66,7 +66,7 @@ class Rollout(Policy):
         self.pollux = Pollux()
 
     def begin(self, cluster: JobCluster) -> None:
-        """Forgets everything."""
+        """Resets the policy for a new simulation."""
         super().begin(cluster)
         self.estimator.begin()
 
@@ -107,7 +107,7 @@ class Rollout(Policy):
         return rules
 
     def _best_over(self, futures: Futures, jobs: Jobs, view: View) -> tuple[WorldsOutcome, float]:
-        """Finds the first step that is best in the mean of many futures."""
+        """Finds the first step with the best mean cost over many futures."""
         share, limited = shares(view), bool(view.cluster.quotas)
         rules = self._rules(jobs)
         calm = CALM._replace(reserving=bool(np.isfinite(jobs.slack).any()))
@@ -143,7 +143,7 @@ class Rollout(Policy):
         return alone, float(alone.cost[0]) + gain
 
     def _best(self, jobs: Jobs, view: View) -> tuple[WorldsOutcome, float]:
-        """Finds the best world where nobody comes, and the cost of the best that takes nothing."""
+        """Finds the best world without arrivals, and the cost of the best that takes no slots away."""
         share, limited = shares(view), bool(view.cluster.quotas)
         rules = self._rules(jobs)
         found = Worlds(jobs, rules, share, None, limited).follow()
@@ -181,7 +181,7 @@ class Rollout(Policy):
         return fits and int(counts.sum()) <= view.cluster.slots
 
     def _moved(self, counts: np.ndarray, jobs: Jobs, view: View) -> list[np.ndarray]:
-        """First steps in which one job's slots, or half of them, or one, are another's."""
+        """First steps that move one, half or all of a job's slots to another job."""
         possible = jobs.goodputs > 0
         idle = view.cluster.slots - int(counts.sum())
         found: dict[bytes, np.ndarray] = {}
@@ -224,7 +224,7 @@ def _world(found: WorldsOutcome, place: int) -> WorldsOutcome:
 
 
 def _reasons(view: View, best: WorldsOutcome, stays: float) -> dict[str, str]:
-    """Says of every job what the plan has for it."""
+    """Describes the plan for every job."""
     why = {}
     gain = stays - float(best.cost[0])
     for place, state in enumerate(view.jobs):

@@ -53,7 +53,7 @@ class Ones(Policy):
         self.progress, self.evolve, self.seed = progress, evolve, seed
 
     def begin(self, cluster: JobCluster) -> None:
-        """Forgets everything."""
+        """Resets the policy for a new simulation."""
         super().begin(cluster)
         self.draw = np.random.default_rng(self.seed)
         self.predictor = ProgressPredictor(self.seed)
@@ -125,7 +125,7 @@ class Ones(Policy):
             self.limits[largest.job.name] = min(slots, limit + limit % 2)
 
     def _left(self, state: JobState) -> float:
-        """Samples that a job has left, as the predictor has it."""
+        """Samples that a job has left, by the predictor."""
         if self.progress == "perfect":
             return state.job.samples - state.done
         a, b = self.predictor.beta(state) if self.progress != "off" else (1.0, 1.0)

@@ -119,7 +119,7 @@ class Result:
         ]
 
     def summary(self) -> Summary:
-        """Adds up."""
+        """Computes the figures."""
         times = np.array([self.completion(job.name) for job in self.jobs])
         held = {job.name: 0.0 for job in self.jobs}
         seconds = 0.0

@@ -95,7 +95,7 @@ class Jobs(NamedTuple):
 
 
 def jobs_of(view: View, left: list[float]) -> Jobs:
-    """Reads a view; `left` is what each job is thought to have left."""
+    """Converts a view to arrays; `left` is the estimated remaining work."""
     states = view.jobs
     return Jobs(
         np.array(left),
@@ -110,13 +110,13 @@ def jobs_of(view: View, left: list[float]) -> Jobs:
 
 
 def useful_goodputs(goodputs: np.ndarray) -> np.ndarray:
-    """Numbers of slots that fewer are as fast as count as impossible."""
+    """Zeroes numbers of slots that are no faster than fewer."""
     before = np.maximum.accumulate(np.concatenate([[0.0], goodputs[:-1]]))
     return np.where(goodputs > before, goodputs, 0.0)
 
 
 class WorldsOutcome(NamedTuple):
-    """Worlds that were followed to their end.
+    """Results of worlds that were simulated to their end.
 
     Attributes:
         counts: slots of the first phase, [worlds, jobs].
@@ -133,7 +133,7 @@ class WorldsOutcome(NamedTuple):
 
 
 class Worlds:
-    """Worlds that are followed together."""
+    """Worlds that are simulated together."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Worlds:
         self.inertia = np.array([rule.inertia for rule in rules])[:, None]
 
     def follow(self) -> WorldsOutcome:
-        """Follows all worlds until every job is done."""
+        """Simulates all worlds until every job is done."""
         counts = self.shared() if self.first is None else self.first
         firsts = counts.copy()
         for _ in range(3 * self.left.shape[1] + 2):
@@ -235,7 +235,7 @@ class Worlds:
         return counts
 
     def _weights(self, alone: np.ndarray) -> np.ndarray:
-        """Weights of jobs by what they have left; nan marks jobs that are done."""
+        """Weights of jobs by their remaining work; nan marks finished jobs."""
         weights = np.zeros(alone.shape)
         shortest = np.where(np.isnan(alone), np.inf, alone).min(axis=1)
         shortest = np.where(np.isfinite(shortest), shortest, 1.0)

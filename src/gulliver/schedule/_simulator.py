@@ -46,7 +46,7 @@ def simulate(
 
 
 def _check_borrowers(jobs: Sequence[Job], cluster: JobCluster, policy: Policy) -> None:
-    """Refuses jobs that wait for ever because nobody lends them the slots that they ask for."""
+    """Refuses jobs that would wait for ever for borrowed slots."""
     for job in jobs if not policy.preempts else ():
         quota = cluster.quotas.get(job.tenant, cluster.slots)
         if job.slots > quota:
@@ -64,7 +64,7 @@ def follow(
     cluster: JobCluster,
     policy: Policy,
 ) -> Result:
-    """Simulates from a moment on, with the jobs that are there and none to come."""
+    """Simulates from a moment on, with the present jobs and no arrivals."""
     run = _Simulation((), cluster, policy)
     run.now, run.present, run.finished = now, [replace(s) for s in states], list(finished)
     run.result.states = {state.job.name: state for state in run.present}
@@ -130,7 +130,7 @@ class _Simulation:
         return min(times)
 
     def _end(self, ends: dict[str, float]) -> str:
-        """Takes out what ends now."""
+        """Removes jobs that end now."""
         happened = ""
         for state in [s for s in self.present if ends.get(s.job.name, math.inf) <= self.now]:
             # The last sample is done by definition: nothing is left over by rounding.
@@ -193,7 +193,7 @@ class _Simulation:
         return self.result.last_segment
 
     def _apply(self, decision: Decision, cause: str) -> None:
-        """Gives slots as the policy says."""
+        """Applies a decision."""
         chosen = placed(self.present, decision, range(self.cluster.slots))
         if self.cluster.nodes > 1:
             chosen.update(on_nodes(self.present, decision, chosen, self.cluster, self.now))
@@ -235,7 +235,7 @@ class _Simulation:
             )
 
     def _check(self, chosen: dict[str, tuple[tuple[int, ...], int]]) -> None:
-        """Holds a policy to the slots, quotas and batch limits; its author is to blame."""
+        """Asserts that a decision keeps slots, quotas and batch limits."""
         slots = [slot for held, _ in chosen.values() for slot in held]
         assert len(slots) == len(set(slots)) <= self.cluster.slots, "a slot was given twice"
         limits, used = self._limits(), dict[str, int]()
@@ -251,6 +251,6 @@ class _Simulation:
 
 
 def _drawn_per_sample(state: JobState) -> float:
-    """Samples that are processed for one that counts."""
+    """Samples processed per sample that counts."""
     costs = state.scaling or state.job.scaling
     return costs.throughput(state.count, state.batch) / state.rate

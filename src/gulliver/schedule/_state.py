@@ -13,7 +13,7 @@ from gulliver.schedule._jobs import Job, JobCluster
 
 @dataclass
 class JobState:
-    """A job that is there, as it is now. Policies read it and leave it alone."""
+    """The present state of a job, read-only for policies."""
 
     # The job; a policy must not look at `samples` where they are not announced.
     job: Job
@@ -118,7 +118,7 @@ class Policy:
     knows_quotas: ClassVar[bool] = True
 
     def begin(self, cluster: JobCluster) -> None:
-        """Forgets everything, for a new simulation.
+        """Resets the policy for a new simulation.
 
         Raises:
             GulliverError: it does not know quotas and there are some.
@@ -129,7 +129,7 @@ class Policy:
             )
 
     def decide(self, view: View) -> Decision:
-        """Says what each job gets from now on."""
+        """Decides what each job gets from now on."""
         raise NotImplementedError
 
 
@@ -145,7 +145,7 @@ def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -
 def placed(
     states: Sequence[JobState], decision: Decision, slots: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Turns numbers of slots into slots: jobs keep theirs, and the lowest free ones are new."""
+    """Chooses slots for numbers of slots: jobs keep theirs, new ones are the lowest free."""
     free, chosen = set(slots), dict[str, tuple[tuple[int, ...], int]]()
     growing = []
     for state in states:
@@ -176,7 +176,7 @@ class Room:
         self.of_tenant = dict(view.limits)
 
     def fits(self, job: Job, count: int) -> bool:
-        """Whether the job may have so many more."""
+        """Whether the job may have `count` more slots."""
         return count <= min(self.free, self.of_tenant[job.tenant])
 
     def most(self, job: Job) -> int:
@@ -184,6 +184,6 @@ class Room:
         return min(self.free, self.of_tenant[job.tenant])
 
     def take(self, job: Job, count: int) -> None:
-        """Gives the job so many more."""
+        """Gives the job `count` more slots."""
         self.free -= count
         self.of_tenant[job.tenant] -= count

@@ -78,7 +78,7 @@ def _now(result: Result, job: Job, moment: float) -> str:
 
 
 def _where(cluster: JobCluster, job: Job, segment: Segment) -> str:
-    """Tells the nodes, and what it loses by lying on several of them."""
+    """Names a job's nodes, and what it loses by spanning several."""
     if cluster.nodes == 1:
         return ""
     parts = cluster.parts(segment.slots)
@@ -88,7 +88,7 @@ def _where(cluster: JobCluster, job: Job, segment: Segment) -> str:
 
 
 def _history(result: Result, name: str, moment: float) -> list[str]:
-    """Tells the last reason that the policy gave, and the last change."""
+    """The last reason that the policy gave, and the last change."""
     lines = []
     past = [entry for entry in result.rounds if entry.time <= moment]
     reasons = [entry for entry in past if name in entry.why]
@@ -104,7 +104,7 @@ def _history(result: Result, name: str, moment: float) -> list[str]:
 
 
 def told_change(entry: Round, name: str) -> str:
-    """Says how a decision has changed a job's slots, and whose against it."""
+    """Describes how a decision has changed a job's slots, and whose slots it took."""
     change = next(change for change in entry.changes if change.job == name)
     verb = "grew" if change.after > change.before else "shrank"
     if change.after == change.before:

@@ -54,8 +54,8 @@ class NativeAttention:
     def __init__(self, name: str, kernel: Any) -> None:
         self.name, self._kernel = name, kernel
 
-    def prepare(self, pieces: Sequence[PagedSpan], positions: Tensor) -> Prepared:
-        """Lays out the sequences of a batch, once for all layers."""
+    def prepare(self, pieces: Sequence[Any], positions: Tensor) -> Prepared:
+        """Lays out the sequences of a batch (`PagedSpan` or alike), once for all layers."""
         tables = [0]
         trees, places, sizes = [], [], 0
         for piece in pieces:

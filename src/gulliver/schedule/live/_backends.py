@@ -97,7 +97,7 @@ class RankStart:
 
 
 class Agent:
-    """Starts ranks on the node that it runs on, and says how they end."""
+    """Starts ranks on its node, and reports how they end."""
 
     def __init__(self) -> None:
         self._program: subprocess.Popen[bytes] | None = None
@@ -107,7 +107,7 @@ class Agent:
         self._ended: dict[str, int] = {}
 
     def ready(self) -> bool:
-        """Starts the program that forks ranks, where it does not run; returns when it can."""
+        """Starts the program that forks ranks unless it runs, and waits until it is ready."""
         if self._program is None or self._program.poll() is not None:
             # As torchrun does where several processes share a node.
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -187,7 +187,7 @@ def own_address() -> str:
 
 
 class NodeLost(Exception):
-    """A node, which it names, does not answer any more."""
+    """A node, named by the error, does not answer any more."""
 
 
 class Node(Protocol):
@@ -307,7 +307,7 @@ class Nodes:
         return [RankEnd(name, rank, code, why)]
 
     def lose(self, node: str) -> None:
-        """Takes out a node that is gone: its slots are no more, and its ranks have ended."""
+        """Removes a lost node with its slots and ranks."""
         self.nodes.pop(node, None)
         self.places = {slot: where for slot, where in self.places.items() if where != node}
         for name, run in list(self.runs.items()):

@@ -54,11 +54,11 @@ class Controller:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is there that is not over."""
+        """Whether any job is not over."""
         return any(not job.phase.over for job in self.jobs.values())
 
     def tick(self) -> None:
-        """Looks, decides and acts."""
+        """Follows events, decides and acts."""
         now = self._now()
         self._account(now)
         # Ends first: a rank that does not answer is how one hears that a node is gone.
@@ -217,7 +217,7 @@ class Controller:
         ]
 
     def _hear(self, job: LiveJob, now: float) -> list[str]:
-        """Reads what a job says."""
+        """Reads a job's progress."""
         report = read_object(self.spool.job(job.name) / "progress.json")
         if report is None or report == job.progress or report.get("attempt") != job.attempt:
             return []
@@ -258,7 +258,7 @@ class Controller:
         return causes
 
     def _follow_time(self, now: float) -> list[str]:
-        """Names jobs that say nothing, and ends those that do not leave."""
+        """Reports silent jobs, and kills those that do not leave."""
         causes = []
         for job in self.jobs.values():
             given = job.submission

@@ -44,7 +44,7 @@ START_S = 300.0
 
 @contextmanager
 def only_one(spool: Spool) -> Iterator[None]:
-    """Holds the folder."""
+    """Holds the folder's lock."""
     path = spool.path / "scheduler.lock"
     with named_errors(path):
         path.touch()
@@ -143,7 +143,7 @@ def _loop(controller: Controller, options: SchedulerOptions, stop: StopRequest) 
 
 
 def keep(controller: Controller, options: SchedulerOptions) -> ScheduleHistory:
-    """Writes what has happened, and its page."""
+    """Writes the history and its page."""
     history = ScheduleHistory(
         controller.begun,
         controller.clock() - controller.begun,
@@ -220,7 +220,7 @@ def stop_scheduler(folder: Path) -> None:
 
 
 def main() -> None:
-    """Runs the scheduler with the options that its one argument is the JSON of."""
+    """Runs the scheduler with options from the JSON of its argument."""
     options = from_plain(json.loads(sys.argv[1]), SchedulerOptions)
     try:
         serve(options)

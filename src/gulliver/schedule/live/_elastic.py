@@ -112,7 +112,12 @@ class Elastic:
         return self._leaving
 
     def share(self, part: int | None = None, parts: int | None = None) -> range:
-        """Samples of the global batch that this rank takes."""
+        """Samples of the global batch that this rank takes.
+
+        Args:
+            part: number of the replica that this rank belongs to, where ranks share one.
+            parts: number of replicas.
+        """
         world = _world()
         return share_of(
             self.batch,
@@ -133,7 +138,15 @@ class Elastic:
         return grown if rule == "linear" else grown**0.5
 
     def steps(self, first: int = 0, last: int | None = None) -> Iterator[int]:
-        """Yields steps until the job is done, or has saved to leave."""
+        """Yields steps until the job is done, or has saved to leave.
+
+        Args:
+            first: first step: 0, or the one after the checkpoint that was loaded.
+            last: number of steps of the whole job; None goes on until all samples are done.
+
+        Raises:
+            GulliverError: nothing says when it ends, or a step was not reported.
+        """
         if last is None and self.samples is None:
             raise GulliverError("nothing says when the job ends: give steps(first, last)")
         self._begin(first)
@@ -148,7 +161,17 @@ class Elastic:
     def report(
         self, loss: Any = None, samples: int | None = None, noise: float | None = None
     ) -> bool:
-        """Reports that a step is done; every rank calls it once a step."""
+        """Reports that a step is done; every rank calls it once a step.
+
+        Args:
+            loss: this rank's mean loss, a number or a tensor; their mean over all samples is kept.
+            samples: samples that this rank has processed; its share by default. Where several ranks
+                share a model, all but one of them give 0.
+            noise: gradient noise scale in samples, where it was measured.
+
+        Returns:
+            Whether to save now: the scheduler wants the job to leave, and `steps` ends.
+        """
         if self._step is None:
             raise GulliverError("report is called once in each step of job.steps")
         count = len(self.share()) if samples is None else samples
@@ -175,7 +198,7 @@ class Elastic:
         return self.samples is not None and self.done >= self.samples * (1 - 1e-12)
 
     def _begin(self, first: int) -> None:
-        """Counts on from what the steps before `first` have done; later ones are forgotten."""
+        """Continues the counts of the steps before `first`; later steps are cut."""
         from gulliver.comm import broadcast_object
 
         counted = (0.0, 0.0)

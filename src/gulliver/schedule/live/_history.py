@@ -63,7 +63,7 @@ class ScheduleHistory:
 
 
 def write_history(spool: Spool, history: ScheduleHistory) -> None:
-    """Writes it for all to read."""
+    """Writes the history."""
     values = asdict(replace(history, jobs={}, rounds=[]))
     values["jobs"] = {name: _job_values(job) for name, job in history.jobs.items()}
     values["rounds"] = [
@@ -85,7 +85,7 @@ def _job_values(job: LiveJob) -> dict[str, Any]:
 
 
 def read_history(spool: Spool) -> ScheduleHistory | None:
-    """Reads it; None where nothing was scheduled yet."""
+    """Reads the history; None if nothing was scheduled yet."""
     values = read_object(spool.path / "schedule.json")
     if values is None:
         return None
