@@ -143,7 +143,7 @@ class Rollout(Policy):
         return alone, float(alone.cost[0]) + gain
 
     def _best(self, jobs: Jobs, view: View) -> tuple[WorldsOutcome, float]:
-        """Finds the best world without arrivals, and the cost of the best that takes no slots away."""
+        """Finds the best world without arrivals, and the cost of the best that only adds slots."""
         share, limited = shares(view), bool(view.cluster.quotas)
         rules = self._rules(jobs)
         found = Worlds(jobs, rules, share, None, limited).follow()

@@ -120,13 +120,8 @@ class LocalRunner:
             *(block_size, paged.budget),
         )
         self.pages = paged.take_cache(blocks, block_size)
-        self._facts = Facts(self.measured.vocabulary, context, blocks, block_size)
+        self.facts = Facts(self.measured.vocabulary, context, blocks, block_size)
         self._results: deque[Tensor] = deque()
-
-    @property
-    def facts(self) -> Facts:
-        """Sizes of the model and of its cache."""
-        return self._facts
 
     @property
     def streamed(self) -> StreamedWeights | None:

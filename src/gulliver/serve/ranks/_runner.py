@@ -115,17 +115,12 @@ class RanksRunner:
             sizes = self._all("sizes", start_s)
             blocks = min(one.blocks for one in sizes)
             vocabulary = max(one.vocabulary for one in sizes)
-            self._facts = Facts(vocabulary, sizes[0].context, blocks, block_size)
+            self.facts = Facts(vocabulary, sizes[0].context, blocks, block_size)
             self._send(blocks)
             self._all("ready", start_s)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def facts(self) -> Facts:
-        """Sizes of the model and of its cache."""
-        return self._facts
 
     @property
     def max_in_flight(self) -> int:

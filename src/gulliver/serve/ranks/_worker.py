@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
@@ -34,22 +35,6 @@ class RankMessage:
     value: Any = None
 
 
-class Link(Protocol):
-    """The connection to the controller, as `multiprocessing.connection.Connection` is one."""
-
-    def send(self, obj: Any, /) -> None:
-        """Sends an object."""
-        ...
-
-    def recv(self) -> Any:
-        """Waits for an object."""
-        ...
-
-    def poll(self, timeout: float | None = 0.0, /) -> bool:
-        """Whether there is one, after so many seconds at most; None waits."""
-        ...
-
-
 class Runs(Protocol):
     """A stage as the worker sees it: `StageModel`, or a stand-in."""
 
@@ -71,7 +56,7 @@ class _Waiting:
 
 
 def work(
-    link: Link,
+    link: Connection,
     model: Runs,
     layout: Layout,
     rank: int,
@@ -85,7 +70,7 @@ def work(
 class _Worker:
     def __init__(
         self,
-        link: Link,
+        link: Connection,
         model: Runs,
         layout: Layout,
         rank: int,
