@@ -38,7 +38,7 @@ from gulliver.schedule.live import (
     Controller,
     LiveJob,
     LocalNodes,
-    Measured,
+    MeasuredSeconds,
     Nodes,
     Phase,
     RayNodes,
@@ -92,12 +92,12 @@ class Stage:
         flags = [text for key, value in arguments.items() for text in (f"--{key}", str(value))]
         folder = self.control.spool.submit(
             Submission(
-                name,
-                str(SCRIPT),
-                BATCH,
-                slots,
-                float(steps * BATCH),
-                tuple(flags),
+                script=str(SCRIPT),
+                batch=BATCH,
+                name=name,
+                slots=slots,
+                samples=float(steps * BATCH),
+                arguments=tuple(flags),
                 sample_seconds=COSTS.sample_seconds,
                 step_seconds=COSTS.step_seconds,
                 tries=tries,
@@ -192,7 +192,7 @@ def run_trace(
 ) -> Stage:
     """Runs the trace as real jobs."""
     stage = Stage.make(folder, nodes, make_policy(policy))
-    stage.control.measured = Measured.of([before])
+    stage.control.measured = MeasuredSeconds.of([before])
     for job in trace:
         due = stage.control.begun + job.arrival
         stage.until(lambda due=due: time.time() >= due)

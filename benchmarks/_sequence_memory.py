@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gulliver.parallel.sequence._two_ring import _TwoRings
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +35,6 @@ from benchmarks._sequence_shared import MIB, Options
 from benchmarks.netlab import run
 from gulliver import _compat
 from gulliver.parallel.sequence import SequencePlan, attention, make_groups
-from gulliver.parallel.sequence._two_ring import _TwoRings
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 KINDS = ("ring", "tensor", "two rings", "tensor, explicit scores")

@@ -281,12 +281,12 @@ class _Late:
 def delay_commands(folder: Path, answers: Answers) -> Killed:
     """Answers all prompts with commands and words that are late."""
     from gulliver.serve import Engine, EngineOptions, SamplingParameters
-    from gulliver.serve._runner import Ways
+    from gulliver.serve._ways import ModelOptions
     from gulliver.serve.ranks import RanksRunner, plan_ranks
     from gulliver.serve.ranks._processes import Processes
 
     seen = Killed()
-    ways = Ways(cache_tokens=8192, pipeline=2, timeout_s=PATIENCE_S)
+    ways = ModelOptions(cache_tokens=8192, pipeline=2, timeout_s=PATIENCE_S)
     layout = plan_ranks(folder, None, 1, 2, None)
     processes = Processes(folder, ways, layout, 32, None)
     processes.links = [_Late(link, seed) for seed, link in enumerate(processes.links)]  # type: ignore[misc]

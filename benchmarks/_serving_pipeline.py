@@ -32,8 +32,8 @@ from benchmarks._harness import Report, Spread, alternate, at_least, at_most
 from benchmarks.netlab import Net, run
 from gulliver.comm import RankGroup, init_world, post, shutdown
 from gulliver.serve import Batch, Facts, LocalRunner, Span
-from gulliver.serve.ranks import Layout, RanksRunner, Told, work
-from gulliver.serve.ranks._stage import Sizes
+from gulliver.serve.ranks import Layout, RankMessage, RanksRunner, work
+from gulliver.serve.ranks._stage import RankSizes
 from gulliver.serve.ranks._worker import CARRY_TAG, _Waiting, _Worker
 
 WAYS = ("blocking", "rendezvous", "non-blocking")
@@ -87,8 +87,8 @@ class _Rendezvous(_Worker):
             post([], [(self._next, out)], self._group, CARRY_TAG).wait()
         else:
             content = out.numpy().tobytes()
-            self._link.send(Told("logits", one.batch.ticket, (tuple(out.shape), content)))
-        self._link.send(Told("done", one.batch.ticket, (began, got, done)))
+            self._link.send(RankMessage("logits", one.batch.ticket, (tuple(out.shape), content)))
+        self._link.send(RankMessage("done", one.batch.ticket, (began, got, done)))
 
 
 class _Crew:
@@ -161,9 +161,9 @@ def _streamed(rank: int, first: int) -> float:
 def _staged(address: str, layout: Layout, rank: int, seconds: Sequence[float], way: str) -> None:
     link = Client(address, authkey=SECRET)
     link.send(rank)
-    link.send(Told("sizes", value=Sizes(1, None, 64)))
+    link.send(RankMessage("sizes", value=RankSizes(1, None, 64)))
     link.recv()
-    link.send(Told("ready"))
+    link.send(RankMessage("ready"))
     model = Fixed(seconds[rank], rank == layout.stages - 1)
     group = RankGroup(tuple(range(layout.ranks)), rank)
     if way == "rendezvous":

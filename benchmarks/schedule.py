@@ -24,18 +24,17 @@ from typing import Any, Literal, Self
 import tyro
 
 from benchmarks._harness import Report, at_least, at_most, finish
+from benchmarks._schedule_baselines import PolluxInRounds, clairvoyant
 from benchmarks._schedule_real import real
 from gulliver.schedule import (
     Estimator,
     JobCluster,
     Ones,
     Policy,
-    PolluxInRounds,
     Result,
     Rollout,
     Summary,
     bound_of,
-    clairvoyant,
     generate,
     make_policy,
     simulate,

@@ -199,7 +199,8 @@ class FakeCluster:
     def submit(self, name: str, behaviour: Behaviour | None = None, **values: Any) -> None:
         """Submits a job now."""
         given = {"batch": 16, "samples": 1600.0, "slots": 2} | values
-        told = Submission(name, str(self.script), submitted=self.backend.now or 1e-9, **given)
+        given |= {"submitted": self.backend.now or 1e-9}
+        told = Submission(name=name, script=str(self.script), **given)
         if behaviour is not None:
             self.backend.behaviours[name] = behaviour
         self.spool.submit(replace(told))

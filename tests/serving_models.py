@@ -99,12 +99,12 @@ class Slots:
     """A runner whose cache holds tokens, and whose next token depends on all that it reads there.
 
     So any slot that is lost, shared by mistake, not copied or not moved changes an answer. Batches
-    are run when they are collected: up to `depth` are in flight.
+    are run when they are collected: up to `max_in_flight` are in flight.
     """
 
     blocks: int
     size: int
-    depth: int = 1
+    max_in_flight: int = 1
     vocabulary: int = 5
     context: int | None = None
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gulliver.comm import World
 from gulliver.serve import Batch, Engine, EngineOptions, SamplingParameters
-from gulliver.serve._ways import Ways
+from gulliver.serve._ways import ModelOptions
 from gulliver.serve.ranks import RanksRunner, plan_ranks
 from gulliver.serve.ranks._serving import serve
 from gulliver.serve.speculative import LookUp, SmallModel, SpeculationOptions, Speculator
@@ -36,11 +36,13 @@ class Case:
     depth: int | None = None
     drafts: str | None = None
 
-    def ways(self, folder: str) -> Ways:
+    def ways(self, folder: str) -> ModelOptions:
         """How it is run."""
         disk = None if self.memory is None else folder
         sizes: Any = {"tensor": self.tensor, "pipeline": self.pipeline, "cache_tokens": 128}
-        return Ways(None, self.quantize, memory=self.memory, disk=disk, timeout_s=30.0, **sizes)
+        return ModelOptions(
+            None, self.quantize, memory=self.memory, disk=disk, timeout_s=30.0, **sizes
+        )
 
 
 class PoolCrew:
@@ -134,7 +136,7 @@ def _control(address: str, case: Case, layout: Any, options: EngineOptions | Non
         for event in engine.step():
             assert event.error is None, event.error
             tokens[event.request] += [token.id for token in event.tokens]
-        flights = max(flights, len(engine._flights))
+        flights = max(flights, len(engine._in_flight))
     logits: list[dict[int, torch.Tensor]] = [{} for _ in tokens]
     for (sequence, place), row in runner.seen.items():
         logits[sequence][place] = row

@@ -20,6 +20,7 @@ import gulliver
 from gulliver.cli._main import COMMANDS, _found, main
 from gulliver.errors import GulliverError
 from gulliver.options import Options, Range, check_options, from_plain, unchecked
+from gulliver.schedule.live import Submission
 
 NOT_SET = object()
 REQUIRED = {"url": "http://127.0.0.1:8000", "prompt_words": (1, 2), "max_tokens": (1, 2)}
@@ -164,7 +165,7 @@ def _required(kind: type) -> dict[str, Any]:
             if right is NOT_SET:  # the command inside a command
                 right = _made(next(_inside(hints[field.name])))
             given[field.name] = right
-    return given
+    return given | ({"samples": 10.0} if issubclass(kind, Submission) else {})
 
 
 def _made(kind: type, **given: Any) -> Any:

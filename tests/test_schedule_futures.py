@@ -1,8 +1,7 @@
-"""What is not known of jobs: posteriors, expected arrivals, and what knowing all would gain."""
+"""What is not known of jobs: posteriors and expected arrivals."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,13 +13,7 @@ from gulliver.schedule import (
     Job,
     JobCluster,
     JobState,
-    PolluxInRounds,
     View,
-    bound_of,
-    clairvoyant,
-    generate,
-    make_policy,
-    simulate,
 )
 from gulliver.schedule._futures import futures_of
 
@@ -79,40 +72,3 @@ def test_futures_copy_jobs_that_were_seen_and_come_after_gaps_that_were_seen() -
     np.testing.assert_array_equal(found.jobs.comes, again.jobs.comes)
     few = futures_of(view._replace(jobs=states[:2]), Estimator(), 5, 3, seed=0)
     assert few.there.shape == (1, 2), "too few to tell who comes, and nothing else is uncertain"
-
-
-def test_knowing_all_is_between_the_bound_and_the_policies() -> None:
-    jobs, cluster = generate("bursts", 1)
-    jobs = jobs[:12]
-    few = clairvoyant(jobs, cluster, rounds=2)
-    more = clairvoyant(jobs, cluster, rounds=8)
-    best = min(simulate(jobs, cluster, make_policy(n)).summary().mean for n in ("srpt", "pollux"))
-    assert bound_of(jobs, cluster) <= more <= few < best
-
-
-def test_a_clairvoyant_cost_is_that_of_the_simulator() -> None:
-    # Nothing to choose: one job after another, so every rule is first come first served.
-    jobs = [job("a", 0, 10), job("b", 20, 5), job("c", 40, 5)]
-    assert clairvoyant(jobs, JobCluster(1), rounds=1) == pytest.approx(20 / 3)
-
-
-def test_pollux_in_rounds_lets_jobs_wait_for_the_next_one() -> None:
-    jobs = [job("a", 0, 200), job("b", 10, 200)]
-    result = simulate(jobs, JobCluster(2), PolluxInRounds())
-    begun = {s.job: s.begin for s in reversed(result.segments)}
-    assert begun == {"a": 0.0, "b": 60.0}
-
-
-def test_the_genetic_search_comes_close_to_the_exact_shares() -> None:
-    draw = np.random.default_rng(0)
-    policy = PolluxInRounds()
-    policy.begin(JobCluster(16))
-    for _ in range(3):
-        speed = np.arange(17.0) ** draw.uniform(0.3, 1.0, (6, 1))
-        values = -1 / np.maximum(speed, 0.05)
-        counts = policy._search(values, np.zeros(6, dtype=np.int64))
-        assert counts.sum() <= 16
-        from gulliver.solve import allocate
-
-        exact = float(allocate(values[None])[1][0])
-        assert math.isclose(values[np.arange(6), counts].sum(), exact, rel_tol=0.02)

@@ -82,7 +82,7 @@ class Cluster:
     def submit(self, name: str, steps: int, *arguments: str, **values: object) -> Path:
         """Submits the job."""
         given = {"batch": BATCH, "samples": float(steps * BATCH), "arguments": arguments}
-        told = Submission(name, str(SCRIPT), **(given | values))  # type: ignore[arg-type]
+        told = Submission(name=name, script=str(SCRIPT), **(given | values))  # type: ignore[arg-type]
         folder = self.spool.submit(told)
         (folder / "drawn").mkdir()
         return folder
@@ -164,7 +164,7 @@ def test_a_second_scheduler_in_a_folder_is_refused(tmp_path: Path) -> None:
     spool.make()
     told = r"has a scheduler: process .*; submit to it, or stop it first"
     with only_one(spool), pytest.raises(GulliverError, match=told):
-        serve(SchedulerOptions(str(tmp_path), HERE))
+        serve(SchedulerOptions(tmp_path, HERE))
 
 
 def test_without_a_scheduler_a_job_runs_to_its_end(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_start_says_what_it_is_doing(tmp_path: Path) -> None:
     from gulliver.schedule.live import _daemon
 
     seen: list[str] = []
-    options = SchedulerOptions(str(tmp_path), HERE, 1, idle=0.1)
+    options = SchedulerOptions(tmp_path, HERE, 1, idle=0.1)
     assert _daemon.ensure_scheduler(options, seen.append)
     assert seen[0] == "imports torch once for all jobs"
     assert Spool(tmp_path).starting() == ""

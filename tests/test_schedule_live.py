@@ -13,8 +13,8 @@ from gulliver.hardware import Scaling
 from gulliver.schedule import POLICIES, Allotment, Decision, JobCluster, Policy, View, simulate
 from gulliver.schedule import make_policy as made
 from gulliver.schedule.live import (
-    History,
     Phase,
+    ScheduleHistory,
     Submission,
     expected_ends,
     live_page,
@@ -46,10 +46,10 @@ class Wanted(Policy):
         return Decision(given, wake=view.now + 0.5)
 
 
-def history_of(cluster: FakeCluster) -> History:
+def history_of(cluster: FakeCluster) -> ScheduleHistory:
     now, control = cluster.backend.now, cluster.controller
     quotas = dict(control.quotas)
-    return History(
+    return ScheduleHistory(
         0.0, now, "rollout", 0, control.slots, quotas, control.jobs, list(control.rounds),
         control.refused,
     )  # fmt: skip
@@ -347,7 +347,7 @@ def test_jobs_that_the_cluster_can_never_run_are_refused_by_name(tmp_path: Path)
         ({"batch": 0}, "batch is 0"),
         ({"least_batch": 32}, "batch 16 is outside of its limits 32 to 16"),
         ({"slots": 20}, "asks for 20 slots and runs on 16 at most"),
-        ({"tries": 0}, "give tries from 1 on"),
+        ({"tries": 0}, "tries is 0"),
     ],
 )
 def test_bad_submissions_are_refused_in_one_line(tmp_path: Path, changed: dict, told: str) -> None:

@@ -135,5 +135,5 @@ def test_work_is_conserved_and_slots_are_never_exceeded_on_nodes() -> None:
 def test_nodes_that_do_not_divide_the_slots_are_refused() -> None:
     with pytest.raises(GulliverError, match="give node_slots that divides slots"):
         JobCluster(10, node_slots=4)
-    with pytest.raises(GulliverError, match=r"across of the cluster is 0\.5"):
+    with pytest.raises(GulliverError, match=r"across is 0\.5"):
         JobCluster(8, node_slots=4, across=0.5)

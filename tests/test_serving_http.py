@@ -180,7 +180,7 @@ def test_many_clients_at_once_get_what_each_would_alone(server: Any, llm: LLM) -
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
-    "no tokens": ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0: give 1 or more"),
+    "no tokens": ({"max_tokens": 0}, 400, "max_tokens", "max_tokens is 0"),
     "long answer": ({"max_tokens": 999}, 400, "max_tokens", "exceeds the context of 128: give at"),
     "long prompt": ({"prompt": [5] * 200}, 400, "prompt", "has 200 tokens and the context 128"),
     "empty prompt": ({"prompt": []}, 400, "prompt", "prompt must be a text"),
@@ -198,12 +198,12 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "model": ({"model": "tinny"}, 404, "model", "did you mean 'tiny'"),
     "samples": ({"n": 17}, 400, "n", "n=17: this server gives at most 16"),
     "answers": ({"prompt": ["a"] * 100, "n": 3}, 400, "prompt", "are 300 answers"),
-    "temperature": ({"temperature": -1}, 400, "temperature", "give 0 (greedy) to 100"),
+    "temperature": ({"temperature": -1}, 400, "temperature", "between 0 and 100"),
     "text for number": ({"top_p": "0.5"}, 400, "top_p", "top_p: input should be a valid number"),
     "seed": ({"seed": 2**70}, 400, "seed", "a whole number of 64 bits"),
     "stop": ({"stop": ""}, 400, "stop", "give texts of 1 to"),
     "stops": ({"stop": ["x"] * 17}, 400, "stop", "stop has 17 texts"),
-    "logprobs": ({"logprobs": 21}, 400, "logprobs", "logprobs=21: give 0 to 20"),
+    "logprobs": ({"logprobs": 21}, 400, "logprobs", "logprobs is 21"),
     "stream options": ({"stream_options": {}}, 400, "stream_options", "for stream=true"),
 }
 CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
@@ -221,9 +221,9 @@ CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
         *(400, "messages[0].tool_calls", "not supported"),
     ),
     "top": ({"top_logprobs": 2}, 400, "top_logprobs", "is for logprobs=true"),
-    "many": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "top_logprobs=21: give"),
+    "many": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "top_logprobs is 21"),
     "both": ({"max_tokens": 1, "max_completion_tokens": 1}, 400, "max_tokens", "not both"),
-    "none": ({"max_completion_tokens": 0}, 400, "max_completion_tokens", "give 1 or more"),
+    "none": ({"max_completion_tokens": 0}, 400, "max_completion_tokens", "at least 1"),
 }
 
 
@@ -376,14 +376,14 @@ def test_servers_that_cannot_be_are_refused(tmp_path: Path) -> None:
 def test_json_of_the_answers_is_json(server: Any, http: Any) -> None:
     # -inf has no JSON: this model's likeliest 20 are finite, the writer's rule is looked at.
     from gulliver.serve import Likely, Token
-    from gulliver.serve.http._answers import ChatForm, Choice, CompletionForm, Usage
-    from gulliver.serve.http._requests import ChatAsked, CompletionAsked
+    from gulliver.serve.http._answers import AnswerChoice, ChatFormat, CompletionFormat, Usage
+    from gulliver.serve.http._requests import ChatBody, CompletionBody
 
     lost = float("-inf")
-    choice = Choice(0, "x", [Token(5, lost, (Likely(5, lost),))], "stop")
+    choice = AnswerChoice(0, "x", [Token(5, lost, (Likely(5, lost),))], "stop")
     forms = (
-        CompletionForm(CompletionAsked(logprobs=1), "tiny", str),
-        ChatForm(ChatAsked(logprobs=True, top_logprobs=1), "tiny", str),
+        CompletionFormat(CompletionBody(logprobs=1), "tiny", str),
+        ChatFormat(ChatBody(logprobs=True, top_logprobs=1), "tiny", str),
     )
     for form in forms:
         said = json.dumps(form.whole([choice], Usage()), allow_nan=False)

@@ -31,7 +31,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 httpx = pytest.importorskip("httpx")
 
-from gulliver.serve.http import Load, Measured, Sample, generate_load  # noqa: E402
+from gulliver.serve.http import Load, Measured, RequestTiming, generate_load  # noqa: E402
 from gulliver.serve.http._load import arrivals  # noqa: E402
 from gulliver.serve.http._measured import percentile  # noqa: E402
 
@@ -68,8 +68,8 @@ def test_percentiles_are_those_of_numpy() -> None:
 
 
 def test_figures_are_those_of_the_times() -> None:
-    good = Sample(1.0, 1.25, [2.0, 2.5, 4.0], 4.5, 7, 30)
-    lost = Sample(2.0, 2.0, [3.0], 5.25, error="ReadError")
+    good = RequestTiming(1.0, 1.25, [2.0, 2.5, 4.0], 4.5, 7, 30)
+    lost = RequestTiming(2.0, 2.0, [3.0], 5.25, error="ReadError")
     known = Measured([good, lost], math.inf, 0).json
     assert known["errors"] == {"ReadError": 1}
     assert (known["requests"], known["answered"], known["seconds"]) == (2, 1, 4.0)
@@ -239,18 +239,18 @@ def test_folders_that_cannot_be_served_end_in_one_line(
     monkeypatch.undo()
     monkeypatch.setattr("gulliver.serve._memory.free_bytes", lambda device: 100_000)
     assert "give a --context of at most 96" in refused(folder)
-    assert "give a smaller --cache" in refused(folder, "--cache", "1GiB")
+    assert "give --cache-tokens of at most" in refused(folder, "--cache", "1GiB")
     monkeypatch.undo()
 
     def lost(*_: Any, **__: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 GB")
 
-    monkeypatch.setattr("gulliver.serve._runner.load", lost)
+    monkeypatch.setattr("gulliver.serve._runner.load_model", lost)
     assert "memory ran out while it was loaded: try --quantize int8_dynamic" in refused(folder)
 
 
 def test_medians_of_lines_are_read_by_people() -> None:
-    samples = [Sample(0.0, 0.0, [0.1 * n, 0.2 * n], 0.3 * n, 5, 2) for n in (1, 2, 3)]
+    samples = [RequestTiming(0.0, 0.0, [0.1 * n, 0.2 * n], 0.3 * n, 5, 2) for n in (1, 2, 3)]
     lines = Measured(samples, 7.0, 1).lines()
     assert "7 a second, Poisson, seed 1" in lines[0]
     row = next(line for line in lines if line.startswith("first token")).split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from gulliver.precision.int8 import from_int8
 from gulliver.quantize import save_quantized
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
 from gulliver.serve._experts import QuantizedExperts
-from gulliver.serve._load import load_text
+from gulliver.serve._load import load, load_model
 from gulliver.serve._offload import choose_depth
 from gulliver.serve._source import Source, build_on_meta
-from gulliver.serve._streamed import load_streamed
-from gulliver.serve._ways import Ways
+from gulliver.serve._ways import ModelOptions
 from tests.serving_models import filled, one_by_one, prompts, tiny
 
 COUNT = 8
@@ -49,12 +49,12 @@ def saved(kind: str, folder: Path) -> Path:
 
 def limited(folder: Path, quantize: str | None, layers: float) -> tuple[Any, Any, int]:
     """A runner whose weights have room for so many of the largest layers, and its limit."""
-    ways = Ways(quantize=quantize, disk=folder, memory="1GiB")
-    model, streamed = load_streamed(folder, ways, 2**30)
+    ways = ModelOptions(quantize=quantize, disk=folder, memory="1GiB")
+    model, streamed = load_model(folder, ways)
     whole = LocalRunner(model, cache_tokens=CACHE, block_size=4, streamed=streamed)
     limit = int(streamed.least * layers) + CACHE * whole.measured.token_bytes
     whole.close()
-    model, streamed = load_streamed(folder, ways, limit)
+    model, streamed = load_model(folder, replace(ways, memory=limit))
     runner = LocalRunner(model, cache_tokens=CACHE, block_size=4, streamed=streamed)
     return runner, streamed, limit
 
@@ -132,18 +132,18 @@ def test_weights_that_are_away_are_no_numbers(tmp_path: Path) -> None:
 def test_a_limit_below_the_largest_layer_is_refused_with_what_lacks(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path)
     with pytest.raises(GulliverError, match=r"alone takes .* give .* more"):
-        load_streamed(folder, Ways(memory=4096, disk=folder), 4096)
+        load_model(folder, ModelOptions(memory=4096, disk=folder))
 
 
 def test_a_disk_that_is_not_there_is_refused(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "model")
     with pytest.raises(GulliverError, match="does not exist"):
-        load_streamed(folder, Ways(memory="1MiB", disk=tmp_path / "no"), 2**20)
+        load_model(folder, ModelOptions(memory="1MiB", disk=tmp_path / "no"))
 
 
 def test_formats_are_looked_at_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match="int9"):
-        load_text(saved("llama", tmp_path), None, "int9")
+        load(saved("llama", tmp_path), quantize="int9")
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "gpt_neox"])

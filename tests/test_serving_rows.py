@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from gulliver.errors import GulliverError
 from gulliver.serve import LocalRunner
-from gulliver.serve._few_rows import MOST, FewRows, few_rows, rows_problem, take_few_rows
+from gulliver.serve._few_rows import MOST_ROWS, FewRows, few_rows, rows_problem, take_few_rows
 from tests.serving_models import tiny
 
 
@@ -25,7 +25,7 @@ def kernels() -> list[Any]:
 
 @pytest.mark.parametrize("kernel", kernels())
 @pytest.mark.parametrize("outputs", [1, 6, 131])
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 13, MOST])
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 13, MOST_ROWS])
 def test_products_are_those_of_float64(kernel: FewRows, rows: int, outputs: int) -> None:
     torch.manual_seed(rows * 1000 + outputs)
     # The last weights lie at the end of their memory: nothing behind them is read.
@@ -54,7 +54,7 @@ def test_what_is_not_the_kernels_is_left_to_torch(kernel: FewRows) -> None:
     assert not kernel.takes(x, weight, None), "gradients are wanted"
     with torch.no_grad():
         assert kernel.takes(x, weight, None)
-        assert not kernel.takes(torch.randn(MOST + 1, 32), weight, None)
+        assert not kernel.takes(torch.randn(MOST_ROWS + 1, 32), weight, None)
         assert not kernel.takes(torch.randn(0, 32), weight, None)
         assert not kernel.takes(torch.randn(4, 33), torch.randn(8, 33), None)
         assert not kernel.takes(x.bfloat16(), weight.bfloat16(), None)

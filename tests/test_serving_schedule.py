@@ -170,11 +170,11 @@ def test_equal_beginnings_share_blocks_even_within_one_batch() -> None:
     while engine.busy:
         for event in engine.step():
             made[event.request] += [token.id for token in event.tokens]
-            found[event.request] = event.found
+            found[event.request] = event.prefix_cached
     assert list(found.values()) == [0, 8, 8]
     assert list(made.values()) == [expected([*front, tail], 3, 5) for tail in (0, 1, 2)]
     # 27 tokens of prompts, 16 of them found; the last token of an answer is never run.
-    assert engine.counts()["found_tokens"] == 16
+    assert engine.counts()["prefix_cached_tokens"] == 16
 
 
 def test_drafts_that_are_right_take_fewer_steps_and_are_the_same_tokens() -> None:
@@ -212,7 +212,7 @@ def test_after_a_failure_requests_go_on_with_another_runner() -> None:
                 raise GulliverError("stage 1 has gone")
             return super().collect()
 
-    engine = Engine(Failing(blocks=40, size=4, depth=2), options=EngineOptions(8, 4))
+    engine = Engine(Failing(blocks=40, size=4, max_in_flight=2), options=EngineOptions(8, 4))
     asked = SamplingParameters(max_tokens=9, temperature=0)
     made: dict[int, list[int]] = {engine.add([3, number], asked): [] for number in (1, 2, 4)}
     with pytest.raises(GulliverError, match="stage 1 has gone"):  # noqa: PT012

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gulliver.cli._main import run
-from gulliver.cli._placement import as_options
+from gulliver.cli._serve import as_options
 from gulliver.errors import GulliverError
 from gulliver.serve import (
     LLM,
@@ -86,7 +86,7 @@ def test_everything_at_once_gives_the_tokens_of_transformers(
     ((tokens, _, counts, flights),) = pool.run(answers, 5, str(tmp_path), (case,))[-1]
     assert tokens == [right for right, _ in reference(case.kind)]
     assert counts["drafted_tokens"] > 0
-    assert counts["found_tokens"] > 0
+    assert counts["prefix_cached_tokens"] > 0
     assert flights > 0, "stages have several batches in flight"
 
 
@@ -163,7 +163,7 @@ def test_drafts_go_on_after_a_runner_was_lost(kind: str) -> None:
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_drafts_are_verified_with_several_batches_in_flight(depth: int) -> None:
-    slots = Slots(96, 4, depth=depth)
+    slots = Slots(96, 4, max_in_flight=depth)
     drafter = Speculator(LookUp(), ALWAYS)
     engine = Engine(slots, None, EngineOptions(24, 16, False), (), drafter)
     texts = [[token % 5 for token in text] for text in prompts((12, 9, 7, 14))]
@@ -229,7 +229,7 @@ def test_arguments_are_written_as_options() -> None:
     assert (
         as_options("pipeline=3 stages need tensor= too") == "--pipeline 3 stages need --tensor too"
     )
-    assert as_options('memory="6GiB" is little') == '--memory "6GiB" is little'
+    assert as_options('memory="6GiB" is little') == "--memory 6GiB is little"
 
 
 def test_memory_that_runs_out_names_ranks_and_the_limit(

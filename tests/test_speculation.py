@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from gulliver.errors import GulliverError
 from gulliver.serve import (
     Batch,
+    DrawRow,
     Engine,
     EngineOptions,
     LocalRunner,
-    Row,
     SamplingParameters,
     Span,
     Wanted,
@@ -102,7 +102,7 @@ def test_greedy_answers_are_those_of_transformers_one_by_one(kind: str, way: str
             assert counts["accepted_tokens"] > COUNT
         # That the way was gone at all: prompts in chunks, beginnings shared, little room.
         assert (counts["preemptions"] > 0) == (way == "all at once")
-        assert counts["found_tokens"] > 0
+        assert counts["prefix_cached_tokens"] > 0
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -151,7 +151,7 @@ SAMPLING = SamplingParameters(max_tokens=5, temperature=0.8, top_p=0.9)
 def chances(front: tuple[int, ...], shift: float = 0.0) -> torch.Tensor:
     """Distribution of the next token; with a shift that of a draft which is not quite right."""
     logits = LOGITS[front] + shift * torch.linspace(-1, 1, 6)
-    return probabilities(logits[None], SAMPLING, [Row(SAMPLING, 0, 0, 0)])[0]
+    return probabilities(logits[None], SAMPLING, [DrawRow(SAMPLING, 0, 0, 0)])[0]
 
 
 def check_enumerated(counted: Counter[tuple[int, ...]]) -> None:
@@ -219,7 +219,7 @@ class Guess(Proposer):
         tokens = list(one.tokens[1:])
         while len(tokens) < min(len(one.tokens) + 1, len(one.tokens) - 1 + one.most):
             logits = LOGITS[tuple(tokens[:2])] + 0.5 * torch.linspace(-1, 1, 6)
-            row = Row(one.sampling, one.seed, one.sample, len(tokens))
+            row = DrawRow(one.sampling, one.seed, one.sample, len(tokens))
             tokens += [token.id for token in draw(logits[None], [row]) if token is not None]
         drawn = tokens[len(one.tokens) - 1 :]
         return Proposal(drawn, list(range(-1, len(drawn) - 1)), [0.5] * len(drawn))
@@ -253,7 +253,7 @@ def test_100000_draws_have_the_distribution_of_enumeration_and_meet_those_of_a_d
         for seed, answer in enumerate(answers_):
             fronts.setdefault(answer, []).append(seed)
         for front, seeds in fronts.items():
-            rows = [Row(SAMPLING, seed, 0, place) for seed in seeds]
+            rows = [DrawRow(SAMPLING, seed, 0, place) for seed in seeds]
             logits = LOGITS[front].expand(len(seeds), 6)
             for seed, token in zip(seeds, draw(logits, rows), strict=True):
                 assert token is not None
@@ -276,7 +276,7 @@ def test_many_tokens_are_drawn_as_few_are() -> None:
     count = 20_000
     logits = torch.linspace(0, 2, 150)[torch.randperm(150, generator=torch.Generator())]
     for sampling in (SamplingParameters(), SamplingParameters(top_p=0.97)):
-        rows = [Row(sampling, seed, 0, 0) for seed in range(count)]
+        rows = [DrawRow(sampling, seed, 0, 0) for seed in range(count)]
         parts = [
             draw(logits.expand(5000, 150), rows[at : at + 5000]) for at in range(0, count, 5000)
         ]

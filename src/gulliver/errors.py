@@ -12,7 +12,7 @@ SHOWN = 32
 
 
 class GulliverError(ValueError):
-    """A mistake that the user can mend: one line saying what is wrong and what would be right."""
+    """A user's mistake: one line says what is wrong and what would be right."""
 
 
 def missing_extra(what: str, extra: str) -> GulliverError:

@@ -38,7 +38,7 @@ MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`; both are among them, unless one is said to be open."""
+    """Numbers from `least` to `most`, both included unless open."""
 
     least: float
     most: float = MOST
@@ -76,11 +76,7 @@ GUIDANCE = Range(-1000, 1000)
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Converts a whole number of Python, numpy or torch to an int.
-
-    Raises:
-        GulliverError: it is no whole number; a bool counts as none.
-    """
+    """Converts a whole number of Python, numpy or torch to an int."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -102,18 +98,7 @@ RIGHT = "give a number with a unit, such as '6GiB' or '500 MB'"
 
 
 def byte_size(name: str, value: Any, whole: int | None = None) -> int:
-    """Converts a size to bytes.
-
-    Args:
-        name: name of the option, for the message.
-        value: bytes, or text: a number and a unit (``11GiB``, ``6 GB``, ``1.5 TiB``), or
-            a share (``70%``).
-        whole: bytes that a share is of; None where a share makes no sense.
-
-    Raises:
-        GulliverError: it is no size, not above 0, or no machine has it; it says what would be
-            right.
-    """
+    """Converts a size to bytes."""
     right = RIGHT
     if isinstance(value, str):
         size, right = _text_size(name, value, whole)
@@ -164,11 +149,7 @@ def size_at_least(count: int) -> str:
 
 
 def positive_number(name: str, value: Any) -> float:
-    """Converts a number above 0 to a float.
-
-    Raises:
-        GulliverError: it is no number, or not above 0.
-    """
+    """Converts a number above 0 to a float."""
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
         raise GulliverError(f"{name} must be a number, not {value!r}")
     if not float(value) > 0:
@@ -201,6 +182,18 @@ class Options:
     def __post_init__(self) -> None:
         if _CHECKING.get():
             check_options(self, f"{type(self).__name__}.")
+            self.check_combinations()
+
+    def check_combinations(self) -> None:
+        """Refuses combinations of values; subclasses override it and call it on their bases."""
+
+
+Chosen = TypeVar("Chosen", bound=Options)
+
+
+def part_of(options: Any, kind: type[Chosen]) -> Chosen:
+    """Extracts the options of one dataclass from a dataclass that also has its fields."""
+    return kind(**{name: getattr(options, name) for name in _hints(kind)})
 
 
 @contextmanager
@@ -220,15 +213,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def check_options(options: Any, prefix: str = "--") -> None:
-    """Checks each value against its annotation, in options and in those inside them.
-
-    Args:
-        options: dataclass instance, whose fields may be dataclasses too.
-        prefix: prefix of the options' names, for the message.
-
-    Raises:
-        GulliverError: naming the option, its value and what would be right.
-    """
+    """Checks each value against its annotation, in options and in those inside them."""
     for field, hint in _hints(type(options)).items():
         value = getattr(options, field)
         name = prefix + (field.replace("_", "-") if prefix.startswith("--") else field)
@@ -240,16 +225,7 @@ def check_options(options: Any, prefix: str = "--") -> None:
 
 
 def check_needs(options: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
-    """Refuses options that have no effect, where they are not left at their defaults.
-
-    Args:
-        options: dataclass instance, whose fields may be dataclasses too.
-        needs: mapping from the path of an option, such as ``loss.kl``, to whether there is what it
-            needs to have an effect, and what would be right where there is not.
-
-    Raises:
-        GulliverError: naming the option, its value and what would be right.
-    """
+    """Refuses options that have no effect, unless they have their defaults."""
     default = type(options)()
     for path, (met, right) in needs.items():
         value = operator.attrgetter(path)(options)
@@ -279,11 +255,7 @@ def resolved(config: Any) -> dict[str, Any]:
 
 
 def from_plain(values: dict[str, Any], kind: type, prefix: str = "") -> Any:
-    """Builds a configuration from plain values.
-
-    Raises:
-        GulliverError: for a key that `kind` does not have, naming the nearest.
-    """
+    """Builds a configuration from plain values."""
     if not isinstance(values, dict):
         raise GulliverError(f"config key {prefix.rstrip('.')!r} must hold a table of values")
     hints = _hints(kind)
@@ -305,11 +277,7 @@ def _bare(hint: Any) -> Any:
 
 
 def checked(value: Any, hint: Any, name: str) -> Any:
-    """Returns `value` as the annotated type.
-
-    Raises:
-        GulliverError: it is of another type, none of the choices, or outside of the range.
-    """
+    """Returns `value` as the annotated type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         value = checked(value, arguments[0], name)
@@ -377,14 +345,7 @@ def _checked_as_any(value: Any, hints: tuple[Any, ...], name: str) -> Any:
 def differences(
     old: dict[str, Any], new: dict[str, Any], may_change: Collection[str] = (), prefix: str = ""
 ) -> list[str]:
-    """Lists the keys in which two resolved configurations differ.
-
-    Args:
-        old: values that a run was begun with.
-        new: values that it is to go on with.
-        may_change: keys that may differ, with the parts of their path.
-        prefix: path of the values, with a dot at its end.
-    """
+    """Lists the keys in which two resolved configurations differ."""
     found = []
     for key in sorted(old.keys() | new.keys()):
         name = prefix + key

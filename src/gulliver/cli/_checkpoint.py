@@ -71,7 +71,7 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     begun, task = time.monotonic(), None
 
-    def told(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         nonlocal task
         if task is None:
             if time.monotonic() - begun < PATIENCE_S:
@@ -81,7 +81,7 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
         bar.update(task, completed=done)
 
     try:
-        yield told
+        yield report
     finally:
         if task is not None:
             bar.stop()
@@ -237,12 +237,12 @@ def verify_all(options: Verify) -> int:
 
 def _verify_one(path: Path, step: int | None) -> int:
     begun, read, folder = time.monotonic(), 0, path
-    with _bar(path.name) as told:
+    with _bar(path.name) as report:
 
         def count(done: int, total: int) -> None:
             nonlocal read
             read = done
-            told(done, total)
+            report(done, total)
 
         folder = any_step(path, step)
         problems = verify(folder, progress=count)
@@ -263,7 +263,7 @@ def _after_file(problem: Any) -> str:
 
 def diff(options: Diff) -> int:
     """Prints what differs; the exit code is 1 where something does."""
-    with _bar("comparing") as told:
+    with _bar("comparing") as report:
         found = compare(
             options.a,
             options.b,
@@ -273,7 +273,7 @@ def diff(options: Diff) -> int:
             options.any_dtype,
             options.step_a,
             options.step_b,
-            told,
+            report,
         )
     _print_names(found, options.show)
     if found.differences:
@@ -333,7 +333,7 @@ def convert(options: Convert) -> int:
         raise GulliverError(
             f"{options.source} is a step already: --to huggingface makes a folder of whole tensors"
         )
-    with _bar("converting") as told:
+    with _bar("converting") as report:
         if to == "step":
             if options.model_config is not None:
                 raise GulliverError("--model-config is for Hugging Face folders: leave it out")
@@ -344,7 +344,7 @@ def convert(options: Convert) -> int:
                 options.entry,
                 dtype,
                 options.prefix,
-                told,
+                report,
             )
         else:
             made = export_huggingface(
@@ -356,7 +356,7 @@ def convert(options: Convert) -> int:
                 options.prefix,
                 None if options.model_config is None else read_json(options.model_config),
                 options.step,
-                told,
+                report,
             )
     print(f"{made}: written")
     return 0

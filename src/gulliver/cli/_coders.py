@@ -21,29 +21,22 @@ from gulliver.memory import activation_peak
 from gulliver.models import AUTOENCODERS, build_autoencoder
 from gulliver.options import size_text
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
 
 @dataclass(frozen=True)
 class CoderNeeds:
-    """Sizes of an autoencoder; bytes are those of weights and activations.
-
-    Attributes:
-        release: releases that use it.
-        compression: frames, rows and columns of pixels that a latent stands for.
-        latent_channels: channels of its latents.
-        clip: frames, height and width of the clip that is decoded.
-        parameters: number of parameters; None for classes of diffusers.
-        decode: bytes to decode the clip as one.
-        stream: bytes to decode it piece by piece.
-    """
+    """Sizes of an autoencoder; bytes are those of weights and activations."""
 
     release: str
+    # Frames, rows and columns of pixels that a latent stands for.
     compression: tuple[int, int, int]
     latent_channels: int
+    # Frames, height and width of the clip that is decoded.
     clip: tuple[int, int, int]
+    # Number of parameters; None for classes of diffusers.
     parameters: int | None = None
+    # Bytes to decode the clip as one.
     decode: int | None = None
+    # Bytes to decode it piece by piece.
     stream: int | None = None
 
 
@@ -55,7 +48,7 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
     told = (known.release, known.compression, known.latent_channels, (frames, height, width))
     if known.of_diffusers:
         return CoderNeeds(*told)
-    dtype = DTYPES[config.precision]
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     # As one: without the quirk of pieces, where there is one.
     plain = {} if known.compression[0] == 1 else {"compat": ()}
     with torch.device("meta"):
@@ -65,7 +58,9 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
     step = pieces.latent_shape(min(frames, getattr(pieces, "micro_frames", 1)), height, width)
     count = sum(p.numel() for p in whole.parameters())
     weights = count * dtype.itemsize
-    peaks = [weights + _peak(name, whole, config.batch, shape, dtype) for shape in (latents, step)]
+    peaks = [
+        weights + _decode_peak(name, whole, config.batch, shape, dtype) for shape in (latents, step)
+    ]
     return CoderNeeds(*told, count, *peaks)
 
 
@@ -82,7 +77,9 @@ class _Decoding(nn.Module):
         return self.decoder(latents)
 
 
-def _peak(name: str, model: Any, batch: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _decode_peak(
+    name: str, model: Any, batch: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> int:
     decoder = model.networks["decoder"] if hasattr(model, "networks") else model.decoder
     latents = torch.empty(batch, *shape, dtype=dtype, device="meta")
     found = activation_peak(_Decoding(decoder).requires_grad_(False).eval(), (latents,))

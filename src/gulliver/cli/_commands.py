@@ -143,16 +143,8 @@ def _loaded(
     config: GenerateConfig, arguments: list[str], device: Any
 ) -> tuple[GenerateConfig, VideoModel | VideoPipeline]:
     """Loads a run, or the parts of a public model with its own settings where none are asked."""
-    parts = {
-        "--autoencoder": config.autoencoder,
-        "--text-encoder": config.text_encoder,
-        "--clip": config.clip,
-        "--texts": config.texts,
-    }
     if config.model is None:
-        for name, path in parts.items():
-            if path is not None:
-                raise GulliverError(f"{name} {path} is for a --model: name that, too")
+        config.refuse_parts("texts")
         model = open_run(config.run, device)
         if config.adapter is not None:
             from gulliver.dreambooth import load_adapter
@@ -166,7 +158,8 @@ def _loaded(
     if config.adapter is not None:
         raise GulliverError(f"--adapter {config.adapter} is of a --run: leave --model out")
     if config.autoencoder is None or config.text_encoder is None:
-        missing = " and ".join(name for name in list(parts)[:2] if parts[name] is None)
+        parts = {"--autoencoder": config.autoencoder, "--text-encoder": config.text_encoder}
+        missing = " and ".join(name for name, path in parts.items() if path is None)
         raise GulliverError(
             f"--model {config.model} needs {missing}: name what it was trained with"
         )

@@ -35,7 +35,7 @@ class Scan(Options):
     decode: bool = False
     """Decode every frame, and not only where the header is in doubt."""
     again: bool = False
-    """Look at all files anew, also those that the table has."""
+    """Look at all files again, also those that the table has."""
     workers: Annotated[int, WORKERS] = 0
     """Threads; 0: one for each core."""
 
@@ -55,7 +55,7 @@ class Cut(CutSettings, OfTable):
     """Cuts videos into clips of one scene each, upright and of a constant rate, without sound."""
 
     out: Path = Path("cut.parquet")
-    """Table to write; its clips lie in a folder beside it, and what is in no clip is listed."""
+    """Table to write; its clips lie in a folder next to it, and what is in no clip is listed."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Score(OfTable):
     out: Path | None = None
     """Table to write; by default the one that is read."""
     again: bool = False
-    """Score all rows anew."""
+    """Score all rows again."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Dedup(OfTable):
     """Leaves out copies of clips, however coded or scaled: the best of each stays."""
 
     out: Path = Path("unique.parquet")
-    """Table to write; what is a copy of what is listed beside it."""
+    """Table to write; copies are listed in a file next to it."""
     alike: Annotated[float, Range(0.5, 1)] = 0.95
     """Least correlation of the pictures of two copies."""
 

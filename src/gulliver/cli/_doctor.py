@@ -37,15 +37,7 @@ ENOUGH_S = 1.5
 
 
 def doctor(folder: Path, mib: int) -> int:
-    """Runs the command.
-
-    Args:
-        folder: folder on the disk to measure.
-        mib: most MiB that are written and read.
-
-    Raises:
-        GulliverError: no such folder, or one that cannot be written or has no space.
-    """
+    """Runs the command."""
     check_folder(folder, mib)
     table = Table(title=f"Gulliver {__version__} on {platform.node()}", title_justify="left")
     table.add_column("what")

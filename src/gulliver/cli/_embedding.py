@@ -45,7 +45,7 @@ class EmbeddingConfig(Options):
     hit_rate: Annotated[float, SHARE] = 0.9
     """Share of the uses that find their row there; benchmarks.embedding measures it."""
     optimizer: Literal["sgd", "adagrad", "row-wise adagrad", "sparse adam"] = "sgd"
-    """Optimizer of the rows, whose state lies beside them."""
+    """Optimizer of the rows; its state lies next to them."""
     host: str | None = None
     """Host memory, or disk, for the rows of each rank, such as 900GiB; by default any."""
     json: bool = False
@@ -81,11 +81,7 @@ def embedding_command(config: EmbeddingConfig, arguments: list[str]) -> int:
 
 
 def _tables(given: tuple[str, ...]) -> dict[str, int]:
-    """Reads tables as a user has named them.
-
-    Raises:
-        GulliverError: neither a data set nor NAME=ROWS.
-    """
+    """Reads tables as a user has named them."""
     from gulliver.embedding import DATA_SETS
 
     found: dict[str, int] = {}

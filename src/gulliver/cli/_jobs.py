@@ -21,10 +21,10 @@ from gulliver.cli._live_jobs import (
     Submit,
     Why,
     live_jobs,
-    quotas_of,
 )
 from gulliver.errors import GulliverError
 from gulliver.options import AT_LEAST_0, SEED, Options, Range
+from gulliver.schedule.live._options import quotas_of
 
 if TYPE_CHECKING:
     from gulliver.schedule import Job, JobCluster, Result
@@ -43,7 +43,7 @@ class Simulate(Options):
     policy: str = "rollout"
     """Policy: fifo, srpt, tiresias, optimus, pollux, ones or rollout."""
     compare: bool = False
-    """Simulate all policies beside it."""
+    """Simulate all other policies too."""
     slots: Annotated[int | None, Range(1, 4096)] = None
     """Slots of the cluster; by default those that a drawn trace is meant for."""
     node_slots: Annotated[int | None, Range(1, 4096)] = None
@@ -121,7 +121,7 @@ def simulate_jobs(config: Simulate) -> int:
         result = policy if name == config.policy else make_policy(name, config.seed)
         results.append(simulate(jobs, cluster, result))
     if config.json:
-        print(json.dumps({result.policy: _plain(result) for result in results}))
+        print(json.dumps({result.policy: _result_values(result) for result in results}))
     else:
         _show(results, left_out)
     if config.html is not None:
@@ -187,7 +187,7 @@ def _show(results: list[Result], lines: list[str]) -> None:
         console.print(line)
 
 
-def _plain(result: Result) -> dict[str, object]:
+def _result_values(result: Result) -> dict[str, object]:
     found = result.summary()._asdict()
     return {**found, "bound": result.bound, "ends": result.ends}
 

@@ -9,105 +9,35 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from gulliver.errors import GulliverError
-from gulliver.options import AT_LEAST_0, AT_LEAST_1, POSITIVE, SEED, Options, Range
+from gulliver.options import AT_LEAST_0, AT_LEAST_1, part_of
+from gulliver.schedule.live._options import JobsFolder, SchedulerOptions, Submission
 
 if TYPE_CHECKING:
-    from gulliver.schedule.live import History, SchedulerOptions, Spool
+    from gulliver.schedule.live import ScheduleHistory, Spool
 
-SLOTS = Range(1, 4096)
-DAY = Range(0.1, 86400)
 NO_SCHEDULER = "no scheduler runs: the next submission, or gulliver jobs scheduler, starts one"
 
 
 @dataclass(frozen=True)
-class Folder(Options):
-    """Folder that jobs are submitted to."""
-
-    folder: Path | None = None
-    """Folder that scheduler, commands and jobs meet in, seen by all nodes; GULLIVER_JOBS or
-    ~/.gulliver/jobs by default."""
-
-
-@dataclass(frozen=True)
-class Cluster(Folder):
-    """Options that a scheduler is started with."""
-
-    address: str = "local"
-    """Ray cluster: its address, or local to start one on this machine; here does without Ray."""
-    cluster_slots: Annotated[int | None, SLOTS] = None
-    """Slots of a cluster on this machine; of another, most on a node. The GPUs or CPUs that there
-    are by default."""
-    policy: str = "rollout"
-    """Policy: fifo, srpt, tiresias, optimus, pollux, ones or rollout."""
-    seed: Annotated[int, SEED] = 0
-    """Seed of policies that draw."""
-    quota: tuple[str, ...] = ()
-    """Slots that tenants have a right to, as TENANT=SLOTS."""
-    idle: Annotated[float, AT_LEAST_1] = 60.0
-    """Seconds without a job after which the scheduler ends."""
-    dashboard: bool = False
-    """Give a Ray cluster that is started its dashboard."""
-
-
-@dataclass(frozen=True)
-class Submit(Cluster):
+class Submit(SchedulerOptions, Submission):
     """Submits a training script; starts a scheduler where the folder has none."""
 
     script: tyro.conf.Positional[str] = tyro.MISSING
-    """Script, which says how far it is with gulliver.schedule.elastic()."""
     arguments: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Arguments of the script, after --."""
-    name: str | None = None
-    """Name of the job; that of the script by default."""
     batch: Annotated[int, AT_LEAST_1] = tyro.MISSING
-    """Global batch size."""
-    samples: Annotated[float | None, POSITIVE] = None
-    """Samples to process; leave it out where nobody knows, and say --epoch."""
-    epoch: Annotated[float | None, POSITIVE] = None
-    """Samples of an epoch."""
-    slots: Annotated[int, SLOTS] = 1
-    """Slots that it asks for."""
-    most_slots: Annotated[int | None, SLOTS] = None
-    """Most slots that it runs on; its smallest batch size by default."""
-    least_batch: Annotated[int | None, AT_LEAST_1] = None
-    """Smallest batch size that is allowed; it is fixed by default."""
-    most_batch: Annotated[int | None, AT_LEAST_1] = None
-    """Largest batch size that is allowed; it is fixed by default."""
-    noise: Annotated[float, AT_LEAST_0] = 0.0
-    """Gradient noise scale in samples, until the job reports a measured one."""
-    deadline: Annotated[float | None, POSITIVE] = None
-    """Seconds from now at which it should be done."""
-    tenant: str = ""
-    """Name that quotas know its user by."""
-    sample_seconds: Annotated[float | None, POSITIVE] = None
-    """Seconds of a sample on one slot, where they are known; measured as it runs."""
-    step_seconds: Annotated[float, AT_LEAST_0] = 0.0
-    """Seconds of a step that neither slots nor samples change."""
-    exchange_seconds: Annotated[float, AT_LEAST_0] = 0.0
-    """Seconds that one slot takes to send all gradients once."""
-    env: tuple[str, ...] = ()
-    """Environment variables, as NAME=VALUE."""
-    fresh: bool = False
-    """Give it an interpreter of its own instead of a fork of one that has imported torch."""
-    report_within: Annotated[float, DAY] = 300.0
-    """Seconds after which a job that says nothing is named."""
-    stop_silent: bool = False
-    """Stop such a job; it keeps its slots by default, and is not resized."""
-    grace: Annotated[float, DAY] = 120.0
-    """Seconds that it has to save and leave."""
-    tries: Annotated[int, AT_LEAST_1] = 3
-    """Failures from one checkpoint after which it is given up."""
+    idle: Annotated[float, AT_LEAST_1] = 60.0
+    submitted: tyro.conf.Suppress[float] = 0.0
 
 
 @dataclass(frozen=True)
-class Listing(Folder):
+class Listing(JobsFolder):
     """Lists jobs: what they hold, how far they are, and when they should end."""
 
     json: bool = False
@@ -117,7 +47,7 @@ class Listing(Folder):
 
 
 @dataclass(frozen=True)
-class Logs(Folder):
+class Logs(JobsFolder):
     """Prints what a job has printed."""
 
     job: tyro.conf.Positional[str] = tyro.MISSING
@@ -131,7 +61,7 @@ class Logs(Folder):
 
 
 @dataclass(frozen=True)
-class Why(Folder):
+class Why(JobsFolder):
     """Says why a job waits, runs or shrank, and when it should end."""
 
     job: tyro.conf.Positional[str] = tyro.MISSING
@@ -139,86 +69,43 @@ class Why(Folder):
 
 
 @dataclass(frozen=True)
-class Stop(Folder):
-    """Lets a job save and end; without a job, the scheduler, and jobs wait for the next one."""
+class Stop(JobsFolder):
+    """Asks a job to save and end; without a job, the scheduler: its jobs wait for the next one."""
 
     job: tyro.conf.Positional[str | None] = None
     """Name of the job."""
 
 
 @dataclass(frozen=True)
-class Scheduler(Cluster):
+class Scheduler(SchedulerOptions):
     """Schedules in the foreground, until Ctrl+C or SIGTERM: for a service or a batch system."""
 
+    idle: Annotated[float, AT_LEAST_1] = 60.0
 
-def live_jobs(action: Folder) -> int:
-    """Does what an action asks for."""
+
+def live_jobs(action: JobsFolder) -> int:
+    """Runs an action."""
     doers = {Submit: submit, Listing: show, Logs: logs, Why: explain, Stop: stop, Scheduler: run}
     return doers[type(action)](action)
 
 
-def quotas_of(texts: tuple[str, ...]) -> dict[str, int]:
-    """Reads slots by tenant.
+def _spool(config: JobsFolder) -> Spool:
+    from gulliver.schedule.live import Spool
 
-    Raises:
-        GulliverError: one does not read TENANT=SLOTS.
-    """
-    quotas = {}
-    for text in texts:
-        tenant, equals, slots = text.partition("=")
-        if not equals or not slots.isdigit():
-            raise GulliverError(f"--quota {text!r}: give TENANT=SLOTS")
-        quotas[tenant] = int(slots)
-    return quotas
-
-
-def _spool(config: Folder) -> Spool:
-    from gulliver.schedule.live import Spool, default_folder
-
-    return Spool((config.folder or default_folder()).absolute())
-
-
-def _options(config: Cluster) -> SchedulerOptions:
-    from gulliver.schedule.live import SchedulerOptions
-
-    return SchedulerOptions(
-        str(_spool(config).path),
-        config.address,
-        config.cluster_slots,
-        config.policy,
-        config.seed,
-        quotas_of(config.quota),
-        config.idle,
-        config.dashboard,
-    )
-
-
-def _variables(texts: tuple[str, ...]) -> dict[str, str]:
-    for text in texts:
-        if "=" not in text:
-            raise GulliverError(f"--env {text!r}: give NAME=VALUE")
-    return dict(text.split("=", 1) for text in texts)
+    return Spool(config.path)
 
 
 def submit(config: Submit) -> int:
     """Submits a job."""
-    from gulliver.schedule.live import Submission, ensure_scheduler
+    from gulliver.schedule.live import ensure_scheduler
 
-    spool, script = _spool(config), Path(config.script)
-    same = ("batch", "samples", "epoch", "slots", "most_slots", "least_batch", "most_batch")
-    same += ("noise", "deadline", "tenant", "sample_seconds", "step_seconds", "exchange_seconds")
-    same += ("fresh", "report_within", "stop_silent", "grace", "tries", "arguments")
-    submission = Submission(
-        name=config.name or script.stem,
-        script=config.script,
-        folder=str(Path.cwd()),
-        environment=_variables(config.env),
-        **{name: getattr(config, name) for name in same},
-    )
+    spool = _spool(config)
+    options = part_of(config, SchedulerOptions)
+    submission = part_of(config, Submission)
+    submission = replace(submission, directory=str(Path(config.directory).absolute()))
     spool.check(submission)
     begun = ensure_scheduler(
-        _options(config),
-        lambda what: print(f"the scheduler {what}", file=sys.stderr, flush=True),
+        options, lambda what: print(f"the scheduler {what}", file=sys.stderr, flush=True)
     )
     about = spool.scheduler() or {}
     if not begun:
@@ -230,7 +117,7 @@ def submit(config: Submit) -> int:
         )
     spool.submit(submission)
     # The one that was there may have ended just before, with nothing to do.
-    ensure_scheduler(_options(config))
+    ensure_scheduler(options)
     if begun:
         print(
             f"scheduler started: {about.get('slots')} slots, policy {about.get('policy')}, Ray "
@@ -241,16 +128,12 @@ def submit(config: Submit) -> int:
     return 0
 
 
-def _check_same(config: Cluster, about: Mapping[str, Any]) -> None:
-    """Refuses what only a scheduler that starts could be told.
-
-    Raises:
-        GulliverError: the one that runs has another policy, or another number of slots.
-    """
+def _check_same(config: SchedulerOptions, about: Mapping[str, Any]) -> None:
+    """Refuses options that only a scheduler that starts could take."""
     # Of a cluster elsewhere slots are said by node.
     slots = config.cluster_slots if config.address in ("local", "here") else None
     for name, wanted, default in (
-        ("policy", config.policy, Cluster.policy),
+        ("policy", config.policy, SchedulerOptions.policy),
         ("slots", slots, None),
     ):
         if wanted != default and wanted != about.get(name, wanted):
@@ -260,7 +143,7 @@ def _check_same(config: Cluster, about: Mapping[str, Any]) -> None:
             )
 
 
-def _history(spool: Spool) -> History:
+def _history(spool: Spool) -> ScheduleHistory:
     from gulliver.schedule.live import read_history
 
     found = read_history(spool)
@@ -293,7 +176,7 @@ def show(config: Listing) -> int:
     return 0
 
 
-def _plain(history: History, name: str, ends: dict[str, float]) -> dict[str, object]:
+def _plain(history: ScheduleHistory, name: str, ends: dict[str, float]) -> dict[str, object]:
     job = history.jobs[name]
     return {
         "name": name,
@@ -311,7 +194,7 @@ def _plain(history: History, name: str, ends: dict[str, float]) -> dict[str, obj
     }
 
 
-def _table(history: History, ends: dict[str, float]) -> None:
+def _table(history: ScheduleHistory, ends: dict[str, float]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -389,5 +272,5 @@ def run(config: Scheduler) -> int:
     """Schedules in the foreground."""
     from gulliver.schedule.live import serve
 
-    serve(_options(config))
+    serve(part_of(config, SchedulerOptions))
     return 0

@@ -17,136 +17,124 @@ from gulliver.errors import GulliverError, nearest
 
 
 class Command(NamedTuple):
-    """A command: its options and its function, each as (module, name), and what it does."""
+    """A command: its options and its function, each as module:name, and what it does."""
 
-    options: tuple[str, str]
-    function: tuple[str, str]
+    options: str
+    function: str
     what: str
 
 
-VIDEO, OPTIONS = "gulliver.video._config", "gulliver.cli._options"
-TEXTS = "gulliver.finetune._job_config"
-SUBJECTS = "gulliver.dreambooth._config"
-AUTOENCODERS = "gulliver.video._autoencoder_config"
-DATA = "gulliver.cli._data"
 COMMANDS = {
-    name: Command(
-        (place, options), (f"gulliver.cli.{module}", f"{name.replace('-', '_')}_command"), what
-    )
-    for name, place, options, module, what in (
-        ("finetune", TEXTS, "FinetuneConfig", "_finetune", "fine-tune a language model on texts"),
-        ("data", DATA, "PrepareConfig", "_data", "make a table to train on of a folder of clips"),
-        (
-            "dreambooth",
-            SUBJECTS,
-            "DreamboothConfig",
-            "_dreambooth",
-            "teach an image or video model a subject from a few pictures",
-        ),
-        ("train", VIDEO, "TrainConfig", "_commands", "train a text-to-video model"),
-        (
-            "train-autoencoder",
-            AUTOENCODERS,
-            "TrainAutoencoderConfig",
-            "_commands",
-            "train a video autoencoder",
-        ),
-        ("generate", OPTIONS, "GenerateConfig", "_commands", "make clips from sentences"),
-        ("app", OPTIONS, "AppConfig", "_app", "make clips in the browser, look at a training run"),
-        ("evaluate", OPTIONS, "EvaluateConfig", "_commands", "judge what a model shows"),
-        (
-            "checkpoint",
-            OPTIONS,
-            "CheckpointConfig",
-            "_checkpoint",
-            "list, check and convert checkpoints",
-        ),
-        (
-            "probe",
-            OPTIONS,
-            "ProbeConfig",
-            "_commands",
-            "measure what the machine and its links can do",
-        ),
-        (
-            "doctor",
-            OPTIONS,
-            "DoctorConfig",
-            "_commands",
-            "say which I/O engine runs and how fast the disk is",
-        ),
-        (
-            "plan",
-            OPTIONS,
-            "PlanConfig",
-            "_plan",
-            "find the fastest plan of a model on a cluster, or what fits",
-        ),
-        (
-            "embedding",
-            "gulliver.cli._embedding",
-            "EmbeddingConfig",
-            "_embedding",
-            "plan tables larger than a device: bytes and seconds of each rank",
-        ),
-        (
-            "jobs",
-            "gulliver.cli._jobs",
-            "JobsConfig",
-            "_jobs",
-            "run or simulate jobs that share a cluster: when each ends, and why it waits",
-        ),
-        (
-            "precision",
-            OPTIONS,
-            "PrecisionConfig",
-            "_precision",
-            "say which layers of a model FP8 would speed up on a cluster",
-        ),
-        (
-            "models",
-            OPTIONS,
-            "ModelsConfig",
-            "_models",
-            "list the public video models and the memory they take",
-        ),
-        (
-            "quantize",
-            OPTIONS,
-            "QuantizeConfig",
-            "_quantize",
-            "make an int8 or int4 folder of a language model's",
-        ),
-        (
-            "chat",
-            OPTIONS,
-            "ChatConfig",
-            "_chat",
-            "talk with a language model, or continue texts",
-        ),
-        (
-            "speculate",
-            "gulliver.serve.speculative._train_config",
-            "SpeculateConfig",
-            "_speculate",
-            "train a draft for a language model, and measure what drafts are worth",
-        ),
-        (
-            "serve",
-            "gulliver.cli._serve",
-            "ServeConfig",
-            "_serve",
-            "serve a language model to clients of OpenAI's interface, or send a load to one",
-        ),
-        ("capabilities", OPTIONS, "CapabilitiesConfig", "_commands", "show what may be combined"),
-        (
-            "demo",
-            VIDEO,
-            "DemoConfig",
-            "_commands",
-            "train, generate and judge, and show the result",
-        ),
-    )
+    "finetune": Command(
+        "gulliver.finetune._job_config:FinetuneConfig",
+        "gulliver.cli._apps:finetune_command",
+        "fine-tune a language model on texts",
+    ),
+    "data": Command(
+        "gulliver.cli._data:PrepareConfig",
+        "gulliver.cli._data:data_command",
+        "make a table to train on of a folder of clips",
+    ),
+    "dreambooth": Command(
+        "gulliver.dreambooth._config:DreamboothConfig",
+        "gulliver.cli._apps:dreambooth_command",
+        "teach an image or video model a subject from a few pictures",
+    ),
+    "train": Command(
+        "gulliver.video._config:TrainConfig",
+        "gulliver.cli._commands:train_command",
+        "train a text-to-video model",
+    ),
+    "train-autoencoder": Command(
+        "gulliver.video._autoencoder_config:TrainAutoencoderConfig",
+        "gulliver.cli._commands:train_autoencoder_command",
+        "train a video autoencoder",
+    ),
+    "generate": Command(
+        "gulliver.cli._options:GenerateConfig",
+        "gulliver.cli._commands:generate_command",
+        "make clips from sentences",
+    ),
+    "app": Command(
+        "gulliver.cli._options:AppConfig",
+        "gulliver.cli._apps:app_command",
+        "make clips in the browser, look at a training run",
+    ),
+    "evaluate": Command(
+        "gulliver.cli._options:EvaluateConfig",
+        "gulliver.cli._commands:evaluate_command",
+        "judge what a model shows",
+    ),
+    "checkpoint": Command(
+        "gulliver.cli._options:CheckpointConfig",
+        "gulliver.cli._checkpoint:checkpoint_command",
+        "list, check and convert checkpoints",
+    ),
+    "probe": Command(
+        "gulliver.cli._options:ProbeConfig",
+        "gulliver.cli._commands:probe_command",
+        "measure what the machine and its links can do",
+    ),
+    "doctor": Command(
+        "gulliver.cli._options:DoctorConfig",
+        "gulliver.cli._commands:doctor_command",
+        "say which I/O engine runs and how fast the disk is",
+    ),
+    "plan": Command(
+        "gulliver.cli._options:PlanConfig",
+        "gulliver.cli._plan:plan_command",
+        "find the fastest plan of a model on a cluster, or what fits",
+    ),
+    "embedding": Command(
+        "gulliver.cli._embedding:EmbeddingConfig",
+        "gulliver.cli._embedding:embedding_command",
+        "plan tables larger than a device: bytes and seconds of each rank",
+    ),
+    "jobs": Command(
+        "gulliver.cli._jobs:JobsConfig",
+        "gulliver.cli._jobs:jobs_command",
+        "run or simulate jobs that share a cluster: when each ends, and why it waits",
+    ),
+    "precision": Command(
+        "gulliver.cli._options:PrecisionConfig",
+        "gulliver.cli._precision:precision_command",
+        "say which layers of a model FP8 would speed up on a cluster",
+    ),
+    "models": Command(
+        "gulliver.cli._options:ModelsConfig",
+        "gulliver.cli._models:models_command",
+        "list the public video models and the memory they take",
+    ),
+    "quantize": Command(
+        "gulliver.cli._options:QuantizeConfig",
+        "gulliver.cli._apps:quantize_command",
+        "make an int8 or int4 folder of a language model's",
+    ),
+    "chat": Command(
+        "gulliver.cli._chat:ChatConfig",
+        "gulliver.cli._chat:chat_command",
+        "talk with a language model, or continue texts",
+    ),
+    "speculate": Command(
+        "gulliver.serve.speculative._train_config:SpeculateConfig",
+        "gulliver.cli._apps:speculate_command",
+        "train a draft for a language model, and measure what drafts are worth",
+    ),
+    "serve": Command(
+        "gulliver.cli._serve:ServeConfig",
+        "gulliver.cli._serve:serve_command",
+        "serve a language model to clients of OpenAI's interface, or send a load to one",
+    ),
+    "capabilities": Command(
+        "gulliver.cli._options:CapabilitiesConfig",
+        "gulliver.cli._commands:capabilities_command",
+        "show what may be combined",
+    ),
+    "demo": Command(
+        "gulliver.video._config:DemoConfig",
+        "gulliver.cli._commands:demo_command",
+        "train, generate and judge, and show the result",
+    ),
 }
 
 
@@ -213,8 +201,8 @@ def _with_action(name: str, arguments: list[str]) -> list[str]:
     return [usual, *arguments] if bare else arguments
 
 
-def _found(place: tuple[str, str]) -> Any:
-    module, name = place
+def _found(place: str) -> Any:
+    module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 
@@ -245,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        # Whoever read the output has seen enough, as head does; what is left goes nowhere.
+        # The reader of the output, such as head, has seen enough; the rest is dropped.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     _leave(code)

@@ -37,20 +37,16 @@ BLOCKS = ("blocks", "spatial_blocks", "temporal_blocks", "double_blocks", "singl
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory of a model for a clip, in bytes.
-
-    Attributes:
-        parameters: number of parameters.
-        tokens: video tokens of a clip.
-        train: training with every activation kept.
-        train_recomputed: training with the activations of blocks computed again.
-        sample: sampling, with the text and without it in one batch.
-    """
+    """Memory of a model for a clip, in bytes."""
 
     parameters: int
+    # Video tokens of a clip.
     tokens: int
+    # Training with every activation kept.
     train: int
+    # Training with the activations of blocks computed again.
     train_recomputed: int
+    # Sampling, with the text and without it in one batch.
     sample: int
 
 
@@ -78,11 +74,7 @@ def models_command(config: ModelsConfig, arguments: list[str]) -> int:
 
 
 def clip_of(name: str, config: ModelsConfig) -> tuple[int, int, int]:
-    """Frames, height and width in pixels: as asked for, or the model's usual ones.
-
-    Raises:
-        GulliverError: the model takes another size alone.
-    """
+    """Frames, height and width in pixels: as asked for, or the model's usual ones."""
     usual = CONFIGURATIONS[name].clip
     asked = (config.frames, config.height, config.width)
     clip = tuple(u if a is None else a for u, a in zip(usual, asked, strict=True))
@@ -184,7 +176,7 @@ def inputs_of(
             "num_frames": empty(kind=exact),
             "ar": empty(kind=exact),
             "fps": empty(kind=exact),
-            # Plain numbers: with them the scale of positions can be told without values.
+            # Plain numbers: with them the scale of positions is known without values.
             "height": [float(height)] * batch,
             "width": [float(columns)] * batch,
         }

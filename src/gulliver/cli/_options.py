@@ -6,14 +6,14 @@ in `gulliver.video._config`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from gulliver.cli._placement import Placement
 from gulliver.cli._plan_data_options import PlanData
+from gulliver.errors import GulliverError
 from gulliver.options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -29,11 +29,9 @@ from gulliver.video import SamplingConfig
 
 
 @dataclass(frozen=True)
-class GenerateConfig(SamplingConfig):
-    """Makes clips with a trained run."""
+class PublicModel(Options):
+    """A public transformer in place of a run, and what it was trained with."""
 
-    run: Path = Path("out/demo/run")
-    """Folder of the training run."""
     model: Path | None = None
     """Public transformer in place of a run: a folder, a safetensors file or an index of several.
     Steps, guidance, batch size and fps are then those that it was published with."""
@@ -43,6 +41,21 @@ class GenerateConfig(SamplingConfig):
     """Folder of the T5 of --model."""
     clip: Path | None = None
     """Folder of the CLIP that models of Open-Sora 2.0 read besides."""
+
+    def refuse_parts(self, *others: str) -> None:
+        """Refuses parts of a public model where there is none."""
+        for name in ("autoencoder", "text_encoder", "clip", *others):
+            if (path := getattr(self, name)) is not None:
+                option = name.replace("_", "-")
+                raise GulliverError(f"--{option} {path} is for a --model: name that, too")
+
+
+@dataclass(frozen=True)
+class GenerateConfig(SamplingConfig, PublicModel):
+    """Makes clips with a trained run."""
+
+    run: Path = Path("out/demo/run")
+    """Folder of the training run."""
     texts: Path | None = None
     """Folder that keeps what captions say, so that each is encoded once."""
     adapter: Path | None = None
@@ -69,7 +82,7 @@ class GenerateConfig(SamplingConfig):
     seed: Annotated[int, SEED] = 0
     """Noise of the first clip; the next clips take the next seeds."""
     cache_check: bool = False
-    """Make the clips without the cache, too, and tell the PSNR to them."""
+    """Make the clips without the cache, too, and print the PSNR to them."""
     negative_prompt: str = ""
     """Sentence to lead away from, in place of no sentence."""
     reference: tuple[Path, ...] = ()
@@ -98,7 +111,7 @@ class GenerateConfig(SamplingConfig):
 
 
 @dataclass(frozen=True)
-class AppConfig(Options):
+class AppConfig(PublicModel):
     """Shows a page in the browser: clips from prompts and pictures, and a run that trains."""
 
     run: tyro.conf.Positional[Path | None] = None
@@ -109,14 +122,6 @@ class AppConfig(Options):
     """Port to listen at; 0 takes any that is free."""
     out: Path = Path("out/app")
     """Folder that keeps the clips, each with its settings."""
-    model: Path | None = None
-    """Public transformer in place of a run: a folder, a safetensors file or an index of several."""
-    autoencoder: Path | None = None
-    """Folder or file of the autoencoder of --model."""
-    text_encoder: Path | None = None
-    """Folder of the T5 of --model."""
-    clip: Path | None = None
-    """Folder of the CLIP that models of Open-Sora 2.0 read besides."""
     keep: bool = False
     """Keep all networks of --model in memory: faster clips, and previews while they are made."""
 
@@ -148,7 +153,7 @@ class ProbeConfig(Options):
     mib: Annotated[int, Range(1, 2**20)] = 256
     """Most MiB of that file."""
     again: bool = False
-    """Measure anew, even if there is a measurement of this machine, and of the folder's disk."""
+    """Measure again, even if there is a measurement of this machine, and of the folder's disk."""
 
 
 @dataclass(frozen=True)
@@ -211,35 +216,6 @@ class QuantizeConfig(Options):
     """Prompts of the pictures that are compared; of pipelines."""
     steps: Annotated[int | None, AT_LEAST_1] = None
     """Steps of each picture; by default 20."""
-
-
-@dataclass(frozen=True)
-class ChatConfig(Options):
-    """Talks with a language model, by its chat template; answers come as they are made."""
-
-    folder: tyro.conf.Positional[Path] = Path()
-    """Hugging Face folder of the model, with its tokenizer."""
-    prompt: tuple[str, ...] = ()
-    """Message to answer; several are answered in turn, without a terminal."""
-    system: str = ""
-    """What the model is told before the first message."""
-    plain: bool = False
-    """Continue each text as it is: no chat template, no history."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the weights; that of the files by default."""
-    quantize: Literal["int8", "int8_dynamic", "int4"] | None = None
-    """Read the weights into int8 or int4."""
-    context: Annotated[int | None, Range(2, 2**24)] = None
-    """Most tokens of the conversation; the model's own by default."""
-    max_tokens: Annotated[int, Range(1, 2**20)] = 256
-    """Most tokens of an answer."""
-    temperature: Annotated[float, Range(0, 100)] = 0.7
-    """0 takes the likeliest token, 1 the model's own distribution."""
-    top_p: Annotated[float, Range(0.001, 1)] = 1.0
-    """Draw among the fewest tokens that have this probability together."""
-    seed: Annotated[int | None, SEED] = None
-    """Seed of what is drawn; a new one each time by default."""
-    placement: tyro.conf.OmitArgPrefixes[Placement] = field(default_factory=Placement)
 
 
 @dataclass(frozen=True)
@@ -316,7 +292,7 @@ class Convert(Options):
     max_shard_gb: Annotated[float, Range(0, 1e6, open_below=True)] = 5.0
     """Most gigabytes of tensors in one file."""
     model_config: Path | None = None
-    """Path to a config.json to put beside the weights."""
+    """Path to a config.json to put next to the weights."""
 
 
 Action = (
@@ -373,7 +349,7 @@ class Show(Options):
     """Shows what a plan's file says, in a few lines."""
 
     file: tyro.conf.Positional[Path]
-    """A plan.yaml, such as a run keeps beside its checkpoints."""
+    """A plan.yaml, such as a run keeps next to its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -408,16 +384,16 @@ class Search(Options):
     inference: bool = False
     """Plan forwards alone: nothing is trained."""
     estimates: bool = False
-    """Tell the memory of training, of LoRA and of inference too: three searches."""
+    """Also print the memory of training, of LoRA and of inference: three searches."""
     why: str | None = None
     """Path of a module: what is done with it, what else could be and at what price."""
     what_if: tuple[str, ...] = ()
     """Changes of the cluster to compare with, such as link=400Gb inner=900GB memory=141GiB
     flops=x1.5."""
     price_per_hour: Annotated[float | None, POSITIVE] = None
-    """Price of a device for an hour: the cost of a trillion tokens is told."""
+    """Price of a device for an hour: also prints the cost of a trillion tokens."""
     watts: Annotated[float | None, POSITIVE] = None
-    """Power of a device with its share of the machine: the energy of a trillion tokens is told."""
+    """Power of a device with its share of the machine: also prints a trillion tokens' energy."""
     html: Path | None = None
     """File to write a report with pictures to."""
     json: bool = False

@@ -1,4 +1,4 @@
-"""``gulliver plan memory``: where a model's state would lie, told before anything is loaded.
+"""``gulliver plan memory``: where a model's state would lie, before anything is loaded.
 
 The search, ``gulliver plan MODEL``, is in `_plan_search.py`, and ``gulliver plan data`` in
 `_plan_data.py`.
@@ -49,11 +49,7 @@ def plan_command(config: PlanConfig, arguments: list[str]) -> int:
 
 
 def plugin_of(options: Memory) -> Plugin:
-    """The plugin that runs what the options say.
-
-    Raises:
-        GulliverError: an option that a model which is cut over ranks does not have.
-    """
+    """The plugin that runs what the options say."""
     precision = None if options.precision == "fp32" else options.precision
     limits = options.memory, options.host, options.disk
     if options.tp * options.sp * options.pp == 1:

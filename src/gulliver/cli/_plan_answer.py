@@ -11,22 +11,16 @@ from gulliver.cli._plan_why import Why
 
 @dataclass(frozen=True)
 class Answer:
-    """All that is told of a search.
-
-    Attributes:
-        subject: model and batch.
-        found: what was found.
-        prices: fastest grids under other limits of memory.
-        enough: what would be enough.
-        changed: what was found on the changed cluster; None where nothing was changed.
-        estimates: what was found for training, LoRA and inference, by name.
-        why: what is done with a module; None where none was asked for.
-    """
+    """All results of a search."""
 
     subject: Subject
     found: Found
+    # Fastest grids under other limits of memory.
     prices: tuple[Price, ...]
     enough: MinimumResources
+    # What was found on the changed cluster; None where nothing was changed.
     changed: Found | None = None
+    # What was found for training, LoRA and inference, by name.
     estimates: dict[str, Found] | None = None
+    # What is done with a module; None where none was asked for.
     why: Why | None = None

@@ -26,28 +26,20 @@ from gulliver.options import size_text
 
 @dataclass(frozen=True)
 class LoadedCosts:
-    """Costs of a file, and what is told of them.
-
-    Attributes:
-        costs: costs to plan with.
-        lines: where they come from, and what they are planned with.
-        shapes: shapes that the file knows; none where it does not say.
-        keeps: whether the file says what a kept block holds.
-        rates: link to the host's memory; None where it is not known.
-    """
+    """Costs of a file, and lines that describe them."""
 
     costs: Any
+    # Where they come from, and what they are planned with.
     lines: list[str]
+    # Shapes that the file knows; none where it does not say.
     shapes: tuple[Any, ...]
+    # Whether the file says what a kept block holds.
     keeps: bool
+    # Link to the host's memory; None where it is not known.
     rates: TierRates | None = None
 
     def drawn(self, options: PlanData) -> list[Any]:
-        """Shapes of samples that nobody has given: drawn from those that the file knows.
-
-        Raises:
-            GulliverError: it knows none.
-        """
+        """Shapes of samples that nobody has given: drawn from those that the file knows."""
         if isinstance(self.costs, TableCosts):
             return draw_shapes(self.costs, options.distribution, options.count, options.seed)
         if not self.shapes:
@@ -59,11 +51,7 @@ class LoadedCosts:
         )
 
     def named(self, text: str) -> Any:
-        """The shape of a line of --shapes.
-
-        Raises:
-            GulliverError: it is no shape.
-        """
+        """The shape of a line of --shapes."""
         if isinstance(self.costs, TableCosts):
             return text
         named = {str(shape): shape for shape in self.shapes}
@@ -74,19 +62,15 @@ class LoadedCosts:
         if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2}", text):
             frames, rows, columns = map(int, text.split("x"))
             return SampleShape.clip(frames, rows, columns)
-        told = f": {nearest(text, named)}" if named else ""
+        hint = f": {nearest(text, named)}" if named else ""
         raise GulliverError(
             f"--shapes: {text!r} is no shape: write one that the costs know, a number of tokens, "
-            f"or latent frames x rows x columns such as 16x30x40{told}"
+            f"or latent frames x rows x columns such as 16x30x40{hint}"
         )
 
 
 def load_costs(options: PlanData) -> LoadedCosts:
-    """Reads the costs of a command.
-
-    Raises:
-        GulliverError: the file has none; options that they have no use for.
-    """
+    """Reads the costs of a command."""
     found = _samples(options) if holds_samples(options.costs) else _table(options)
     if options.offload is None:
         return found
@@ -101,11 +85,11 @@ def load_costs(options: PlanData) -> LoadedCosts:
     if found.rates is None or not found.keeps:
         raise GulliverError(f"--offload {options.offload:g}: {missing}")
     host = HostRoom.within(options.offload * 2**30, found.rates)
-    told = (
+    hint = (
         f"activations may move to {size_text(host.bytes)} of a rank's host memory, at "
         f"{host.rates.write_rate / 1e9:.3g} GB/s there and {host.rates.read_rate / 1e9:.3g} back"
     )
-    return replace(found, costs=replace(found.costs, host=host), lines=[*found.lines, told])
+    return replace(found, costs=replace(found.costs, host=host), lines=[*found.lines, hint])
 
 
 def _table(options: PlanData) -> LoadedCosts:

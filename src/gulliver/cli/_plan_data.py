@@ -76,8 +76,8 @@ def gains(options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: 
             plans = list(DataCentricPlanner(costs, shapes, options.ranks, other, **changed))
         except GulliverError:
             continue  # such as a step longer than the data
-        told = shares_of(plans)
-        gain = told.samples / told.seconds / speed - 1
+        summary = shares_of(plans)
+        gain = summary.samples / summary.seconds / speed - 1
         # The plan of now fits into more memory, too.
         found.append((max(gain, 0.0) if name in (MORE, HOST) else gain, name))
     found.sort(key=lambda pair: (-pair[0], pair[1]))
@@ -88,15 +88,15 @@ def _whole(
     plans: Sequence[StepPlan], loaded: LoadedCosts, shapes: Sequence[Any], options: PlanData
 ) -> list[str]:
     costs = loaded.costs
-    told = shares_of(plans, costs.known)
+    summary = shares_of(plans, costs.known)
     used = len({index for plan in plans for _, batch in plan for index in batch.samples})
     fits = [shape for shape in shapes if _fits(costs, shape, options)]
     least = least_time(costs, fits, options.ranks)
     least /= options.stages
     return [
-        f"{len(plans):,} steps: {told}",
+        f"{len(plans):,} steps: {summary}",
         f"{used:,} of {len(shapes):,} samples once each, {len(shapes) - used:,} left out; "
-        f"{100 * (told.seconds / least - 1):.1f} % over every sample in its best micro-batch",
+        f"{100 * (summary.seconds / least - 1):.1f} % over every sample in its best micro-batch",
     ]
 
 

@@ -5,6 +5,7 @@ All are made on meta: nothing of a model's size is allocated, and nothing is dow
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -44,63 +45,9 @@ SIZES = (
 )
 """Fields of a configuration of transformers that count something."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-}
-
-
-def _llama(hidden: int, inner: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
-    return {
-        **LLAMA,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        **others,
-    }
-
-
-PUBLIC: dict[str, dict[str, Any]] = {
-    "llama-3-8b": _llama(4096, 14336, 32, 32),
-    "llama-3-70b": _llama(8192, 28672, 80, 64),
-    "llama-3-405b": _llama(16384, 53248, 126, 128, max_position_embeddings=131072),
-    "mixtral-8x7b": {
-        **_llama(4096, 14336, 32, 32, max_position_embeddings=32768, rope_theta=1e6),
-        "model_type": "mixtral",
-        "architectures": ["MixtralForCausalLM"],
-        "vocab_size": 32000,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "bloom-176b": {
-        "model_type": "bloom",
-        "architectures": ["BloomForCausalLM"],
-        "vocab_size": 250880,
-        "hidden_size": 14336,
-        "n_layer": 70,
-        "n_head": 112,
-    },
-    "sdxl-unet": {
-        "_class_name": "UNet2DConditionModel",
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 256,
-        "attention_head_dim": [5, 10, 20],
-        "block_out_channels": [320, 640, 1280],
-        "cross_attention_dim": 2048,
-        "down_block_types": ["DownBlock2D", *["CrossAttnDownBlock2D"] * 2],
-        "projection_class_embeddings_input_dim": 2816,
-        "sample_size": 128,
-        "transformer_layers_per_block": [1, 2, 10],
-        "up_block_types": [*["CrossAttnUpBlock2D"] * 2, "UpBlock2D"],
-        "use_linear_projection": True,
-    },
-}
+PUBLIC: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("plan_models.json").read_text(encoding="utf-8")
+)
 """Public models by name, as their config.json has them."""
 TEXT_LENGTH = 77
 """Tokens of a caption of Stable Diffusion."""
@@ -111,33 +58,24 @@ LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMasked
 
 @dataclass(frozen=True)
 class Subject:
-    """Subject of a search.
-
-    Attributes:
-        model: whole model, on meta.
-        batch: one sample or a few, as the model takes them.
-        name: what it is called.
-        sample: what a sample is, in a few words.
-        tokens: tokens of a sample; 0 where it has none.
-        notes: what is worth knowing of it.
-        cached: elements of the keys and values that it keeps of a sample when it generates.
-    """
+    """Subject of a search."""
 
     model: nn.Module
+    # One sample or a few, as the model takes them.
     batch: Any
     name: str
+    # What a sample is, in a few words.
     sample: str
+    # Tokens of a sample; 0 where it has none.
     tokens: int = 0
+    # What is worth knowing of it.
     notes: tuple[str, ...] = ()
+    # Elements of the keys and values that it keeps of a sample when it generates.
     cached: int = 0
 
 
 def subject_of(options: Search) -> Subject:
-    """Makes the model that is asked for, and a sample of it.
-
-    Raises:
-        GulliverError: nothing of that name, or it cannot be made.
-    """
+    """Makes the model that is asked for, and a sample of it."""
     name = options.model
     if name in CONFIGURATIONS:
         _refuse(options, "is a model of video", "seq")
@@ -232,11 +170,7 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
 def _sample_of(
     model: Any, name: str, options: Search
 ) -> tuple[dict[str, Any], str, int, tuple[str, ...]] | None:
-    """A sample of a model of transformers, what it is, its tokens, and what is worth knowing.
-
-    Returns:
-        None where the model takes something else than text, pictures, both, or a spectrogram.
-    """
+    """A sample of a model of transformers, what it is, its tokens, and what is worth knowing."""
     config = model.config
     _refuse(options, "takes no clips", "frames")
     seq = options.seq or TOKENS
@@ -287,11 +221,7 @@ def _pixels(config: Any, options: Search) -> tuple[torch.Tensor, str]:
 
 
 def _check_sizes(values: Mapping[str, Any], name: str) -> None:
-    """Refuses sizes of a configuration that no model has, which transformers takes or only quotes.
-
-    Raises:
-        GulliverError: a number of layers or heads is below one, or heads do not divide.
-    """
+    """Refuses sizes that no model has, which transformers would take or only quote."""
     sizes = {key: values[key] for key in SIZES if isinstance(values.get(key), int)}
     for key, value in sizes.items():
         if value < 1:
@@ -313,17 +243,13 @@ def _check_sizes(values: Mapping[str, Any], name: str) -> None:
 
 
 def cached_elements(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """Elements of the keys and values that a model of transformers on meta keeps of a batch.
-
-    Returns:
-        Their number; 0 for a model that keeps none, or that does not run on meta.
-    """
+    """Elements of the keys and values that a model of transformers on meta keeps of a batch."""
     if not getattr(model, "can_generate", lambda: False)():
         return 0
     try:
         with torch.no_grad(), StorageCounter():  # which knows shapes that meta does not
             found = model(**batch, use_cache=True)
-    except Exception:  # a model looks at data: what it keeps is told as not counted
+    except Exception:  # a model that looks at data: its cache is reported as not counted
         return 0
     return sum(t.numel() for t in _cached(getattr(found, "past_key_values", None)))
 
@@ -409,11 +335,7 @@ def _made(place: str, options: Search) -> Subject:
 
 
 def trained_part(subject: Subject, options: Search) -> torch.optim.Optimizer | None:
-    """Readies the model for its use, and makes the optimizer of what is trained.
-
-    Raises:
-        GulliverError: LoRA without PEFT, of an unknown model, or together with inference.
-    """
+    """Readies the model for its use, and makes the optimizer of what is trained."""
     model = subject.model
     if options.inference:
         if options.lora:
@@ -429,7 +351,7 @@ def trained_part(subject: Subject, options: Search) -> torch.optim.Optimizer | N
 
 
 def adapt(model: nn.Module, rank: int) -> None:
-    """Puts adapters of a rank beside all linear layers but the head, in place; they alone learn."""
+    """Adds adapters of a rank to all linear layers but the head; only they are trained."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
@@ -444,11 +366,7 @@ def adapt(model: nn.Module, rank: int) -> None:
 
 
 def model_of(folder: Path) -> nn.Module:
-    """A model of a folder, on meta: as transformers builds it, or as its files name its tensors.
-
-    Raises:
-        GulliverError: there is no such folder, or neither a configuration nor weights in it.
-    """
+    """A model of a folder, on meta: as transformers builds it, or as its files name its tensors."""
     if not folder.is_dir():
         raise GulliverError(f"--model {folder} is no folder: name one with a config.json")
     file = folder / "config.json"
@@ -468,7 +386,7 @@ def built(values: Mapping[str, Any]) -> nn.Module | None:
         kind = getattr(transformers, name)
         with torch.device("meta"):
             return kind.from_config(config) if name.startswith("Auto") else kind(config)
-    except Exception:  # whatever it says of fields that it does not take
+    except Exception:  # any error about fields that it does not take
         return None
 
 

@@ -54,11 +54,7 @@ def search_command(options: Search) -> int:
 
 
 def answer_of(options: Search) -> Answer:
-    """Searches for what the options ask.
-
-    Raises:
-        GulliverError: an unknown model, cluster, module or change; or no mesh that can run it.
-    """
+    """Searches for what the options ask."""
     cluster = named_cluster(options.cluster)
     if options.inference and (options.host or options.disk):
         raise GulliverError("--host and --disk are for training: leave them out of --inference")

@@ -39,7 +39,7 @@ NOT_COUNTED = (
 GENERATED = "the tokens that are generated: seconds are those of one forward, the prompt's"
 CACHE = "keys and values, which are not known"
 SAMPLES = (1, 8, 64)
-"""Numbers of samples that the memory of inference is told for."""
+"""Numbers of samples that the memory of inference is printed for."""
 HOUR, TRILLION = 3600.0, 1e12
 
 
@@ -200,8 +200,8 @@ def timeline(best: Scored) -> list[str]:
         getattr(best.seconds, kind)
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends")
     )
-    told = seconds_text(max(0.0, hidden - best.seconds.exposed))
-    return [*lines, f"{'':>10}  of messages {told} more are hidden behind compute"]
+    text = seconds_text(max(0.0, hidden - best.seconds.exposed))
+    return [*lines, f"{'':>10}  of messages {text} more are hidden behind compute"]
 
 
 def _prices(prices: Sequence[Price], found: Found) -> list[str]:
@@ -209,13 +209,13 @@ def _prices(prices: Sequence[Price], found: Found) -> list[str]:
         return []
     best = found.best[0]
     saved = saved_by_a_gib(prices, found.limit)
-    told = f"saves {seconds_text(saved)}" if saved > 0 else "saves nothing"
-    lines = [f"price of memory: 1 GiB more {told}; the best holds {size_text(best.bytes)}"]
+    text = f"saves {seconds_text(saved)}" if saved > 0 else "saves nothing"
+    lines = [f"price of memory: 1 GiB more {text}; the best holds {size_text(best.bytes)}"]
     for price in prices:
-        told = "nothing fits"
+        text = "nothing fits"
         if price.scored is not None:
-            told = f"{seconds_text(price.scored.seconds.step)}, {price.scored.grid}"
-        lines.append(f"  {size_text(price.limit):>10}: {told}")
+            text = f"{seconds_text(price.scored.seconds.step)}, {price.scored.grid}"
+        lines.append(f"  {size_text(price.limit):>10}: {text}")
     return lines
 
 
@@ -231,8 +231,8 @@ def _after(answer: Answer, options: Search) -> list[str]:
         ),
     ]
     if need.offloaded is not None:
-        told = f"{size_at_least(need.offloaded.bytes)} ({need.offloaded})"
-        lines.insert(1, f"least memory where what does not fit leaves: {told}")
+        text = f"{size_at_least(need.offloaded.bytes)} ({need.offloaded})"
+        lines.insert(1, f"least memory where what does not fit leaves: {text}")
     if found.unlooked:
         lines.append(
             f"off-load: {found.unlooked:,} more grids, of a higher bound, were not replayed"
@@ -272,11 +272,11 @@ def _inference(found: Found, sample: str) -> str:
 
 
 def _changes(found: Found, changed: Found) -> list[str]:
-    told = changed.cluster.source.rpartition("changed: ")[2]
+    text = changed.cluster.source.rpartition("changed: ")[2]
     if not changed.best:
-        return [f"with {told}: {changed.why_none()}"]
+        return [f"with {text}: {changed.why_none()}"]
     after = changed.best[0]
-    line = f"with {told}: {seconds_text(after.seconds.step)} a step, {after.grid}"
+    line = f"with {text}: {seconds_text(after.seconds.step)} a step, {after.grid}"
     if found.best:
         ratio = found.best[0].seconds.step / after.seconds.step
         line += f": {ratio:.2f} x as fast"

@@ -20,59 +20,44 @@ NOT_SHARED = "no such grid"
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A way to lay a module over ranks.
-
-    Attributes:
-        tensor: number of tensor ranks.
-        how: what they do with it.
-        compute_s: seconds of it in a rank, forward and backward, for one sample.
-        message_s: seconds of the sum of its outputs over them, for one sample.
-        step_s: seconds of the step of the whole model with as many tensor ranks; 0 where none fits.
-        refused: why not.
-    """
+class TensorChoice:
+    """A way to lay a module over ranks."""
 
     tensor: int
+    # What they do with it.
     how: str
+    # Seconds of it in a rank, forward and backward, for one sample.
     compute_s: float = 0.0
+    # Seconds of the sum of its outputs over them, for one sample.
     message_s: float = 0.0
+    # Seconds of the step of the whole model with as many tensor ranks; 0 where none fits.
     step_s: float = 0.0
     refused: str = ""
 
 
 @dataclass(frozen=True)
 class Why:
-    """Decision about a module.
-
-    Attributes:
-        path: path of the module.
-        kind: class of the module.
-        parameters: elements of its parameters.
-        flops: FLOPs of it, forward and backward, for one sample.
-        saved: bytes that it keeps of a sample for the backward.
-        chosen: number of tensor ranks of the fastest grid; 0 where none fits.
-        recomputed: whether blocks are computed again in the backward, of how many how many.
-        choices: what could be done with it.
-        source: where the constants come from.
-    """
+    """Decision about a module."""
 
     path: str
     kind: str
     parameters: int
+    # FLOPs of it, forward and backward, for one sample.
     flops: int
+    # Bytes that it keeps of a sample for the backward.
     saved: int
+    # Number of tensor ranks of the fastest grid; 0 where none fits.
     chosen: int
+    # Whether blocks are computed again in the backward, of how many how many.
     recomputed: tuple[int, int]
-    choices: tuple[Choice, ...]
+    # What could be done with it.
+    choices: tuple[TensorChoice, ...]
+    # Where the constants come from.
     source: str
 
 
 def why_module(found: Found, path: str, samples: int) -> Why:
-    """Explains what the fastest grid does with a module.
-
-    Raises:
-        GulliverError: there is no such module, the nearest is named.
-    """
+    """Explains what the fastest grid does with a module."""
     facts = found.facts
     costs = facts.analysis.module(path)
     module = facts.model.get_submodule(path)
@@ -104,13 +89,13 @@ def source_of(found: Found) -> str:
     )
 
 
-def _choice(found: Found, path: str, size: int, samples: int) -> Choice:
+def _choice(found: Found, path: str, size: int, samples: int) -> TensorChoice:
     """Says what `size` tensor ranks do with a module, and what it takes."""
     facts = found.facts
     try:
         tensor = plan_tensor(facts.model, size, None, True, True)
     except GulliverError as error:
-        return Choice(size, "", refused=str(error))
+        return TensorChoice(size, "", refused=str(error))
     placed = tensor.modules.get(path) if size > 1 else None
     inside = [p for p in tensor.modules if p.startswith(f"{path}.")] if size > 1 else []
     how = placed.style if placed else f"{len(inside)} modules in it are cut" if inside else "whole"
@@ -122,7 +107,7 @@ def _choice(found: Found, path: str, size: int, samples: int) -> Choice:
         links = found.cluster.crossed(1, size)
         message = all_reduce_seconds(links, analysis.module(path).output // n)
     step, reason = _step(found, size, samples)
-    return Choice(
+    return TensorChoice(
         size,
         how,
         seconds / size if cut else seconds,

@@ -1,4 +1,4 @@
-"""``gulliver precision``: which layers of a model FP8 would speed up, told before it is converted.
+"""``gulliver precision``: predicts which layers of a model FP8 would speed up.
 
 The model is made on meta; seconds come from the rates of the cluster, measured or described.
 """
@@ -24,56 +24,43 @@ WIDTH = 160
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Layers of one size.
-
-    Attributes:
-        inputs: number of inputs.
-        outputs: number of outputs.
-        layers: number of such layers.
-        example: path of the first.
-        plain_s: seconds of one in 16 bits, forward and backward.
-        fp8_s: the same in FP8.
-        why_not: reason to keep them; empty where they are taken.
-    """
+class LayerSize:
+    """Layers of one size."""
 
     inputs: int
     outputs: int
     layers: int
     example: str
+    # Seconds of one in 16 bits, forward and backward.
     plain_s: float
     fp8_s: float
+    # Reason to keep them; empty where they are taken.
     why_not: str
 
 
 @dataclass(frozen=True)
 class Report:
-    """Gain of FP8 on a rank, in seconds and bytes.
-
-    Attributes:
-        cluster: name of the machines.
-        measured: whether their rates were measured.
-        tokens: number of rows that a layer multiplies.
-        scaling: scaling of the layers.
-        layers: linear layers by their size.
-        plain_s: seconds of all linear layers in 16 bits, forward and backward.
-        fp8_s: the same with FP8 where it pays.
-        break_even: least side of a square layer that pays; None where none does.
-        copies: size of the FP8 weights that are kept from forward to backward.
-        saved_plain: size of the inputs of FP8 layers that backward needs, in 16 bits.
-        saved_fp8: the same as FP8 layers save them.
-    """
+    """Gain of FP8 on a rank, in seconds and bytes."""
 
     cluster: str
+    # Whether their rates were measured.
     measured: bool
+    # Number of rows that a layer multiplies.
     tokens: int
     scaling: str
-    layers: list[Shape]
+    # Linear layers by their size.
+    layers: list[LayerSize]
+    # Seconds of all linear layers in 16 bits, forward and backward.
     plain_s: float
+    # The same with FP8 where it pays.
     fp8_s: float
+    # Least side of a square layer that pays; None where none does.
     break_even: int | None
+    # Size of the FP8 weights that are kept from forward to backward.
     copies: int
+    # Size of the inputs of FP8 layers that backward needs, in 16 bits.
     saved_plain: int
+    # The same as FP8 layers save them.
     saved_fp8: int
 
 
@@ -110,7 +97,7 @@ def report_of(found: Selection, cluster: Cluster, config: PrecisionConfig) -> Re
     )
 
 
-def shapes_of(found: Selection, device: Device, config: PrecisionConfig) -> list[Shape]:
+def shapes_of(found: Selection, device: Device, config: PrecisionConfig) -> list[LayerSize]:
     """The layers by their size, and by why they are kept."""
     alike: dict[tuple[int, int, str], list[str]] = {}
     for layer in found.layers:
@@ -120,7 +107,7 @@ def shapes_of(found: Selection, device: Device, config: PrecisionConfig) -> list
     for (inputs, outputs, why_not), paths in alike.items():
         took = fp8_seconds(device, config.tokens, inputs, outputs, config.scaling)
         quick = took.products + took.casts
-        shapes.append(Shape(inputs, outputs, len(paths), paths[0], took.plain, quick, why_not))
+        shapes.append(LayerSize(inputs, outputs, len(paths), paths[0], took.plain, quick, why_not))
     return shapes
 
 

@@ -53,7 +53,7 @@ ONE_RANK = "link probing needs several ranks: torchrun --nproc-per-node 4 -m gul
 
 
 class Progress(Protocol):
-    """Is told what is measured, and which share of that is done, where it is known."""
+    """Receives what is measured, and the share of it that is done, where that is known."""
 
     def __call__(self, what: str, share: float | None = None) -> None: ...
 
@@ -81,7 +81,7 @@ def probe(out: Path | None, folder: Path | None, again: bool, mib: int = 256) ->
     assert cluster is not None
     if world.is_main:
         show(cluster, packing)
-        done = f"measured {cluster.date}, kept in {path}; --again measures anew"
+        done = f"measured {cluster.date}, kept in {path}; --again measures again"
         console.print(done if anew else f"kept in {path}")
         if world.size == 1:
             console.print(ONE_RANK)
@@ -104,11 +104,7 @@ def _bars(console: Console) -> Iterator[Progress]:
 def measured_disk(
     world: World, folder: Path, mib: int = 256, progress: Progress = lambda what, share=None: None
 ) -> Disk:
-    """Measures the disk of a folder on rank 0; every rank calls it and gets the same.
-
-    Raises:
-        GulliverError: nothing can be written to the folder.
-    """
+    """Measures the disk of a folder on rank 0; every rank calls it and gets the same."""
     disk, refusal = broadcast_object(_disk(folder, mib, progress) if world.is_main else None)
     if refusal is not None:
         raise GulliverError(refusal)
@@ -118,13 +114,7 @@ def measured_disk(
 def measured_cluster(
     world: World, disk: Disk | None = None, progress: Progress = lambda what, share=None: None
 ) -> Cluster:
-    """Measures device and links; every rank calls it and gets the same.
-
-    Args:
-        world: ranks that take part.
-        disk: disk, as it was measured.
-        progress: told what is measured.
-    """
+    """Measures device and links; every rank calls it and gets the same."""
     # All ranks at once: as in a step, they share the machine.
     devices: list[Device] = gather_objects(probe_device(world.device, progress))
     axes, order = (), None
@@ -154,12 +144,7 @@ def measured_packing(world: World) -> dict[str, PackRates]:
 
 
 def show(cluster: Cluster, packing: Mapping[str, PackRates] | None = None) -> None:
-    """Prints a cluster as a table; a spread is between quartiles, or the largest error of a fit.
-
-    Args:
-        cluster: cluster.
-        packing: rates of wire formats, by name.
-    """
+    """Prints a cluster as a table; a spread is between quartiles, or the largest error of a fit."""
     table = Table(title=cluster.name, title_justify="left")
     table.add_column("what")
     table.add_column("rate", justify="right")
@@ -288,7 +273,7 @@ def _looked_up(
         with NamedTemporaryFile(dir=path.parent):
             pass
     except GulliverError as error:
-        return None, f"{error}; --again measures anew"
+        return None, f"{error}; --again measures again"
     except OSError as error:
         return None, (
             f"cannot write {path}: {error.strerror}; choose another file with --out, or another "

@@ -6,27 +6,28 @@ Nothing here imports torch at its top: ``--help`` reads this module.
 from __future__ import annotations
 
 import json
-import math
+import re
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gulliver.cli._placement import Placement, loading
 from gulliver.errors import GulliverError
-from gulliver.options import AT_LEAST_1, SEED, Options, Range, byte_size, size_text
+from gulliver.options import Options, Range, part_of, size_text
+from gulliver.serve._ways import EngineOptions, ModelOptions
+from gulliver.serve.http._limits import Load, ServerOptions
 
 if TYPE_CHECKING:
     from gulliver.serve import LLM
-    from gulliver.serve.http import Sample, Server, ServerOptions
-
-SECONDS = Range(0.1, 3600)
+    from gulliver.serve.http import RequestTiming, Server
 
 
 @dataclass(frozen=True)
-class Start(Options):
+class Start(ModelOptions, EngineOptions, ServerOptions):
     """Serves a language model to clients of OpenAI's interface, until Ctrl+C or SIGTERM.
 
     `gulliver serve bench --help`: a generator of load for any such server.
@@ -34,77 +35,20 @@ class Start(Options):
 
     model: Path = tyro.MISSING
     """Hugging Face folder of the model, with its tokenizer."""
-    host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 lets other machines in."""
-    port: Annotated[int, Range(0, 65535)] = 8000
-    """Port to listen at; 0 for any that is free."""
-    name: str | None = None
-    """Name that clients give the model; that of the folder by default."""
-    api_key: str | None = None
-    """Key that clients must send; the variable GULLIVER_API_KEY says it where no list shows it."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the weights; that of the files by default."""
-    quantize: Literal["int8", "int8_dynamic", "int4"] | None = None
-    """Read the weights into int8 or int4."""
-    context: Annotated[int | None, Range(2, 2**24)] = None
-    """Most tokens of prompt and answer; the model's own by default."""
-    cache: str | None = None
-    """Memory for keys and values, such as 4GiB; by default what sequences need, at most half."""
-    sequences: Annotated[int, Range(1, 4096)] = 64
-    """Answers that run at a time."""
-    step_tokens: Annotated[int, Range(1, 2**20)] = 512
-    """Tokens of a batch; longer prompts are computed in chunks."""
-    queue: Annotated[int, Range(0, 2**20)] = 256
-    """Answers that may wait beside those that run; more are refused with 429."""
-    max_tokens: Annotated[int | None, AT_LEAST_1] = None
-    """Most tokens of an answer; what the context leaves by default."""
-    most_n: Annotated[int, Range(1, 128)] = 16
-    """Most answers to a prompt."""
-    max_body: str | None = None
-    """Largest body of a request, such as 1MiB; by default 64 KiB and 32 bytes a token."""
-    connections: Annotated[int, Range(1, 2**20)] = 1000
-    """Open connections; more are refused with 503."""
-    body_seconds: Annotated[float, SECONDS] = 30.0
-    """Seconds in which a request must have come."""
-    stall_seconds: Annotated[float, SECONDS] = 30.0
-    """Seconds that a client may leave its answer unread."""
-    drain_seconds: Annotated[float, Range(0, 86400)] = 30.0
-    """Seconds that running requests get after SIGTERM or Ctrl+C."""
-    placement: Placement = field(default_factory=Placement)
+    cache_bytes: Annotated[int | str | None, tyro.conf.arg(aliases=("--cache",))] = None
+    body_bytes: Annotated[int | str | None, Range(1024), tyro.conf.arg(aliases=("--max-body",))] = (
+        None
+    )
 
 
 @dataclass(frozen=True)
-class Bench(Options):
+class Bench(Load):
     """Sends requests to any server of OpenAI's interface, and says how long answers take."""
 
     url: str = tyro.MISSING
-    """Address of the server, with or without /v1."""
-    model: str | None = None
-    """Name of the model; the first that the server names by default."""
-    requests: Annotated[int, AT_LEAST_1] = 100
-    """Requests to send."""
-    rate: Annotated[float, Range(0, open_below=True)] | None = None
-    """Requests a second, as a Poisson process; all at once by default."""
-    prompt_words: tuple[int, int] = (16, 256)
-    """Least and most words of a prompt, drawn at random."""
-    max_tokens: tuple[int, int] = (16, 128)
-    """Least and most tokens of an answer."""
-    prompts: Path | None = None
+    prompts: Annotated[tuple[str, ...], tyro.conf.arg(name="prompt")] = ()
+    prompt_file: Annotated[Path | None, tyro.conf.arg(name="prompts")] = None
     """File of prompts, one a line, instead of random words."""
-    endpoint: Literal["completions", "chat"] = "completions"
-    """What is asked: completions or chats."""
-    temperature: Annotated[float, Range(0, 100)] = 0.0
-    """Temperature of the answers."""
-    ignore_eos: bool = False
-    """Ask for answers of full length; not all servers know it."""
-    seed: Annotated[int, SEED] = 0
-    """Seed of arrivals, lengths and words."""
-    api_key: str | None = None
-    """Key of the server; GULLIVER_API_KEY by default."""
-    connections: Annotated[int, Range(1, 2**20)] = 1000
-    """Most requests under way."""
-    timeout: Annotated[float, Range(0.1, 86400)] = 120.0
-    """Seconds without a byte after which a request has failed."""
     json: bool = False
     """Print JSON, in seconds."""
     out: Path | None = None
@@ -134,26 +78,17 @@ def serve_command(config: ServeConfig, arguments: list[str]) -> int:
 
 
 def _start(config: Start) -> int:
-    from gulliver.serve.http import Server, ServerOptions
+    from gulliver.serve import LLM
+    from gulliver.serve.http import Server
 
-    options = ServerOptions(
-        host=config.host,
-        port=config.port,
-        name=config.name,
-        api_key=config.api_key,
-        queue=config.queue,
-        most_n=config.most_n,
-        max_tokens=config.max_tokens,
-        body_bytes=None if config.max_body is None else byte_size("--max-body", config.max_body),
-        connections=config.connections,
-        body_seconds=config.body_seconds,
-        stall_seconds=config.stall_seconds,
-        drain_seconds=config.drain_seconds,
-    )
+    options = part_of(config, ServerOptions)
     # Before a model is loaded in vain.
     listener = options.listen()
     try:
-        with _model(config) as model:
+        with loading(config.model):
+            engine, given = part_of(config, EngineOptions), part_of(config, ModelOptions)
+            model = LLM(config.model, options=engine, model_options=given)
+        with model:
             name = config.model.resolve().name
             server = Server(model, options, name=name, listener=listener)
             _say(config, model, server, options)
@@ -166,35 +101,58 @@ def _start(config: Start) -> int:
         listener.close()
 
 
-def _model(config: Start) -> LLM:
-    from gulliver.serve import LLM, EngineOptions
+@contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Says errors of loading a model in the words of the command line."""
+    try:
+        yield
+    except GulliverError as error:
+        raise GulliverError(as_options(str(error))) from None
+    except (MemoryError, RuntimeError) as error:
+        # Memory that was free when it was looked for and is not now, or a limit of the process.
+        text = str(error).lower()
+        if not isinstance(error, MemoryError) and "memory" not in text and "alloc" not in text:
+            raise
+        raise GulliverError(
+            f"{folder}: memory ran out while it was loaded: try --quantize int8_dynamic (a "
+            "quarter of float32), a smaller --context, --memory with less than is free (the rest "
+            "of the weights on a disk), or, where each rank has a limit of its own, more ranks "
+            "(--tensor, --pipeline)"
+        ) from None
 
-    with loading(config.model):
-        return LLM(
-            config.model,
-            dtype=config.dtype,
-            quantize=config.quantize,
-            context=config.context,
-            cache_bytes=None if config.cache is None else byte_size("--cache", config.cache),
-            options=EngineOptions(max(config.step_tokens, config.sequences), config.sequences),
-            **config.placement.arguments(),
-        )
+
+def as_options(message: str) -> str:
+    """Writes the library's arguments as options: ``dtype="bfloat16"`` as ``--dtype bfloat16``."""
+    names = "|".join(field.name for field in fields(ModelOptions))
+
+    def option(found: re.Match[str]) -> str:
+        return "--" + found[1].replace("_", "-") + (" " if found[2] else "")
+
+    text = re.sub(rf'\b({names})="(\w+)"', r"\1=\2", message)
+    text = re.sub(r"\b(cache_tokens)\b(?!=)()", option, text)
+    text = re.sub(r"(?<!-)\b(tensor|pipeline)()(?= from \d)", option, text)
+    # As in "needs memory=:", the name without a value.
+    text = re.sub(rf"(?<!-)\b({names})=(?=[\w'\"(\[])()", lambda m: option(m) + " ", text)
+    text = re.sub(rf"(?<!-)\b({names})=()", option, text)
+    return text.replace("give a context of", "give a --context of")
 
 
 def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> None:
     """Says where the server is, and what was chosen for it."""
     facts = model.engine.runner.facts
     tokens = facts.blocks * facts.block_size
-    given = "as given" if config.cache else "for all of them, in at most half of the free memory"
+    size = "for all of them, in at most half of the free memory"
+    if config.cache_bytes is not None or config.cache_tokens is not None:
+        size = "as given"
     body = options.body_limit(facts.longest)
-    chosen = "as given" if config.max_body else "by the context"
+    chosen = "as given" if config.body_bytes else "by the context"
     lines = [
         f"gulliver: {server.limits.name} at {server.url}",
-        f"  at most {facts.longest:,} tokens of prompt and answer ({server.limits.what}), "
+        f"  at most {facts.longest:,} tokens of prompt and answer ({facts.what}), "
         f"{config.sequences} answers at a time, {config.queue} waiting",
-        f"  cache of {tokens:,} tokens ({given}); bodies of at most {size_text(body)} ({chosen})",
+        f"  cache of {tokens:,} tokens ({size}); bodies of at most {size_text(body)} ({chosen})",
     ]
-    lines += _placed(config.placement, model)
+    lines += _placed(config, model)
     if getattr(model.tokenizer, "chat_template", None) is None:
         lines.append("  no chat template: /v1/chat/completions refuses, /v1/completions answers")
     if options.host not in ("127.0.0.1", "localhost", "::1") and options.key is None:
@@ -202,42 +160,29 @@ def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> N
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _placed(placement: Placement, model: LLM) -> list[str]:
-    """Says over what the model lies, and that drafts may rest."""
+def _placed(given: ModelOptions, model: LLM) -> list[str]:
+    """Lines about ranks and drafts."""
     lines = []
-    if (ranks := placement.tensor * placement.pipeline) > 1:
-        stages = f"{placement.pipeline} stage{'s' * (placement.pipeline > 1)}"
+    if given.ranks > 1:
+        stages = f"{given.pipeline} stage{'s' * (given.pipeline > 1)}"
         lines.append(
-            f"  {ranks} ranks of this machine: {stages} of {placement.tensor}; one that is lost is "
-            "started again"
+            f"  {given.ranks} ranks of this machine: {stages} of {given.tensor}; one that is lost "
+            "is started again"
         )
     if model.engine.drafter is not None:
         lines.append(
-            f"  drafts by {placement.speculation}, verified where that is predicted to pay; "
+            f"  drafts by {given.speculation}, verified where that is predicted to pay; "
             "/metrics counts drafted_tokens and accepted_tokens"
         )
     return lines
 
 
 def _bench(config: Bench) -> int:
-    from gulliver.serve.http import Load, ServerOptions, generate_load
+    from gulliver.serve.http import generate_load
 
-    load = Load(
-        url=config.url,
-        model=config.model,
-        requests=config.requests,
-        rate=math.inf if config.rate is None else config.rate,
-        prompt_words=config.prompt_words,
-        max_tokens=config.max_tokens,
-        prompts=_prompts(config.prompts),
-        endpoint=config.endpoint,
-        temperature=config.temperature,
-        ignore_eos=config.ignore_eos,
-        seed=config.seed,
-        api_key=ServerOptions(api_key=config.api_key).key,
-        connections=config.connections,
-        timeout=config.timeout,
-    )
+    load = part_of(config, Load)
+    if config.prompt_file is not None:
+        load = replace(load, prompts=_prompts(config.prompt_file))
     with _Progress(config.requests) as progress:
         measured = generate_load(load, progress.count)
     known = measured.json
@@ -247,9 +192,7 @@ def _bench(config: Bench) -> int:
     return 0 if known["answered"] else 1
 
 
-def _prompts(file: Path | None) -> tuple[str, ...]:
-    if file is None:
-        return ()
+def _prompts(file: Path) -> tuple[str, ...]:
     try:
         found = tuple(
             line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
@@ -281,7 +224,7 @@ class _Progress:
         self._task = self._bar.add_task("requests", total=total, errors=0)
         self._errors = 0
 
-    def count(self, sample: Sample) -> None:
+    def count(self, sample: RequestTiming) -> None:
         """Counts a request that has ended."""
         self._errors += sample.error is not None
         self._bar.update(self._task, advance=1, errors=self._errors)

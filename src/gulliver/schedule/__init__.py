@@ -1,32 +1,81 @@
 """Jobs that share a cluster: simulated under several policies, explained, and drawn.
 
-`_jobs.py` says what a job is and how fast it is on some slots, `_simulator.py` runs a policy over a
-trace, `_nodes.py` with `_placement.py` say where its jobs lie, `_result.py` adds up and holds it
-against a bound. Policies: `_classic.py`, Pollux in its published form in `_genetic.py`, ONES as
-published in `_ones.py` with `_evolution.py` and `_predictor.py`, ours in `_lookahead.py` with
-`_rollout.py` and `_futures.py`; `_clairvoyant.py` searches what knowing all arrivals would gain.
-`_why.py` explains, `_page.py` draws, `_traces.py` reads files and `_generators.py` draws traces.
-
 `live` runs the same policies on real jobs; here no process is started.
 """
 
-from gulliver.schedule._clairvoyant import clairvoyant
-from gulliver.schedule._classic import Fifo, Optimus, Pollux, Srpt, Tiresias
-from gulliver.schedule._estimates import Estimator
-from gulliver.schedule._generators import SHAPES, generate
-from gulliver.schedule._genetic import PolluxInRounds
-from gulliver.schedule._jobs import Job, JobCluster, Modes
-from gulliver.schedule._lookahead import Rollout
-from gulliver.schedule._ones import Ones
-from gulliver.schedule._page import HEADS, schedule_page, summary_row
-from gulliver.schedule._policies import POLICIES, make_policy
-from gulliver.schedule._result import Result, Segment, Summary, bound_of
-from gulliver.schedule._simulator import simulate
-from gulliver.schedule._state import Allotment, Decision, JobState, Policy, View
-from gulliver.schedule._traces import read_trace, write_trace
-from gulliver.schedule._why import why
-from gulliver.schedule.live import Elastic, elastic
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from gulliver.schedule._classic import Fifo, Optimus, Pollux, Srpt, Tiresias
+    from gulliver.schedule._estimates import Estimator
+    from gulliver.schedule._generators import SHAPES, generate
+    from gulliver.schedule._jobs import Job, JobCluster, Modes
+    from gulliver.schedule._lookahead import Rollout
+    from gulliver.schedule._ones import Ones
+    from gulliver.schedule._page import HEADS, schedule_page, summary_row
+    from gulliver.schedule._policies import POLICIES, make_policy
+    from gulliver.schedule._result import Result, Segment, Summary, bound_of
+    from gulliver.schedule._simulator import simulate
+    from gulliver.schedule._state import Allotment, Decision, JobState, Policy, View
+    from gulliver.schedule._traces import read_trace, write_trace
+    from gulliver.schedule._why import why
+    from gulliver.schedule.live._elastic import Elastic, elastic
+
+_PLACES = {
+    "gulliver.schedule._classic": (
+        "Fifo",
+        "Optimus",
+        "Pollux",
+        "Srpt",
+        "Tiresias",
+    ),
+    "gulliver.schedule._estimates": ("Estimator",),
+    "gulliver.schedule._generators": (
+        "SHAPES",
+        "generate",
+    ),
+    "gulliver.schedule._jobs": (
+        "Job",
+        "JobCluster",
+        "Modes",
+    ),
+    "gulliver.schedule._lookahead": ("Rollout",),
+    "gulliver.schedule._ones": ("Ones",),
+    "gulliver.schedule._page": (
+        "HEADS",
+        "schedule_page",
+        "summary_row",
+    ),
+    "gulliver.schedule._policies": (
+        "POLICIES",
+        "make_policy",
+    ),
+    "gulliver.schedule._result": (
+        "Result",
+        "Segment",
+        "Summary",
+        "bound_of",
+    ),
+    "gulliver.schedule._simulator": ("simulate",),
+    "gulliver.schedule._state": (
+        "Allotment",
+        "Decision",
+        "JobState",
+        "Policy",
+        "View",
+    ),
+    "gulliver.schedule._traces": (
+        "read_trace",
+        "write_trace",
+    ),
+    "gulliver.schedule._why": ("why",),
+    "gulliver.schedule.live._elastic": (
+        "Elastic",
+        "elastic",
+    ),
+}
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
 __all__ = [
     "HEADS",
     "POLICIES",
@@ -44,7 +93,6 @@ __all__ = [
     "Optimus",
     "Policy",
     "Pollux",
-    "PolluxInRounds",
     "Result",
     "Rollout",
     "Segment",
@@ -53,7 +101,6 @@ __all__ = [
     "Tiresias",
     "View",
     "bound_of",
-    "clairvoyant",
     "elastic",
     "generate",
     "make_policy",
@@ -64,3 +111,11 @@ __all__ = [
     "why",
     "write_trace",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value

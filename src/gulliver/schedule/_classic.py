@@ -1,8 +1,6 @@
 """Policies that others are compared with: first come, shortest first, Tiresias, Optimus, Pollux.
 
-Pollux with its own rounds and search is in `_genetic.py`. The last three are written from their
-papers, with their rules of who gets which slots and without their clusters' other parts; what
-differs is said at each.
+The last three follow the rules of their papers; each class says what differs.
 """
 
 from __future__ import annotations
@@ -17,13 +15,7 @@ from gulliver.solve import allocate
 
 
 def packed(view: View, order: Sequence[JobState], blocking: bool = False) -> Decision:
-    """Gives jobs the slots that they ask for, in order, where they fit.
-
-    Args:
-        view: cluster.
-        order: jobs, the first to be served first.
-        blocking: whether the first that does not fit keeps all behind it waiting.
-    """
+    """Gives jobs the slots that they ask for, in order, where they fit."""
     room, given, why = Room(view), {}, {}
     for place, state in enumerate(order):
         job = state.job
@@ -47,17 +39,16 @@ class Fifo(Policy):
     preempts = False
 
     def decide(self, view: View) -> Decision:
-        """Keeps who runs, and adds from the head of the queue."""
+        """Keeps running jobs, and adds from the head of the queue."""
         running = [state for state in view.jobs if state.slots]
         waiting = [state for state in view.jobs if not state.slots]
         return packed(view, [*running, *waiting], blocking=True)
 
 
 class Srpt(Policy):
-    """Serves the job with the shortest remaining time first, with the slots it asks for.
+    """Serves the job with the shortest remaining time first, with the slots it asks for."""
 
-    It is told the true remaining time of every job, announced or not.
-    """
+    # It knows the true remaining time of every job, announced or not.
 
     name, what = (
         "srpt",
@@ -75,15 +66,11 @@ class Srpt(Policy):
 
 
 class Tiresias(Policy):
-    """Serves the queue of least attained service first, each job with the slots it asks for.
+    """Serves the queue of least attained service first, each job with the slots it asks for."""
 
-    Discretized two-dimensional LAS (Gu et al. 2019, "Tiresias"): a job sinks to a lower queue when
-    its slot-seconds pass a limit; within a queue the earlier start is first. It needs no lengths.
-    Not here: promotion of jobs that starve, placement by the skew of a model's tensors.
-
-    Args:
-        limits: slot-seconds at which a job sinks to the next queue.
-    """
+    # Discretized two-dimensional LAS (Gu et al. 2019, "Tiresias"): a job sinks to a lower queue
+    # when its slot-seconds pass a limit; within a queue the earlier start is first. It needs no
+    # lengths. Not here: promotion of jobs that starve, placement by the skew of a model's tensors.
 
     name, what = "tiresias", "least attained service first, with the slots asked for"
 
@@ -111,16 +98,11 @@ class Tiresias(Policy):
 
 
 class Optimus(Policy):
-    """Gives slots one by one where they shorten a job's remaining time most.
+    """Gives slots one by one where they shorten a job's remaining time most."""
 
-    The marginal greedy of Peng et al. 2018, "Optimus", with its remaining times from `estimator`
-    in place of its fit of loss curves. Jobs keep their own batch size, as there. Every job starts
-    with one slot, in order of arrival.
-
-    Args:
-        estimator: samples that are left.
-        period: seconds between rounds; it is asked at arrivals and ends too.
-    """
+    # The marginal greedy of Peng et al. 2018, "Optimus", with its remaining times from `estimator`
+    # in place of its fit of loss curves. Jobs keep their own batch size, as there. Every job starts
+    # with one slot, in order of arrival.
 
     name, what = "optimus", "slots where they shorten a job most, one by one; batch sizes as given"
 
@@ -154,7 +136,7 @@ class Optimus(Policy):
         return Decision(given, view.now + self.period)
 
     def _remaining(self, state: JobState, view: View) -> list[float]:
-        """Remaining seconds on 0, 1, 2 ... slots, restart left out as there."""
+        """Remaining seconds on 0, 1, 2 ... slots, without restarts as in the paper."""
         job, left = state.job, self.estimator.remaining(state)
         most = min(job.most_slots or view.cluster.slots, view.cluster.slots)
         return [np.inf, *(left / job.goodput(n, job.batch) for n in range(1, most + 1))]
@@ -166,7 +148,7 @@ class Pollux(Policy):
     The fitness of Qiao et al. 2021, "Pollux": speed-up is goodput over that on a fair share, its
     mean is of power -1, weights fall with attained service, and a job that is moved counts less by
     (age - resizes x resize) / (age + resize). Its genetic search is replaced by exact dynamic
-    programming, as the sum of 1 / speed-up is separable (`PolluxInRounds` has it); batch sizes
+    programming, as the sum of 1 / speed-up is separable; batch sizes
     follow goodput. Not here: placement in the search, and a cluster of changing size.
 
     Args:
@@ -193,7 +175,7 @@ class Pollux(Policy):
         return Decision(given, view.now + self.period)
 
     def fitness(self, view: View) -> np.ndarray:
-        """Values of every number of slots, [jobs, slots + 1]; their sum is to be highest."""
+        """Values of every number of slots, [jobs, slots + 1], whose sum is maximised."""
         slots = view.cluster.slots
         fair = max(1, slots // len(view.jobs))
         values = np.full((len(view.jobs), slots + 1), -np.inf)

@@ -1,20 +1,4 @@
-"""How many samples a job has left, as a policy may know it.
-
-Where a job's samples are announced, that is no estimate. Else there are five ways:
-
-- ``curves``: a posterior. How far the loss of jobs had fallen when they ended is known of those
-  that are done; a job's own loss then says which of these it has not passed yet, and how far each
-  is. Until `LEAST` jobs are done, and before a job's first epoch, as ``lengths``;
-- ``lengths``: a posterior that looks at no loss: seconds, on the slots that they asked for, of jobs
-  that lasted longer, and a tail that halves with every doubling for those that nobody has seen.
-
-- ``progress``: a network predicts the Beta distribution of a job's progress from what is seen
-  of it, and the mean of what is left follows; trained anew as jobs end (`_predictor.py`);
-- ``history``: the mean of what finished jobs that lasted longer still had to do;
-- ``none``: as much again as it has done, which needs no history (a job that has lasted long will).
-
-``perfect`` looks at the truth, to show what a better estimate would gain.
-"""
+"""Estimates the samples that a job has left; announced samples are taken as they are."""
 
 from __future__ import annotations
 
@@ -27,11 +11,20 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.schedule._predictor import ProgressPredictor
 from gulliver.schedule._state import JobState
 
+# curves: posterior from losses. How far the loss of finished jobs had fallen at their end is known;
+#   a job's own loss says which of these it has not passed yet. Falls back to `lengths` until
+#   `LEAST` jobs are done and before a job's first epoch.
+# lengths: posterior from durations only: seconds, on the slots asked for, of jobs that lasted
+#   longer, and a tail that halves with every doubling for those that nobody has seen.
+# progress: a network predicts the Beta distribution of a job's progress (`_predictor.py`).
+# history: mean of what finished jobs that lasted longer still had to do.
+# none: as much again as is done; a job that has lasted long will last.
+# perfect: the truth, to show what a better estimate would gain.
 Way = Literal["curves", "lengths", "progress", "history", "none", "perfect"]
 LEAST = 3
 """Jobs that must be done before their curves are looked at."""
 FLAT = 1e-6
-"""A loss that has not fallen by more says nothing: nobody has told it."""
+"""A loss that has not fallen by more says nothing: the script reports none."""
 QUANTILES = (np.arange(16) + 0.5) / 16
 """Quantiles that a mean is taken over: the tail has none."""
 
@@ -54,12 +47,12 @@ class Estimator:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets what it has learned."""
+        """Resets what it has learned."""
         self.totals, self.seconds, self.falls = np.zeros(0), np.zeros(0), np.zeros(0)
         self.predictor = ProgressPredictor(self.seed)
 
     def learn(self, finished: Sequence[JobState]) -> None:
-        """Learns from jobs that are done."""
+        """Learns from finished jobs."""
         if len(finished) == len(self.totals):
             return
         if len(finished) < len(self.totals):
@@ -126,5 +119,5 @@ def _asked_rate(state: JobState) -> float:
 
 
 def _fallen(state: JobState) -> float:
-    """Logarithm of how far the loss has fallen, which every training script sees."""
+    """Log of the relative fall of the loss, which every training script sees."""
     return state.job.curvature * state.done / state.job.samples

@@ -1,8 +1,8 @@
 """The search of ONES: schedules as genomes, crossed, mutated, filled and reordered.
 
-A genome has a gene for every slot: the number of the job that is on it, or `NOBODY`. Written from
-what Bian et al. 2021, "Online evolutionary batch size orchestration for scheduling deep learning
-workloads in GPU clusters", and its artifact say of their method.
+A genome has a gene per slot: the number of its job, or `NOBODY`. Written from Bian et al. 2021,
+"Online evolutionary batch size orchestration for scheduling deep learning workloads in GPU
+clusters", and its artifact.
 """
 
 from __future__ import annotations
@@ -19,25 +19,21 @@ Genome = list[int]
 
 @dataclass(frozen=True)
 class Field:
-    """What the search knows of the jobs, each by number.
-
-    Attributes:
-        slots: number of slots.
-        limits: most slots of each job.
-        asked: slots that its user asks for.
-        new: jobs that have not run yet, in order of arrival.
-        left: seconds that each job has left at the slots it had last.
-        cost: slot-seconds that are left of each job over its slots, by job; empty for jobs that
-            have done less than two epochs, which count nothing.
-        mutable: jobs that mutation may take out.
-    """
+    """Data of the jobs that the search uses, by number."""
 
     slots: int
+    # Most slots of each job.
     limits: Mapping[int, int]
+    # Slots that its user asks for.
     asked: Mapping[int, int]
+    # Jobs that have not run yet, in order of arrival.
     new: Sequence[int]
+    # Seconds that each job has left at the slots it had last.
     left: Mapping[int, float]
+    # Slot-seconds that are left of each job over its slots, by job; empty for jobs that have done
+    # less than two epochs, which count nothing.
     cost: Mapping[int, np.ndarray]
+    # Jobs that mutation may take out.
     mutable: frozenset[int]
 
 
@@ -92,7 +88,7 @@ def filled(genome: Genome, field: Field) -> Genome:
 
 
 def score(genome: Genome, field: Field) -> float:
-    """Adds up the slot-seconds that the placed jobs have left; less is better."""
+    """Sums the slot-seconds that the placed jobs have left; less is better."""
     counts = Counter(genome)
     return sum(float(cost[counts[job]]) for job, cost in field.cost.items() if counts[job])
 
@@ -100,15 +96,7 @@ def score(genome: Genome, field: Field) -> float:
 def evolved(
     population: list[Genome], field: Field, size: int, rate: float, draw: np.random.Generator
 ) -> list[Genome]:
-    """Makes the next population: `size` of the refreshed, crossed and mutated ones.
-
-    Args:
-        population: genomes; may be empty.
-        field: what is known of the jobs.
-        size: number of genomes to keep, best first.
-        rate: probability that mutation takes a job out.
-        draw: source of random numbers.
-    """
+    """Makes the next population: `size` of the refreshed, crossed and mutated ones."""
     parents = [refreshed(genome, field) for genome in population] or [[NOBODY] * field.slots]
     children = list(parents)
     for _ in range(size // 2):
@@ -128,12 +116,10 @@ def evolved(
 
 
 def reordered(genome: Genome, present: Genome) -> Genome:
-    """Lays a genome's jobs out contiguously so that few genes differ from the present ones.
-
-    f[i][k] is the fewest changed genes of the first i slots with k jobs on them: slot i is empty,
-    or a job that is not yet there ends at it. One best prefix is kept for each i and k, so it is
-    approximate, as published.
-    """
+    """Lays a genome's jobs out contiguously so that few genes differ from the present ones."""
+    # f[i][k] is the fewest changed genes of the first i slots with k jobs on them: slot i is empty,
+    # or a job that is not yet there ends at it. One best prefix is kept for each i and k, so it is
+    # approximate, as published.
     counts = Counter(job for job in genome if job != NOBODY)
     jobs, slots = sorted(counts), len(genome)
     same = {job: np.cumsum([0, *(here == job for here in present)]) for job in jobs}

@@ -1,10 +1,4 @@
-"""Futures: how long jobs may last, and which jobs may come, as far as history tells.
-
-A future draws, for every job, samples that are left from its posterior (`Estimator.draws`), and
-some jobs that come: gaps between arrivals are those that were seen, the first one of those longer
-than nobody has come for by now, and each job is a copy of one that was seen (a bootstrap). Nothing
-of the trace that has not happened is looked at. The same moment has the same futures.
-"""
+"""Draws futures: remaining work of jobs, and arrivals, from what has been seen so far."""
 
 from __future__ import annotations
 
@@ -21,29 +15,21 @@ LEAST_SEEN = 6
 
 
 class Futures(NamedTuple):
-    """Futures of a view.
+    """Futures of a view."""
 
-    Attributes:
-        jobs: jobs that are there and those of all futures behind them; `left` is [futures, jobs].
-        there: whether a job is in a future, [futures, jobs].
-        present: number of jobs that are there now.
-    """
-
+    # Jobs that are there and those of all futures behind them; `left` is [futures, jobs].
     jobs: Jobs
+    # Whether a job is in a future, [futures, jobs].
     there: np.ndarray
+    # Number of jobs that are there now.
     present: int
 
 
 def futures_of(view: View, estimator: Estimator, count: int, coming: int, seed: int) -> Futures:
-    """Draws futures.
-
-    Args:
-        view: cluster.
-        estimator: posterior of what jobs have left.
-        count: number of futures; one will do where nothing is uncertain.
-        coming: most jobs that come in a future.
-        seed: seed, which the moment is added to.
-    """
+    """Draws futures."""
+    # Gaps between arrivals are those seen so far, the first one of those longer than the time since
+    # the last arrival; each new job is a copy of one that was seen (a bootstrap). Nothing of the
+    # trace that has not happened yet is looked at. The same moment always has the same futures.
     draw = np.random.default_rng([seed, round(view.now * 1e3), len(view.jobs)])
     now = jobs_of(view, [0.0] * len(view.jobs))
     left = np.stack([estimator.draws(state, count, draw) for state in view.jobs], axis=1)

@@ -1,13 +1,4 @@
-"""Traces to compare policies on, drawn from a seed.
-
-``steady``: jobs of like sizes come one by one. ``heavy-tail``: a few jobs have most of the work.
-``bursts``: many come at once, and then none for a while. ``fixed-batch``: no batch size may change,
-so slots change accumulation alone. ``artifact``: 50 jobs of ten kinds on 64 slots, whose lengths
-nobody announces, in the manner of the trace that ONES was published with (400 jobs of ten kinds,
-times, models, epochs, batches, learning rates, 2 to 16 slots; the means of its logs are 214 s for
-ONES and 354, 453 and 502 s for others). That trace is not here: sizes and arrivals of this one are
-drawn, with a load at which Tiresias runs and waits about as long as in these logs (395 and 107 s).
-"""
+"""Traces to compare policies on, drawn from a seed; see `SHAPES`."""
 
 from __future__ import annotations
 
@@ -21,7 +12,7 @@ from gulliver.hardware import Scaling
 from gulliver.schedule._jobs import Job, JobCluster
 
 
-class Kind(NamedTuple):
+class ModelKind(NamedTuple):
     """A model with its data.
 
     Attributes:
@@ -46,21 +37,21 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("small-convnet", 0.4, 4, 3, 64, 4, 8, 20_000),
-    Kind("deep-convnet", 1.2, 8, 6, 64, 4, 8, 20_000),
-    Kind("wide-convnet", 2.0, 6, 20, 32, 8, 16, 20_000),
-    Kind("mobile-convnet", 0.6, 8, 2, 64, 6, 8, 20_000),
-    Kind("inception", 3.0, 12, 8, 32, 8, 16, 10_000),
-    Kind("image-classifier", 4.0, 10, 10, 32, 16, 16, 10_000),
-    Kind("detector", 8.0, 20, 15, 16, 8, 8, 4_000),
-    Kind("sentence-encoder", 5.0, 12, 25, 16, 8, 8, 6_000),
-    Kind("translator", 3.0, 15, 20, 32, 16, 16, 8_000),
-    Kind("recurrent-net", 1.0, 20, 10, 32, 4, 8, 10_000),
+    ModelKind("small-convnet", 0.4, 4, 3, 64, 4, 8, 20_000),
+    ModelKind("deep-convnet", 1.2, 8, 6, 64, 4, 8, 20_000),
+    ModelKind("wide-convnet", 2.0, 6, 20, 32, 8, 16, 20_000),
+    ModelKind("mobile-convnet", 0.6, 8, 2, 64, 6, 8, 20_000),
+    ModelKind("inception", 3.0, 12, 8, 32, 8, 16, 10_000),
+    ModelKind("image-classifier", 4.0, 10, 10, 32, 16, 16, 10_000),
+    ModelKind("detector", 8.0, 20, 15, 16, 8, 8, 4_000),
+    ModelKind("sentence-encoder", 5.0, 12, 25, 16, 8, 8, 6_000),
+    ModelKind("translator", 3.0, 15, 20, 32, 16, 16, 8_000),
+    ModelKind("recurrent-net", 1.0, 20, 10, 32, 4, 8, 10_000),
 )
 """Ten kinds of jobs. Their costs are described, not measured."""
 
 
-class Shape(NamedTuple):
+class TraceShape(NamedTuple):
     """How a trace is drawn.
 
     Attributes:
@@ -88,12 +79,17 @@ class Shape(NamedTuple):
     noise: float = 1.0
 
 
+# steady: jobs of like sizes, one by one. heavy-tail: a few jobs have most of the work. bursts: many
+# arrive at once, then none for a while. fixed-batch: slots change accumulation only. artifact: in
+# the manner of the trace that ONES was published with, which is not available: 50 jobs of ten kinds
+# on 64 slots, unannounced lengths, at a load where Tiresias runs and waits about as long as in its
+# logs.
 SHAPES = {
-    "steady": Shape(60, 16, 0.8, 300, 0.8),
-    "heavy-tail": Shape(60, 16, 0.8, 120, 1.6),
-    "bursts": Shape(60, 16, 0.8, 240, 1.0, burst=15),
-    "fixed-batch": Shape(60, 16, 0.8, 240, 1.2, elastic=False),
-    "artifact": Shape(50, 64, 0.9, 250, 0.9, announced=False, resize=2.0, noise=8.0),
+    "steady": TraceShape(60, 16, 0.8, 300, 0.8),
+    "heavy-tail": TraceShape(60, 16, 0.8, 120, 1.6),
+    "bursts": TraceShape(60, 16, 0.8, 240, 1.0, burst=15),
+    "fixed-batch": TraceShape(60, 16, 0.8, 240, 1.2, elastic=False),
+    "artifact": TraceShape(50, 64, 0.9, 250, 0.9, announced=False, resize=2.0, noise=8.0),
 }
 
 
@@ -114,7 +110,7 @@ def generate(name: str, seed: int = 0) -> tuple[tuple[Job, ...], JobCluster]:
         raise GulliverError(f"unknown trace {name!r}: {nearest(name, SHAPES)}")
     shape = SHAPES[name]
     draw = np.random.default_rng([seed, *name.encode()])
-    drawn = [_job(shape, f"{name[0]}{number:02d}", draw) for number in range(shape.jobs)]
+    drawn = [_drawn_job(shape, f"{name[0]}{number:02d}", draw) for number in range(shape.jobs)]
     service = sum(j.slots * j.samples / j.goodput(j.slots, j.batch) for j in drawn)
     span = service / (shape.load * shape.slots)
     times = _arrivals(shape, span, draw)
@@ -122,7 +118,7 @@ def generate(name: str, seed: int = 0) -> tuple[tuple[Job, ...], JobCluster]:
     return tuple(replace(job, arrival=time) for job, time in timed), JobCluster(shape.slots)
 
 
-def _job(shape: Shape, name: str, draw: np.random.Generator) -> Job:
+def _drawn_job(shape: TraceShape, name: str, draw: np.random.Generator) -> Job:
     kind = KINDS[int(draw.integers(len(KINDS)))]
     most = min(16, shape.slots // 2)
     sizes = [size for size in (1, 2, 4, 8, 16) if (size > 1 or shape.announced) and size <= most]
@@ -148,7 +144,7 @@ def _job(shape: Shape, name: str, draw: np.random.Generator) -> Job:
     )
 
 
-def _arrivals(shape: Shape, span: float, draw: np.random.Generator) -> list[float]:
+def _arrivals(shape: TraceShape, span: float, draw: np.random.Generator) -> list[float]:
     """Draws seconds of arrival over about `span` seconds, the first at 0."""
     groups = -(-shape.jobs // shape.burst)
     gaps = draw.exponential(span / groups, groups)

@@ -1,10 +1,4 @@
-"""Slots that change hands: who leaves them holds them until it has saved, who gets them waits.
-
-A job that loses a slot, or gets another, goes at the end of its step, saves, and is started again
-once all slots that it is to have are free. What is decided before it was started again costs
-nothing more: it is started on what was decided last. Where jobs have neither `save_seconds` nor
-`end_seconds` a resize takes its seconds from the moment at which it is decided.
-"""
+"""Slots in transit: a job that leaves holds its slots until it has saved; the next one waits."""
 
 from __future__ import annotations
 
@@ -16,29 +10,23 @@ from gulliver.schedule._state import JobState
 
 
 class Start(NamedTuple):
-    """A start of a job that was decided.
+    """A decided start of a job."""
 
-    Attributes:
-        at: second of it; inf of a job that has no slots.
-        gone: second at which it has left the slots that it had before.
-        seconds: seconds from then to its first step.
-    """
-
+    # Second of it; inf of a job that has no slots.
     at: float
+    # Second at which it has left the slots that it had before.
     gone: float
+    # Seconds from then to its first step.
     seconds: float
 
 
 @dataclass
 class Handover:
-    """Starts that were decided, and slots that are not free yet.
+    """Decided starts, and slots that are not free yet."""
 
-    Attributes:
-        free: second at which a slot is free of the job that leaves it.
-        starts: last start of each job.
-    """
-
+    # Second at which a slot is free of the job that leaves it.
     free: dict[int, float] = field(default_factory=dict)
+    # Last start of each job.
     starts: dict[str, Start] = field(default_factory=dict)
 
     def end(self, state: JobState, now: float) -> None:
@@ -47,11 +35,9 @@ class Handover:
             self.free |= dict.fromkeys(state.slots, now + state.job.end_seconds)
 
     def leave(self, state: JobState, now: float) -> Start:
-        """Lets a job leave its slots, before others are said to have them.
-
-        Returns:
-            Its next start, which has no second yet.
-        """
+        """Plans a job's leave from its slots, before they are given to others."""
+        # What is decided before a job was started again costs nothing more: it starts on what was
+        # decided last.
         job, last = state.job, self.starts.get(state.job.name)
         if last is not None and (last.at > now or not state.slots):
             return last
@@ -68,14 +54,7 @@ class Handover:
         return Start(math.inf, gone, max(0.0, job.resize_seconds - job.save_seconds - still))
 
     def enter(self, state: JobState, slots: tuple[int, ...], now: float, left: Start) -> float:
-        """Starts a job on slots, or on none, once it and others have left; returns when it runs.
-
-        Args:
-            state: job.
-            slots: slots that it is to have.
-            now: second.
-            left: what `leave` returned.
-        """
+        """Starts a job on slots, or on none, once it and others have left; returns when it runs."""
         at = max(now, left.gone, *(self.free.get(slot, now) for slot in slots))
         self.starts[state.job.name] = left._replace(at=at if slots else math.inf)
         return at + left.seconds

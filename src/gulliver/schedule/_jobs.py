@@ -1,9 +1,8 @@
-"""Jobs, the slots that they share, and what a job does on some number of slots.
+"""Jobs, the slots that they share, and the speed of a job on a number of slots.
 
-A slot is one accelerator. A job is work in samples, counted at its own batch size; on n slots it
-takes the batch size of the highest goodput that its limits allow, which is its own batch where they
-allow no other: then what it computes does not depend on its slots, and they change its accumulation
-alone.
+A slot is one accelerator. Work is counted in samples at the job's own batch size. On n slots a job
+runs at the batch size of the highest goodput that its limits allow. With a fixed batch, other slots
+change its gradient accumulation only.
 """
 
 from __future__ import annotations
@@ -12,13 +11,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, Scaling, batch_efficiency, best_batch
+from gulliver.options import AT_LEAST_1, Range, check_options
 from gulliver.schedule._placement import Parts
+
+AT_LEAST_0 = Range(0, math.inf, open_above=True)
+POSITIVE_TIME = Range(0, math.inf, open_below=True, open_above=True)
 
 
 @dataclass(frozen=True)
@@ -51,59 +54,52 @@ class Job:
     """
 
     name: str
-    arrival: float
-    samples: float
-    batch: int
-    slots: int
+    arrival: Annotated[float, AT_LEAST_0]
+    samples: Annotated[float, POSITIVE_TIME]
+    batch: Annotated[int, AT_LEAST_1]
+    slots: Annotated[int, AT_LEAST_1]
     scaling: Scaling
-    noise: float = 0.0
-    least_batch: int | None = None
-    most_batch: int | None = None
-    epoch: float | None = None
+    noise: Annotated[float, AT_LEAST_0] = 0.0
+    least_batch: Annotated[int | None, AT_LEAST_1] = None
+    most_batch: Annotated[int | None, AT_LEAST_1] = None
+    epoch: Annotated[float | None, POSITIVE_TIME] = None
     deadline: float | None = None
     tenant: str = ""
-    resize_seconds: float = 10.0
-    most_slots: int | None = None
+    resize_seconds: Annotated[float, AT_LEAST_0] = 10.0
+    most_slots: Annotated[int | None, AT_LEAST_1] = None
     announced: bool = True
-    curvature: float = 3.0
-    start_seconds: float = 0.0
-    save_seconds: float = 0.0
-    end_seconds: float = 0.0
+    curvature: Annotated[float, POSITIVE_TIME] = 3.0
+    start_seconds: Annotated[float, AT_LEAST_0] = 0.0
+    save_seconds: Annotated[float, AT_LEAST_0] = 0.0
+    end_seconds: Annotated[float, AT_LEAST_0] = 0.0
 
     def __post_init__(self) -> None:
-        told = f"job {self.name!r}"
-        _number(f"{told}: arrival", self.arrival, 0)
-        _number(f"{told}: samples", self.samples, 0, above=True)
-        _number(f"{told}: noise", self.noise, 0)
-        _number(f"{told}: resize_seconds", self.resize_seconds, 0)
-        for name in ("start_seconds", "save_seconds", "end_seconds"):
-            _number(f"{told}: {name}", getattr(self, name), 0)
+        label = f"job {self.name!r}: "
+        check_options(self, label)
         if self.save_seconds > self.resize_seconds:
             raise GulliverError(
-                f"{told}: save_seconds {self.save_seconds:g} are a part of resize_seconds, which "
+                f"{label}save_seconds {self.save_seconds:g} are a part of resize_seconds, which "
                 f"are {self.resize_seconds:g}: give at most as many"
             )
-        _number(f"{told}: curvature", self.curvature, 0, above=True)
-        for name in ("batch", "slots", "least_batch", "most_batch", "most_slots"):
-            if (value := getattr(self, name)) is not None:
-                _number(f"{told}: {name}", value, 1, whole=True)
-        if self.epoch is not None:
-            _number(f"{told}: epoch", self.epoch, 0, above=True)
-        if self.deadline is not None:
-            _number(f"{told}: deadline", self.deadline, self.arrival)
+        if self.deadline is not None and not self.deadline >= self.arrival:
+            raise GulliverError(
+                f"{label}deadline is {self.deadline}: it must be at least {self.arrival:g}, its "
+                "arrival"
+            )
         costs = self.scaling
-        for name in ("sample_seconds", "step_seconds", "exchange_seconds"):
-            _number(f"{told}: {name}", getattr(costs, name), 0)
+        seconds = costs.sample_seconds, costs.step_seconds, costs.exchange_seconds
+        if not all(0 <= one < math.inf for one in seconds):
+            raise GulliverError(f"{label}costs of a step are {seconds} s: give 0 or more")
         if costs.sample_seconds + costs.step_seconds <= 0:
-            raise GulliverError(f"{told}: a step takes no time: give sample_seconds above 0")
+            raise GulliverError(f"{label}a step takes no time: give sample_seconds above 0")
         if not self.smallest <= self.batch <= self.largest:
             raise GulliverError(
-                f"{told}: batch {self.batch} is outside of its limits {self.smallest} to "
+                f"{label}batch {self.batch} is outside of its limits {self.smallest} to "
                 f"{self.largest}: give least_batch <= batch <= most_batch"
             )
         if self.most_slots is not None and self.slots > self.most_slots:
             raise GulliverError(
-                f"{told}: it asks for {self.slots} slots and runs on {self.most_slots} at most"
+                f"{label}it asks for {self.slots} slots and runs on {self.most_slots} at most"
             )
 
     @property
@@ -148,28 +144,14 @@ class Job:
         return _modes(self, within.slots, within.node_slots or within.slots, within.across)
 
 
-def _number(
-    name: str, value: float, least: float, above: bool = False, whole: bool = False
-) -> None:
-    right = f"{'above' if above else 'from'} {least:g}{'' if above else ' on'}"
-    kind = "a whole number" if whole else "a number"
-    fits = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    fits = fits and math.isfinite(value) and (not whole or int(value) == value)
-    if not fits or value < least or (above and value == least):
-        raise GulliverError(f"{name} is {value}: give {kind} {right}")
-
-
 class Modes(NamedTuple):
-    """A job over numbers of slots.
+    """A job over numbers of slots."""
 
-    Attributes:
-        batches: batch size on 0, 1, 2 ... slots; 0 on none.
-        goodputs: samples a second, [slots + 1]; 0 beyond the slots that it runs on.
-        useful: number of slots beyond which it does not become faster.
-    """
-
+    # Batch size on 0, 1, 2 ... slots; 0 on none.
     batches: tuple[int, ...]
+    # Samples a second, [slots + 1]; 0 beyond the slots that it runs on.
     goodputs: np.ndarray
+    # Number of slots beyond which it does not become faster.
     useful: int
 
 
@@ -212,23 +194,21 @@ class JobCluster:
         across: times that a byte takes between two nodes what it takes within one.
     """
 
-    slots: int
+    slots: Annotated[int, AT_LEAST_1]
     quotas: Mapping[str, int] = field(default_factory=dict)
-    node_slots: int | None = None
-    across: float = 1.0
+    node_slots: Annotated[int | None, AT_LEAST_1] = None
+    across: Annotated[float, Range(1, math.inf, open_above=True)] = 1.0
 
     def __post_init__(self) -> None:
-        _number("slots of the cluster", self.slots, 1, whole=True)
-        _number("across of the cluster", self.across, 1)
-        if self.node_slots is not None:
-            _number("node_slots of the cluster", self.node_slots, 1, whole=True)
-            if self.slots % self.node_slots:
-                raise GulliverError(
-                    f"the cluster has {self.slots} slots and nodes have {self.node_slots}: give "
-                    "node_slots that divides slots"
-                )
+        check_options(self, "cluster: ")
+        if self.node_slots is not None and self.slots % self.node_slots:
+            raise GulliverError(
+                f"the cluster has {self.slots} slots and nodes have {self.node_slots}: give "
+                "node_slots that divides slots"
+            )
         for tenant, quota in self.quotas.items():
-            _number(f"quota of {tenant!r}", quota, 0, whole=True)
+            if not isinstance(quota, int) or quota < 0:
+                raise GulliverError(f"quota of {tenant!r} is {quota}: give a whole number from 0")
         if sum(self.quotas.values()) > self.slots:
             raise GulliverError(
                 f"quotas add up to {sum(self.quotas.values())} slots and the cluster has "
@@ -265,7 +245,7 @@ class JobCluster:
         return tuple(found)
 
     def loss(self, job: Job, batch: int, parts: Parts) -> float:
-        """Share of its goodput that a job loses by where its slots lie, beside the best place."""
+        """Share of its goodput that a job loses by its placement, compared with the best one."""
         count = sum(parts)
         if count < 2 or self.nodes < 2:
             return 0.0
@@ -294,12 +274,7 @@ class JobCluster:
 
 
 def check_trace(jobs: tuple[Job, ...], cluster: JobCluster) -> None:
-    """Refuses jobs that the cluster can never run.
-
-    Raises:
-        GulliverError: no job, two of one name, one that asks for more slots than there are, or of a
-            tenant that quotas leave nothing.
-    """
+    """Refuses jobs that the cluster can never run."""
     if not jobs:
         raise GulliverError("the trace has no jobs: give at least one")
     seen: set[str] = set()

@@ -1,15 +1,7 @@
-"""Our policy: of many ways to share the slots, the one whose future is predicted to be best.
+"""Rollout policy: chooses the sharing whose simulated future is best.
 
-At every arrival and end, and where estimates may have changed:
-
-1. all rules of `_rollout.py` are followed to the end of the jobs that are there, resizes included;
-2. with the best rule as the future, other first steps are tried: leaving all as it is, growing into
-   idle slots alone, and moving slots between two jobs, as long as that helps;
-3. what is better than staying by less than `margin` of the jobs' mean is not done (hysteresis).
-
-The predicted sum of completion times stands beside a bound that no schedule of these jobs is below.
-A rule as a whole policy and a better first step over it is a rollout policy (Bertsekas and
-Castanon 1999, "Rollout algorithms for stochastic scheduling problems").
+A rule as a base policy with a better first step is a rollout policy (Bertsekas and Castanon 1999,
+"Rollout algorithms for stochastic scheduling problems").
 """
 
 from __future__ import annotations
@@ -22,7 +14,16 @@ from gulliver.schedule._classic import Pollux, shares
 from gulliver.schedule._estimates import Estimator
 from gulliver.schedule._futures import Futures, futures_of
 from gulliver.schedule._jobs import JobCluster
-from gulliver.schedule._rollout import CALM, LATE, RULES, Jobs, Outcome, Rule, Worlds, jobs_of
+from gulliver.schedule._rollout import (
+    CALM,
+    LATE,
+    RULES,
+    Jobs,
+    SharingRule,
+    Worlds,
+    WorldsOutcome,
+    jobs_of,
+)
 from gulliver.schedule._state import Allotment, Decision, Policy, View
 from gulliver.solve import fluid_bound, fluid_bound_by_lp
 
@@ -65,12 +66,17 @@ class Rollout(Policy):
         self.pollux = Pollux()
 
     def begin(self, cluster: JobCluster) -> None:
-        """Forgets everything."""
+        """Resets the policy for a new simulation."""
         super().begin(cluster)
         self.estimator.begin()
 
     def decide(self, view: View) -> Decision:
         """Chooses the slots of every job."""
+        # 1. Follow all rules of `_rollout.py` to the end of the jobs that are there, resizes
+        #   included.
+        # 2. With the best rule as the future, try other first steps: keep all as it is, grow into
+        #   idle slots only, move slots between two jobs.
+        # 3. Drop a change that saves less than `margin` of the sum over staying (hysteresis).
         self.estimator.learn(view.finished)
         jobs = jobs_of(view, [self.estimator.remaining(state) for state in view.jobs])
         futures = futures_of(view, self.estimator, self.futures, self.coming, self.seed)
@@ -94,14 +100,14 @@ class Rollout(Policy):
             self._bound(jobs, view.cluster.slots),
         )
 
-    def _rules(self, jobs: Jobs) -> tuple[Rule, ...]:
+    def _rules(self, jobs: Jobs) -> tuple[SharingRule, ...]:
         rules = (*RULES, CALM, CALM._replace(lazy=True))
         if np.isfinite(jobs.slack).any():
             rules = (*rules, *(rule._replace(reserving=True) for rule in rules))
         return rules
 
-    def _best_over(self, futures: Futures, jobs: Jobs, view: View) -> tuple[Outcome, float]:
-        """Finds the first step that is best in the mean of many futures."""
+    def _best_over(self, futures: Futures, jobs: Jobs, view: View) -> tuple[WorldsOutcome, float]:
+        """Finds the first step with the best mean cost over many futures."""
         share, limited = shares(view), bool(view.cluster.quotas)
         rules = self._rules(jobs)
         calm = CALM._replace(reserving=bool(np.isfinite(jobs.slack).any()))
@@ -136,8 +142,8 @@ class Rollout(Policy):
         gain = min(lazy) - float(cost[best]) if lazy else 0.0
         return alone, float(alone.cost[0]) + gain
 
-    def _best(self, jobs: Jobs, view: View) -> tuple[Outcome, float]:
-        """Finds the best world where nobody comes, and the cost of the best that takes nothing."""
+    def _best(self, jobs: Jobs, view: View) -> tuple[WorldsOutcome, float]:
+        """Finds the best world without arrivals, and the cost of the best that only adds slots."""
         share, limited = shares(view), bool(view.cluster.quotas)
         rules = self._rules(jobs)
         found = Worlds(jobs, rules, share, None, limited).follow()
@@ -175,7 +181,7 @@ class Rollout(Policy):
         return fits and int(counts.sum()) <= view.cluster.slots
 
     def _moved(self, counts: np.ndarray, jobs: Jobs, view: View) -> list[np.ndarray]:
-        """First steps in which one job's slots, or half of them, or one, are another's."""
+        """First steps that move one, half or all of a job's slots to another job."""
         possible = jobs.goodputs > 0
         idle = view.cluster.slots - int(counts.sum())
         found: dict[bytes, np.ndarray] = {}
@@ -213,12 +219,12 @@ def _count(given: Allotment | None) -> int:
     return 0 if given is None else given.slots if isinstance(given.slots, int) else len(given.slots)
 
 
-def _world(found: Outcome, place: int) -> Outcome:
-    return Outcome(*(part[place : place + 1] for part in found))
+def _world(found: WorldsOutcome, place: int) -> WorldsOutcome:
+    return WorldsOutcome(*(part[place : place + 1] for part in found))
 
 
-def _reasons(view: View, best: Outcome, stays: float) -> dict[str, str]:
-    """Says of every job what the plan has for it."""
+def _reasons(view: View, best: WorldsOutcome, stays: float) -> dict[str, str]:
+    """Describes the plan for every job."""
     why = {}
     gain = stays - float(best.cost[0])
     for place, state in enumerate(view.jobs):
@@ -226,12 +232,12 @@ def _reasons(view: View, best: Outcome, stays: float) -> dict[str, str]:
         plan = f"the plan ends it in {end:.4g} s"
         if not count:
             start = float(best.starts[0, place])
-            told = f"waits: the plan starts it in {start:.4g} s and ends it in {end:.4g} s"
+            text = f"waits: the plan starts it in {start:.4g} s and ends it in {end:.4g} s"
         elif state.count == 0 or count == state.count:
-            told = f"{count} slots: {plan}"
+            text = f"{count} slots: {plan}"
         else:
-            told = f"from {state.count} to {count} slots: {plan}"
+            text = f"from {state.count} to {count} slots: {plan}"
         if state.count > count and 0 < gain < LATE:
-            told += f"; all jobs together end {gain:.4g} s sooner than if nothing were taken away"
-        why[state.job.name] = told
+            text += f"; all jobs together end {gain:.4g} s sooner than if nothing were taken away"
+        why[state.job.name] = text
     return why

@@ -1,10 +1,4 @@
-"""Says which slots of which nodes jobs get, once a policy has said how many.
-
-Jobs whose number changes start or resize anyway, so they may lie anywhere; the others stay, until
-they have lost by where they lie what a move costs, as in ski rental (Karlin et al. 1988): that
-needs no lengths, and never costs more than twice what knowing them would. Who goes where is found
-in `_placement.py`.
-"""
+"""Chooses the slots of jobs on nodes, once a policy has chosen their number."""
 
 from __future__ import annotations
 
@@ -16,7 +10,7 @@ from gulliver.schedule._placement import Parts, place
 from gulliver.schedule._state import Decision, JobState
 
 LESS = 0.5
-"""Most that a job which is moved may lose there of what it loses where it lies."""
+"""Largest loss after a move, as a share of the loss before it."""
 Chosen = Mapping[str, tuple[tuple[int, ...], int]]
 
 
@@ -35,20 +29,16 @@ def on_nodes(
     cluster: JobCluster,
     now: float,
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Finds slots and batch of the jobs that start, resize or move.
-
-    Args:
-        states: jobs that are there.
-        decision: what the policy says; jobs whose very slots it names are left alone.
-        chosen: slots and batch by job, as if all slots were alike.
-        cluster: nodes.
-        now: second of the decision.
-    """
+    """Finds slots and batch of the jobs that start, resize or move."""
     wishes = {}
     for state in states:
         given = decision.allotments.get(state.job.name)
         if given is not None and isinstance(given.slots, int) and given.slots:
             wishes[state.job.name] = _Wish(state, given.slots, given.batch)
+    # Jobs whose number of slots changes start or resize anyway, so they may move for free. The
+    # others stay until their placement has cost them what a move costs, as in ski rental (Karlin
+    # et al. 1988): that needs no job lengths, and never costs more than twice what knowing them
+    # would.
     moving = {name: wish for name, wish in wishes.items() if wish.slots != wish.state.count}
     moved = {
         name: wish
@@ -80,7 +70,7 @@ def _has_lost_a_move(state: JobState, cluster: JobCluster, now: float) -> bool:
 def _slots(
     wishes: dict[str, _Wish], chosen: Chosen, cluster: JobCluster
 ) -> dict[str, tuple[int, ...]]:
-    """Finds slots for some jobs; the others lie where they are."""
+    """Finds slots for some jobs; the others stay where they are."""
     taken = {slot for name, (slots, _) in chosen.items() if name not in wishes for slot in slots}
     free = [slot for slot in range(cluster.slots) if slot not in taken]
     entries = list(wishes.values())

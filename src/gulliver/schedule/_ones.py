@@ -1,10 +1,4 @@
-"""ONES as published: batch sizes grow with the slots, and an evolutionary search chooses these.
-
-Limits, predictions, evolution and the gate that applies a schedule, in the order of `Ones.decide`.
-The search is in `_evolution.py`, the predictor in `_predictor.py`. With ``evolve=False`` the search
-is left out: one genome is filled greedily under the same limits, which shows what the evolution
-adds.
-"""
+"""ONES as published: batch sizes grow with the slots, chosen by an evolutionary search."""
 
 from __future__ import annotations
 
@@ -59,7 +53,7 @@ class Ones(Policy):
         self.progress, self.evolve, self.seed = progress, evolve, seed
 
     def begin(self, cluster: JobCluster) -> None:
-        """Forgets everything."""
+        """Resets the policy for a new simulation."""
         super().begin(cluster)
         self.draw = np.random.default_rng(self.seed)
         self.predictor = ProgressPredictor(self.seed)
@@ -71,7 +65,7 @@ class Ones(Policy):
         self.scaled: dict[str, tuple[int, float]] = {}
 
     def decide(self, view: View) -> Decision:
-        """Learns, moves the limits, searches, and applies what the gate lets through."""
+        """Learns, moves the limits, searches, and applies what passes the gate."""
         if self.progress in ("sample", "mean"):
             self.predictor.learn(view.finished)
         names = [state.job.name for state in view.jobs]
@@ -131,7 +125,7 @@ class Ones(Policy):
             self.limits[largest.job.name] = min(slots, limit + limit % 2)
 
     def _left(self, state: JobState) -> float:
-        """Samples that a job has left, as the predictor has it."""
+        """Samples that a job has left, by the predictor."""
         if self.progress == "perfect":
             return state.job.samples - state.done
         a, b = self.predictor.beta(state) if self.progress != "off" else (1.0, 1.0)

@@ -83,7 +83,7 @@ def _chart(result: Result, end: float) -> str:
         f'<text x="0" y="{HEIGHT - 2}" font-size="12">slot {slots - 1}</text>',
     ]
     for segment in result.segments:
-        told = (
+        label = (
             f"{segment.job}: {segment.begin:.4g} to {segment.end:.4g} s on {len(segment.slots)} "
             f"slots, batch {segment.batch}, "
             + (f"{segment.rate:.4g} samples/s that count" if segment.rate else "resizes")
@@ -94,7 +94,7 @@ def _chart(result: Result, end: float) -> str:
                 f'width="{max(0.3, scale * (segment.end - segment.begin)):.1f}" '
                 f'height="{row * (last - first + 1):.1f}" fill="{color[segment.job]}" '
                 f'fill-opacity="{1 if segment.rate else 0.35}" stroke="#fff" stroke-width="0.3">'
-                f"<title>{escape(told)}</title></rect>"
+                f"<title>{escape(label)}</title></rect>"
             )
     for job in result.jobs:
         x = LEFT + scale * job.arrival
@@ -102,8 +102,8 @@ def _chart(result: Result, end: float) -> str:
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT}" y2="{HEIGHT + 8}" '
             f'stroke="{color[job.name]}"><title>{escape(job.name)} comes</title></line>'
         )
-    told = f"0 to {end:.4g} s; ticks: arrivals; pale: resizing"
-    drawn.append(f'<text x="{LEFT}" y="{HEIGHT + 22}" font-size="12">{told}</text>')
+    label = f"0 to {end:.4g} s; ticks: arrivals; pale: resizing"
+    drawn.append(f'<text x="{LEFT}" y="{HEIGHT + 22}" font-size="12">{label}</text>')
     return f'<svg width="{WIDTH}" height="{HEIGHT + 28}" role="img">' + "".join(drawn) + "</svg>"
 
 

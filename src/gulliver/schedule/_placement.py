@@ -1,12 +1,4 @@
-"""Places jobs on nodes, so that few of them exchange gradients over the slower link.
-
-A policy says how many slots a job has; here it is said which. Jobs whose number stays are left
-where they are, as a move costs a resize; the others start or resize anyway, and may lie anywhere.
-What is least is the sum of the shares of their speed that they lose by where they lie, and then the
-number of slots that lie scattered. Few jobs on few nodes are placed exactly: all ways to split each
-job over nodes, remembered by what is left free. Others go largest first into the node that they
-fill best (best-fit decreasing; Johnson 1973, "Near-optimal bin packing algorithms").
-"""
+"""Splits jobs over nodes so that they lose the least speed to the links between nodes."""
 
 from __future__ import annotations
 
@@ -19,28 +11,22 @@ Loss = Callable[[int, Parts], float]
 EXACT_NODES, EXACT_SLOTS, EXACT_JOBS = 4, 8, 6
 """Nodes, slots of a node and jobs up to which the placement is exact."""
 SCATTERED = 1e-7
-"""What a free slot that lies apart counts, so that it only decides between equals."""
+"""Weight of scattered free slots: small, so that it only breaks ties."""
 
 
 def place(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]:
-    """Splits jobs over nodes.
-
-    Args:
-        counts: slots of each job; together they are free.
-        free: free slots of each node.
-        loss: share of its speed that a job loses, from its number and its parts.
-
-    Returns:
-        Slots of each job on each node.
-    """
+    """Splits jobs over nodes."""
     assert sum(counts) <= sum(free), "more slots than there are"
+    # Few jobs on few nodes are placed exactly: all splits of each job, memoised by the free slots
+    # left. Others go largest first into the node that they fill best (best-fit decreasing; Johnson
+    # 1973, "Near-optimal bin packing algorithms"). Ties are broken by keeping free slots together.
     small = len(free) <= EXACT_NODES and max(free, default=0) <= EXACT_SLOTS
     exact = small and len(counts) <= EXACT_JOBS
     return (_exact if exact else _greedy)(counts, free, loss)
 
 
 def scattered(free: Sequence[int]) -> float:
-    """What free slots count by how they lie: less where they are together."""
+    """Cost of free slots: less where they are together."""
     return -SCATTERED * sum(room * room for room in free)
 
 

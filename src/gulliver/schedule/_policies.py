@@ -24,11 +24,7 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
 
 
 def make_policy(name: str, seed: int = 0) -> Policy:
-    """Makes a policy with its default settings.
-
-    Raises:
-        GulliverError: an unknown name.
-    """
+    """Makes a policy with its default settings."""
     if name not in POLICIES:
         raise GulliverError(f"unknown policy {name!r}: {nearest(name, POLICIES)}")
     return POLICIES[name](seed)

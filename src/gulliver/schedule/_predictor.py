@@ -1,11 +1,6 @@
-"""Progress of a job as a Beta distribution, learned from jobs that are done.
+"""Progress of a job as a Beta distribution, learned from finished jobs (ONES, Bian et al. 2021).
 
-Progress is ~ Beta(a, b): a is the epochs done, and b = 1 + relu(network of five features), a layer
-of 64 with tanh between (Bian et al. 2021, "Online evolutionary batch size orchestration", ONES).
-Its likelihood over the epochs of finished jobs is maximised by Adam. The published job trains anew
-after every job that ends; here after the 1st, 2nd, 4th, 8th ..., which a simulation can afford.
-The features of an epoch are computed from what every training script sees; the artifact queries
-the network with another unit than it was trained on, which is put right here.
+Progress is ~ Beta(a, b) with a the epochs done and b = 1 + relu(network of five features).
 """
 
 from __future__ import annotations
@@ -22,11 +17,9 @@ FIRST_LOSS = 5.0
 
 
 def features(state: JobState, epochs: float) -> list[float]:
-    """What is seen of a job after some epochs: five numbers.
-
-    They are the log of the epoch's samples, the first loss, epochs, the share that the loss has
-    fallen by, and the accuracy; loss and accuracy follow the job's curvature.
-    """
+    """What is seen of a job after some epochs: five numbers."""
+    # They are the log of the epoch's samples, the first loss, epochs, the share that the loss has
+    # fallen by, and the accuracy; loss and accuracy follow the job's curvature.
     job = state.job
     progress = epochs * job.epoch_samples / job.samples
     fallen = 1 - math.exp(-job.curvature * progress)
@@ -35,13 +28,7 @@ def features(state: JobState, epochs: float) -> list[float]:
 
 
 def beta_slopes(weights: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
-    """Gradient of the mean negative log-likelihood of Beta(a, b) by the network's weights.
-
-    Args:
-        weights: those of the hidden layer, [5, width] and [width], and of the last, [width], [1].
-        x: features, [rows, 5]; the third is a.
-        y: progress, [rows], between 0 and 1.
-    """
+    """Gradient of the mean negative log-likelihood of Beta(a, b) by the network's weights."""
     import torch
 
     hidden, bias, last, end = weights
@@ -56,11 +43,7 @@ def beta_slopes(weights: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> list
 
 
 class ProgressPredictor:
-    """Learns how far jobs are.
-
-    Args:
-        seed: seed of the first weights and of the order of rows.
-    """
+    """Learns how far jobs are."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed, self.trained, self.next_size = seed, False, 1
@@ -68,6 +51,9 @@ class ProgressPredictor:
 
     def learn(self, finished: Sequence[JobState]) -> None:
         """Trains when the number of finished jobs has doubled since."""
+        # The paper trains again after every job that ends; after the 1st, 2nd, 4th, 8th ... is what
+        # a simulation can afford. The artifact also queries the network in another unit than it was
+        # trained on; here both are epochs.
         known = [state for state in finished if not state.job.announced]
         if len(known) < self.next_size:
             return

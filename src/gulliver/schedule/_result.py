@@ -17,22 +17,14 @@ from gulliver.solve import fluid_bound, fluid_bound_by_lp
 
 @dataclass(frozen=True)
 class Segment:
-    """Seconds in which a job's slots and batch did not change.
-
-    Attributes:
-        job: name of the job.
-        begin: first second.
-        end: last second.
-        slots: slots that it held.
-        batch: global batch size.
-        rate: samples a second that counted; 0 while it resized.
-    """
+    """Seconds in which a job's slots and batch did not change."""
 
     job: str
     begin: float
     end: float
     slots: tuple[int, ...]
     batch: int
+    # Samples a second that counted; 0 while it resized.
     rate: float
 
 
@@ -45,22 +37,15 @@ class Change(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A decision.
-
-    Attributes:
-        time: second of the decision.
-        cause: what had happened.
-        changes: jobs whose slots changed.
-        why: reasons by job.
-        predicted: sum of completion times that the policy expected; None if it did not say.
-        bound: sum that no schedule was below; None likewise.
-    """
+    """A decision."""
 
     time: float
     cause: str
     changes: tuple[Change, ...]
     why: dict[str, str]
+    # Sum of completion times that the policy expected; None if it did not say.
     predicted: float | None
+    # Sum that no schedule was below; None likewise.
     bound: float | None
 
 
@@ -134,7 +119,7 @@ class Result:
         ]
 
     def summary(self) -> Summary:
-        """Adds up."""
+        """Computes the figures."""
         times = np.array([self.completion(job.name) for job in self.jobs])
         held = {job.name: 0.0 for job in self.jobs}
         seconds = 0.0

@@ -1,15 +1,11 @@
-"""Looks ahead: what each rule of sharing would come to if no job came any more.
+"""Simulates rules of sharing into the future, as if no more jobs came.
 
-Worlds are followed at once, one for each rule, from one completion to the next. In each phase the
+One world per rule is followed from completion to completion, all in one array. In each phase the
 slots are shared exactly (`gulliver.solve.allocate`) for the rule's weights:
 
     maximise sum_j weight_j x (seconds of j on one slot now) / (seconds of j on n_j slots from now)
 
-where the seconds of other slots than it has include the resize. Weights are powers of the remaining
-seconds (0: total speed; 1: sum of 1 / seconds; large: shortest first), or those that make the
-closed form of the optimal policy for speed-up n^p (Berg et al. 2020, "heSRPT"): with m jobs, the
-i-th longest gets weight ((i/m)^(1/(1-p)) - ((i-1)/m)^(1/(1-p)))^(1-p). `lazy` rules take no slot
-away from a job that runs; `reserving` ones give jobs with a deadline first what they need for it.
+where the seconds on another number of slots include the resize.
 """
 
 from __future__ import annotations
@@ -31,80 +27,75 @@ LATE = 1e9
 Share = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
-class Rule(NamedTuple):
-    """A rule of sharing.
+class SharingRule(NamedTuple):
+    """A rule of sharing."""
 
-    Attributes:
-        power: power of the remaining seconds; None for the weights of the closed form.
-        speedup: power p of the speed-up, where power is None.
-        lazy: whether jobs that run keep at least their slots.
-        reserving: whether jobs with a deadline come first.
-        inverse: whether the sum of weighted slowdowns is minimised instead.
-        exponent: power of the slowdowns in that sum.
-        worst: slowdown, over all slots for itself, that a job without slots counts with.
-        inertia: times that the seconds of a resize count.
-        price: part of its weight that a job is charged for all slots.
-    """
-
+    # Power of the remaining seconds; None for the weights of the closed form.
     power: float | None
+    # Power p of the speed-up, where power is None.
     speedup: float = 0.0
+    # Whether jobs that run keep at least their slots.
     lazy: bool = False
+    # Whether jobs with a deadline come first.
     reserving: bool = False
+    # Whether the sum of weighted slowdowns is minimised instead.
     inverse: bool = False
+    # Power of the slowdowns in that sum.
     exponent: float = 1.0
+    # Slowdown, over all slots for itself, that a job without slots counts with.
     worst: float = 20.0
+    # Times that the seconds of a resize count.
     inertia: float = 1.0
+    # Part of its weight that a job is charged for all slots.
     price: float = 0.0
 
     def __str__(self) -> str:
-        told = (
+        text = (
             f"weights of heSRPT at {self.speedup:g}"
             if self.power is None
             else f"seconds to the -{self.power:g}"
         )
-        told = f"slowdowns ^ {self.exponent:g}, {told}" if self.inverse else told
-        told += f", resizes x {self.inertia:g}" * (self.inertia != 1)
-        return told + ", lazy" * self.lazy + ", deadlines first" * self.reserving
+        text = f"slowdowns ^ {self.exponent:g}, {text}" if self.inverse else text
+        text += f", resizes x {self.inertia:g}" * (self.inertia != 1)
+        return text + ", lazy" * self.lazy + ", deadlines first" * self.reserving
 
 
 RULES = tuple(
-    Rule(power, speedup, lazy)
+    SharingRule(power, speedup, lazy)
     for power, speedup in ((0, 0), (0.5, 0), (1, 0), (2, 0), (5, 0), (None, 0.5), (None, 0.75))
     for lazy in (False, True)
 ) + tuple(
-    Rule(power, lazy=lazy, inverse=True) for power in (-1, 0, 0.5, 1, 2) for lazy in (False, True)
+    SharingRule(power, lazy=lazy, inverse=True)
+    for power in (-1, 0, 0.5, 1, 2)
+    for lazy in (False, True)
 )
-CALM = Rule(0.45, inverse=True, exponent=0.5, worst=4.7, inertia=4.0, price=0.06)
-"""Rule that is best where jobs keep coming; a resize counts four times, as the next job undoes it.
+CALM = SharingRule(0.45, inverse=True, exponent=0.5, worst=4.7, inertia=4.0, price=0.06)
+"""Best rule while jobs keep arriving; a resize counts four times, as the next job undoes it.
 Its numbers were searched on 24 traces of each kind, with other seeds than any table of ours."""
 
 
 class Jobs(NamedTuple):
-    """Jobs as numbers.
+    """Jobs as numbers."""
 
-    Attributes:
-        left: samples that are left, [jobs].
-        goodputs: samples a second over slots, [jobs, slots + 1].
-        held: slots now, [jobs].
-        ready: seconds until it makes progress on these, [jobs].
-        resize: seconds that other slots cost, [jobs]; those of a start of one that has not started.
-        resume: seconds that a resize costs once it has started, [jobs].
-        slack: seconds to the deadline, inf without one, [jobs].
-        comes: seconds until it comes, 0 of one that is there, [jobs].
-    """
-
+    # Samples that are left, [jobs].
     left: np.ndarray
+    # Samples a second over slots, [jobs, slots + 1].
     goodputs: np.ndarray
     held: np.ndarray
+    # Seconds until it makes progress on these, [jobs].
     ready: np.ndarray
+    # Seconds that other slots cost, [jobs]; those of a start of one that has not started.
     resize: np.ndarray
+    # Seconds that a resize costs once it has started, [jobs].
     resume: np.ndarray
+    # Seconds to the deadline, inf without one, [jobs].
     slack: np.ndarray
+    # Seconds until it comes, 0 of one that is there, [jobs].
     comes: np.ndarray
 
 
 def jobs_of(view: View, left: list[float]) -> Jobs:
-    """Reads a view; `left` is what each job is thought to have left."""
+    """Converts a view to arrays; `left` is the estimated remaining work."""
     states = view.jobs
     return Jobs(
         np.array(left),
@@ -119,13 +110,13 @@ def jobs_of(view: View, left: list[float]) -> Jobs:
 
 
 def useful_goodputs(goodputs: np.ndarray) -> np.ndarray:
-    """Numbers of slots that fewer are as fast as count as impossible."""
+    """Zeroes numbers of slots that are no faster than fewer."""
     before = np.maximum.accumulate(np.concatenate([[0.0], goodputs[:-1]]))
     return np.where(goodputs > before, goodputs, 0.0)
 
 
-class Outcome(NamedTuple):
-    """Worlds that were followed to their end.
+class WorldsOutcome(NamedTuple):
+    """Results of worlds that were simulated to their end.
 
     Attributes:
         counts: slots of the first phase, [worlds, jobs].
@@ -142,22 +133,12 @@ class Outcome(NamedTuple):
 
 
 class Worlds:
-    """Worlds that are followed together.
-
-    Args:
-        jobs: jobs as they are now; `left` may be one row for each world.
-        rules: rule of each world.
-        share: how slots are shared, `allocate` or the same under limits of tenants.
-        first: slots of the first phase, [worlds, jobs]; None lets the rules say.
-        limited: whether `share` knows jobs by their place, so that none may be left out.
-        there: whether a job comes at all, [worlds, jobs]; None if all do.
-        boost: factors of the weights of jobs, [worlds, jobs]; None for none.
-    """
+    """Worlds that are simulated together."""
 
     def __init__(
         self,
         jobs: Jobs,
-        rules: tuple[Rule, ...],
+        rules: tuple[SharingRule, ...],
         share: Share,
         first: np.ndarray | None = None,
         limited: bool = False,
@@ -188,8 +169,8 @@ class Worlds:
         self.price = np.array([rule.price for rule in rules])[:, None, None]
         self.inertia = np.array([rule.inertia for rule in rules])[:, None]
 
-    def follow(self) -> Outcome:
-        """Follows all worlds until every job is done."""
+    def follow(self) -> WorldsOutcome:
+        """Simulates all worlds until every job is done."""
         counts = self.shared() if self.first is None else self.first
         firsts = counts.copy()
         for _ in range(3 * self.left.shape[1] + 2):
@@ -201,7 +182,7 @@ class Worlds:
         self.ends[self.alive | (firsts.sum(axis=1) == 0)[:, None]] = np.inf
         late = (self.ends > self.slack).sum(axis=1)
         cost = (self.ends - self.comes * self.there).sum(axis=1) + LATE * late
-        return Outcome(firsts, self.ends, self.starts, cost)
+        return WorldsOutcome(firsts, self.ends, self.starts, cost)
 
     def shared(self) -> np.ndarray:
         """Shares the slots by each world's rule."""
@@ -254,7 +235,7 @@ class Worlds:
         return counts
 
     def _weights(self, alone: np.ndarray) -> np.ndarray:
-        """Weights of jobs by what they have left; nan marks jobs that are done."""
+        """Weights of jobs by their remaining work; nan marks finished jobs."""
         weights = np.zeros(alone.shape)
         shortest = np.where(np.isnan(alone), np.inf, alone).min(axis=1)
         shortest = np.where(np.isfinite(shortest), shortest, 1.0)
@@ -263,6 +244,8 @@ class Worlds:
                 relative = alone[world] / max(shortest[world], 1e-9)
                 weights[world] = np.maximum(relative**-rule.power, 1e-6)
                 continue
+            # The optimal policy for speed-up n^p (Berg et al. 2020, "heSRPT"): with m jobs the i-th
+            # longest gets weight ((i/m)^(1/(1-p)) - ((i-1)/m)^(1/(1-p)))^(1-p).
             known = ~np.isnan(alone[world])
             order = np.argsort(-np.where(known, alone[world], -np.inf), kind="stable")
             count = int(known.sum())
@@ -271,7 +254,7 @@ class Worlds:
         return np.nan_to_num(weights)
 
     def _advance(self, counts: np.ndarray) -> None:
-        """Lets all worlds run until their next completion."""
+        """Advances every world to its next completion."""
         moved = (counts != self.held) & self.alive
         self.ready = np.where(moved & (counts > 0), self.resize, self.ready)
         self.held = np.where(self.alive, counts, 0)

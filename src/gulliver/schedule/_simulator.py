@@ -1,13 +1,8 @@
-"""Runs a policy over a trace: an exact simulation of events.
+"""Runs a policy over a trace: an exact discrete-event simulation.
 
-Between two events nothing changes, so progress is rate times seconds and the next event is known in
-closed form: a job comes, a job ends, or the policy asks to be woken. At each event the policy says
-what every job has from then on. A job whose slots change makes no progress for its resize seconds,
-while it holds the new slots. Where a job has `save_seconds` or `end_seconds`, those who get its
-slots wait for it (`_handover.py`). Read `simulate`, then `_Run`.
-
-Of several nodes, `_nodes.py` says which slots a job gets, unless its policy names them. It does not
-know how long a step is delayed by its neighbours.
+Between two events nothing changes, so the next event is known in closed form: a job arrives, a job
+ends, or the policy asks to be woken. At each event the policy decides what every job has from then
+on. Contention between neighbouring jobs is not modelled.
 """
 
 from __future__ import annotations
@@ -47,11 +42,11 @@ def simulate(
     check_trace(jobs, cluster)
     _check_borrowers(jobs, cluster, policy)
     policy.begin(cluster)
-    return _Run(tuple(job for job in jobs if job.arrival <= until), cluster, policy).run()
+    return _Simulation(tuple(job for job in jobs if job.arrival <= until), cluster, policy).run()
 
 
 def _check_borrowers(jobs: Sequence[Job], cluster: JobCluster, policy: Policy) -> None:
-    """Refuses jobs that wait for ever because nobody lends them the slots that they ask for."""
+    """Refuses jobs that would wait for ever for borrowed slots."""
     for job in jobs if not policy.preempts else ():
         quota = cluster.quotas.get(job.tenant, cluster.slots)
         if job.slots > quota:
@@ -69,22 +64,14 @@ def follow(
     cluster: JobCluster,
     policy: Policy,
 ) -> Result:
-    """Simulates from a moment on, with the jobs that are there and none to come.
-
-    Args:
-        now: second of that moment.
-        states: jobs as they are; copied.
-        finished: jobs that are done, for policies to learn from.
-        cluster: slots and quotas.
-        policy: rule of who gets what; it goes on.
-    """
-    run = _Run((), cluster, policy)
+    """Simulates from a moment on, with the present jobs and no arrivals."""
+    run = _Simulation((), cluster, policy)
     run.now, run.present, run.finished = now, [replace(s) for s in states], list(finished)
     run.result.states = {state.job.name: state for state in run.present}
     return run.run()
 
 
-class _Run:
+class _Simulation:
     """State of a simulation."""
 
     def __init__(self, jobs: tuple[Job, ...], cluster: JobCluster, policy: Policy) -> None:
@@ -143,8 +130,8 @@ class _Run:
         return min(times)
 
     def _end(self, ends: dict[str, float]) -> str:
-        """Takes out what ends now."""
-        told = ""
+        """Removes jobs that end now."""
+        happened = ""
         for state in [s for s in self.present if ends.get(s.job.name, math.inf) <= self.now]:
             # The last sample is done by definition: nothing is left over by rounding.
             left = state.job.samples - state.done
@@ -155,21 +142,21 @@ class _Run:
             self.finished.append(state)
             self.handover.end(state, self.now)
             state.slots, state.batch = (), 0
-            told += f"{state.job.name} ended; "
-        return told
+            happened += f"{state.job.name} ended; "
+        return happened
 
     def _arrive(self) -> str:
-        told = ""
+        happened = ""
         while self.coming and self.coming[0].arrival <= self.now:
             job = self.coming.pop(0)
             state = JobState(job, changed=self.now)
             self.present.append(state)
             self.result.states[job.name] = state
-            told += f"{job.name} arrived; "
-        return told
+            happened += f"{job.name} arrived; "
+        return happened
 
     def _advance(self, to: float) -> None:
-        """Lets jobs run until `to`."""
+        """Advances all jobs to `to`."""
         for state in self.present:
             if not state.slots:
                 continue
@@ -206,7 +193,7 @@ class _Run:
         return self.result.last_segment
 
     def _apply(self, decision: Decision, cause: str) -> None:
-        """Gives slots as the policy says."""
+        """Applies a decision."""
         chosen = placed(self.present, decision, range(self.cluster.slots))
         if self.cluster.nodes > 1:
             chosen.update(on_nodes(self.present, decision, chosen, self.cluster, self.now))
@@ -248,7 +235,7 @@ class _Run:
             )
 
     def _check(self, chosen: dict[str, tuple[tuple[int, ...], int]]) -> None:
-        """Holds a policy to the slots, quotas and batch limits; its author is to blame."""
+        """Asserts that a decision keeps slots, quotas and batch limits."""
         slots = [slot for held, _ in chosen.values() for slot in held]
         assert len(slots) == len(set(slots)) <= self.cluster.slots, "a slot was given twice"
         limits, used = self._limits(), dict[str, int]()
@@ -264,6 +251,6 @@ class _Run:
 
 
 def _drawn_per_sample(state: JobState) -> float:
-    """Samples that are processed for one that counts."""
+    """Samples processed per sample that counts."""
     costs = state.scaling or state.job.scaling
     return costs.throughput(state.count, state.batch) / state.rate

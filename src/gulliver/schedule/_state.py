@@ -13,34 +13,30 @@ from gulliver.schedule._jobs import Job, JobCluster
 
 @dataclass
 class JobState:
-    """A job that is there, as it is now. Policies read it and leave it alone.
+    """The present state of a job, read-only for policies."""
 
-    Attributes:
-        job: the job; a policy must not look at `samples` where they are not announced.
-        done: samples done, counted as those of its own batch size.
-        drawn: samples that were really processed.
-        slots: slots that it holds.
-        batch: batch size now, 0 while it holds none.
-        started: second of its first start, None before.
-        changed: second at which its slots last changed.
-        ready: second from which it makes progress: later than `changed` while it resizes.
-        service: slot-seconds that it has held.
-        epochs_since: epochs done since its slots last changed.
-        resizes: times that it has lost its resize seconds.
-        scaling: costs where its slots lie; None while they are of one node.
-    """
-
+    # The job; a policy must not look at `samples` where they are not announced.
     job: Job
+    # Samples done, counted as those of its own batch size.
     done: float = 0.0
+    # Samples that were really processed.
     drawn: float = 0.0
     slots: tuple[int, ...] = ()
+    # Batch size now, 0 while it holds none.
     batch: int = 0
+    # Second of its first start, None before.
     started: float | None = None
+    # Second at which its slots last changed.
     changed: float = 0.0
+    # Second from which it makes progress: later than `changed` while it resizes.
     ready: float = 0.0
+    # Slot-seconds that it has held.
     service: float = 0.0
+    # Epochs done since its slots last changed.
     epochs_since: float = 0.0
+    # Times that it has lost its resize seconds.
     resizes: int = 0
+    # Costs where its slots lie; None while they are of one node.
     scaling: Scaling | None = None
 
     @property
@@ -86,13 +82,9 @@ class View(NamedTuple):
 
 
 class Allotment(NamedTuple):
-    """What a job gets.
+    """What a job gets."""
 
-    Attributes:
-        slots: number of slots, or the very slots.
-        batch: global batch size.
-    """
-
+    # Number of slots, or the very slots.
     slots: int | tuple[int, ...]
     batch: int
 
@@ -126,7 +118,7 @@ class Policy:
     knows_quotas: ClassVar[bool] = True
 
     def begin(self, cluster: JobCluster) -> None:
-        """Forgets everything, for a new simulation.
+        """Resets the policy for a new simulation.
 
         Raises:
             GulliverError: it does not know quotas and there are some.
@@ -137,7 +129,7 @@ class Policy:
             )
 
     def decide(self, view: View) -> Decision:
-        """Says what each job gets from now on."""
+        """Decides what each job gets from now on."""
         raise NotImplementedError
 
 
@@ -153,16 +145,7 @@ def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -
 def placed(
     states: Sequence[JobState], decision: Decision, slots: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Turns numbers of slots into slots: jobs keep theirs, and the lowest free ones are new.
-
-    Args:
-        states: jobs that are there.
-        decision: what the policy says of them.
-        slots: all slots.
-
-    Returns:
-        Slots and batch size by job.
-    """
+    """Chooses slots for numbers of slots: jobs keep theirs, new ones are the lowest free."""
     free, chosen = set(slots), dict[str, tuple[tuple[int, ...], int]]()
     growing = []
     for state in states:
@@ -193,7 +176,7 @@ class Room:
         self.of_tenant = dict(view.limits)
 
     def fits(self, job: Job, count: int) -> bool:
-        """Whether the job may have so many more."""
+        """Whether the job may have `count` more slots."""
         return count <= min(self.free, self.of_tenant[job.tenant])
 
     def most(self, job: Job) -> int:
@@ -201,6 +184,6 @@ class Room:
         return min(self.free, self.of_tenant[job.tenant])
 
     def take(self, job: Job, count: int) -> None:
-        """Gives the job so many more."""
+        """Gives the job `count` more slots."""
         self.free -= count
         self.of_tenant[job.tenant] -= count

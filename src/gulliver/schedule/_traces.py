@@ -108,57 +108,57 @@ def _known(path: Path, names: Any) -> None:
 
 
 def _job(path: Path, number: int, row: Mapping[str, Any]) -> Job:
-    told = f"trace {path}, job {number}"
+    label = f"trace {path}, job {number}"
     _known(path, row)
     for name in NEEDED:
         if row.get(name) is None:
-            raise GulliverError(f"{told}: {name} is missing: a job needs {', '.join(NEEDED)}")
+            raise GulliverError(f"{label}: {name} is missing: a job needs {', '.join(NEEDED)}")
     values = {
-        name: _value(told, name, value)
+        name: _value(label, name, value)
         for name, value in row.items()
         if value is not None and name != MEASURED
     }
     costs = {name: values.pop(name) for name in COSTS if name in values}
     if MEASURED in row:
         if costs:
-            raise GulliverError(f"{told}: give measured points or {next(iter(costs))}, not both")
+            raise GulliverError(f"{label}: give measured points or {next(iter(costs))}, not both")
         points = row[MEASURED]
         if not isinstance(points, list) or not all(
             isinstance(p, list) and len(p) == 3 and all(type(n) in (int, float) for n in p)
             for p in points
         ):
             raise GulliverError(
-                f"{told}: measured: give a list of [slots, batch, samples a second]"
+                f"{label}: measured: give a list of [slots, batch, samples a second]"
             )
         try:
             scaling = fit_scaling([(int(n), int(b), float(speed)) for n, b, speed in points])
         except GulliverError as error:
-            raise GulliverError(f"{told}: measured: {error}") from None
+            raise GulliverError(f"{label}: measured: {error}") from None
     elif "sample_seconds" in costs:
         scaling = Scaling(**costs)
     else:
-        raise GulliverError(f"{told}: sample_seconds is missing: it says how fast a slot is")
+        raise GulliverError(f"{label}: sample_seconds is missing: it says how fast a slot is")
     try:
         return Job(scaling=scaling, **values)
     except GulliverError as error:
         raise GulliverError(f"trace {path}: {error}") from None
 
 
-def _value(told: str, name: str, value: Any) -> Any:
+def _value(label: str, name: str, value: Any) -> Any:
     """Converts a cell to the type of its column."""
     if name in TEXT:
         return str(value)
     if name == "announced":
         known = {"true": True, "false": False, "1": True, "0": False}
         if str(value).lower() not in known:
-            raise GulliverError(f"{told}: announced is {value!r}: give true or false")
+            raise GulliverError(f"{label}: announced is {value!r}: give true or false")
         return known[str(value).lower()]
     try:
         number = float(str(value))  # as text, true of JSON is no number
     except ValueError:
-        raise GulliverError(f"{told}: {name} is {value!r}: give a number") from None
+        raise GulliverError(f"{label}: {name} is {value!r}: give a number") from None
     if name in WHOLE:
         if not number.is_integer():
-            raise GulliverError(f"{told}: {name} is {value}: give a whole number")
+            raise GulliverError(f"{label}: {name} is {value}: give a whole number")
         return int(number)
     return number

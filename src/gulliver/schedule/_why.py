@@ -1,7 +1,7 @@
-"""Says of a job why it has what it has, and when it should end.
+"""Explains why a job has its slots and when it should end.
 
-When it should end is no estimate of its own: the trace is simulated anew with the jobs that have
-come by then and no others. So it is exactly what the policy would do if nobody came any more.
+The expected end is not an estimate: the trace is simulated again with the jobs that have arrived by
+then and no others, so it is what the policy would do if no more came.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ def _now(result: Result, job: Job, moment: float) -> str:
 
 
 def _where(cluster: JobCluster, job: Job, segment: Segment) -> str:
-    """Tells the nodes, and what it loses by lying on several of them."""
+    """Names a job's nodes, and what it loses by spanning several."""
     if cluster.nodes == 1:
         return ""
     parts = cluster.parts(segment.slots)
-    told = " + ".join(f"{part} of node {node}" for node, part in enumerate(parts) if part)
+    text = " + ".join(f"{part} of node {node}" for node, part in enumerate(parts) if part)
     loss = cluster.loss(job, segment.batch, parts)
-    return f"; {told}" + (f", {loss:.1%} slower than where it would lie best" * (loss > 0))
+    return f"; {text}" + (f", {loss:.1%} slower than where it would lie best" * (loss > 0))
 
 
 def _history(result: Result, name: str, moment: float) -> list[str]:
-    """Tells the last reason that the policy gave, and the last change."""
+    """The last reason that the policy gave, and the last change."""
     lines = []
     past = [entry for entry in result.rounds if entry.time <= moment]
     reasons = [entry for entry in past if name in entry.why]
@@ -104,17 +104,17 @@ def _history(result: Result, name: str, moment: float) -> list[str]:
 
 
 def told_change(entry: Round, name: str) -> str:
-    """Says how a decision has changed a job's slots, and whose against it."""
+    """Describes how a decision has changed a job's slots, and whose slots it took."""
     change = next(change for change in entry.changes if change.job == name)
     verb = "grew" if change.after > change.before else "shrank"
     if change.after == change.before:
         return f"moved to other slots at {entry.time:.4g} s, when {entry.cause}"
     verb = "started" if not change.before else verb if change.after else "was paused"
-    told = f"{verb} at {entry.time:.4g} s from {change.before} to {change.after} slots, when "
-    told += entry.cause
+    text = f"{verb} at {entry.time:.4g} s from {change.before} to {change.after} slots, when "
+    text += entry.cause
     others = [
         f"{other.job} {other.before} to {other.after}"
         for other in entry.changes
         if other.job != name and (other.after > other.before) != (change.after > change.before)
     ]
-    return told + (f"; against it: {', '.join(others)}" if others else "")
+    return text + (f"; against it: {', '.join(others)}" if others else "")

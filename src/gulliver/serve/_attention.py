@@ -47,21 +47,7 @@ def paged_attention(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention as transformers' interface calls it.
-
-    Args:
-        module: attention layer.
-        query: [1, H, T, D], packed tokens.
-        key: [1, H', T, D].
-        value: [1, H', T, D].
-        attention_mask: not looked at: the pages know who sees whom.
-        scaling: factor of the scores.
-        sliding_window: positions that a token sees.
-        more: what else an architecture gives.
-
-    Returns:
-        [1, T, H, D], and no weights.
-    """
+    """Computes attention as transformers' interface calls it."""
     known: Any = module
     odd = next((name for name in REFUSED if more.get(name) is not None), None)
     if odd is not None:
@@ -78,7 +64,7 @@ REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 @contextmanager
 def attached(model: Any, pages: Attends) -> Iterator[None]:
-    """Lets a model attend over pages within the context."""
+    """Attaches a model to pages within the context."""
     detach = attach(model, pages)
     try:
         yield
@@ -87,15 +73,7 @@ def attached(model: Any, pages: Attends) -> Iterator[None]:
 
 
 def attach(model: Any, pages: Attends) -> Callable[[], None]:
-    """Lets a model attend over pages, until the returned function is called.
-
-    Args:
-        model: causal language model of transformers.
-        pages: what its layers read.
-
-    Raises:
-        GulliverError: another runner has the model.
-    """
+    """Makes a model attend over pages, until the returned function is called."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, paged_attention)
@@ -125,16 +103,7 @@ def attach(model: Any, pages: Attends) -> Callable[[], None]:
 def _bloom_attention(
     self: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, *args: Any, **more: Any
 ) -> tuple[Tensor, None]:
-    """Runs BLOOM's attention over pages: its projections, ours between them.
-
-    Args:
-        self: attention layer.
-        hidden_states: [1, T, C].
-        residual: [1, T, C], added to the result.
-        alibi: [H, 1, T], slope x index: its second column has the slopes.
-        args: what transformers gives beside.
-        more: the same.
-    """
+    """Runs BLOOM's attention over pages: its projections, ours between them."""
     del args, more
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     slopes = _slopes(self, alibi)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A command: what one forward does.
+    """A command: one forward.
 
     Attributes:
         ticket: number of the command, counted from 0 without gaps.
@@ -73,7 +73,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the engine must know of the model and its cache.
+    """Sizes of the model and its cache that the engine needs.
 
     Attributes:
         vocabulary: number of rows of logits' last axis.
@@ -93,9 +93,14 @@ class Facts:
         room = self.blocks * self.block_size
         return room if self.context is None else min(room, self.context)
 
+    @property
+    def what(self) -> Literal["context", "cache"]:
+        """What decides `longest`."""
+        return "context" if self.longest == self.context else "cache"
+
 
 class RunnerLost(GulliverError):
-    """What runs a model has failed, or is late; the engine goes on when it has been restarted."""
+    """The runner has failed or is late; the engine continues when it has been restarted."""
 
 
 class Runner(Protocol):
@@ -111,7 +116,7 @@ class Runner(Protocol):
         ...
 
     @property
-    def depth(self) -> int:
+    def max_in_flight(self) -> int:
         """Number of batches that should be in flight; the engine submits no more."""
         ...
 
@@ -131,5 +136,5 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of memory and processes; batches in flight are dropped."""
+        """Frees memory and ends processes; batches in flight are dropped."""
         ...

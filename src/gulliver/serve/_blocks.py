@@ -18,12 +18,6 @@ class BlockPool:
     """Blocks 0 to `blocks - 1`, with counts of holders and published digests."""
 
     def __init__(self, blocks: int, size: int) -> None:
-        """Makes a pool.
-
-        Args:
-            blocks: number of blocks.
-            size: tokens of a block.
-        """
         self.blocks, self.size = blocks, size
         self._holders = [0] * blocks
         self._blank = list(range(blocks - 1, -1, -1))
@@ -70,11 +64,9 @@ class BlockPool:
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes a holder from blocks; one that nobody holds is free.
-
-        The last of a sequence are released first: beginnings, which others may have in common, stay
-        longer.
-        """
+        """Takes a holder from blocks; one that nobody holds is free."""
+        # The last of a sequence are released first: beginnings, which others may have in common,
+        # stay longer.
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} is released and not held"
             self._holders[block] -= 1
@@ -85,7 +77,7 @@ class BlockPool:
                     self._blank.append(block)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Lets others find a full block; the first of equal ones stays the one that is found."""
+        """Publishes a full block for others to find; of equal ones the first stays published."""
         if digest not in self._block and block not in self._digest:
             self._block[digest], self._digest[block] = block, digest
 
@@ -114,10 +106,9 @@ class BlockPool:
 
 
 def extend_digests(digests: list[bytes], tokens: Sequence[int], size: int) -> None:
-    """Appends the digests of the full blocks of `tokens` that `digests` does not have yet.
-
-    A digest is that of all tokens up to the block's end, since keys and values depend on them all.
-    """
+    """Appends the digests of the full blocks of `tokens` that `digests` does not have yet."""
+    # A digest is that of all tokens up to the block's end, since keys and values depend on them
+    # all.
     for number in range(len(digests), len(tokens) // size):
         before = digests[-1] if digests else b""
         block = array("q", tokens[number * size : (number + 1) * size])

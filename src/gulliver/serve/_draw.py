@@ -28,7 +28,7 @@ COLDEST = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DrawRow:
     """What a row of logits is for.
 
     Attributes:
@@ -74,22 +74,13 @@ _MIX = (
 
 
 def draw_key(seed: int, sample: int, place: int) -> int:
-    """Returns the number from which the noise of a draw is made, of 64 bits."""
+    """Returns the 64-bit key of a draw's noise."""
     digest = hashlib.blake2b(f"{seed}/{sample}/{place}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
-def draw(logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
-    """Draws a token for each row.
-
-    Args:
-        logits: [R, V] in float32; not changed.
-        rows: what each row is for.
-
-    Returns:
-        Tokens; None for a row that has NaN, infinity or nothing finite, which nothing can be drawn
-        from.
-    """
+def draw(logits: Tensor, rows: Sequence[DrawRow]) -> list[Token | None]:
+    """Draws a token for each row."""
     if not rows:
         return []
     highest, likeliest = logits.max(-1)
@@ -104,14 +95,16 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
         for member, token in zip(members, drawn, strict=True):
             ids[member] = token
     tokens: list[Token | None] = [Token(token) for token in ids]
-    asked = [i for i, r in enumerate(rows) if sound[i] and r.sampling.logprobs is not None]
-    for index, token in zip(asked, _told(logits[asked], [ids[i] for i in asked]), strict=True):
+    wanted = [i for i, r in enumerate(rows) if sound[i] and r.sampling.logprobs is not None]
+    for index, token in zip(
+        wanted, _logprobs(logits[wanted], [ids[i] for i in wanted]), strict=True
+    ):
         count = rows[index].sampling.logprobs or 0
         tokens[index] = Token(token.id, token.logprob, token.likely[:count])
     return [token if good else None for token, good in zip(tokens, sound, strict=True)]
 
 
-def _draw_alike(logits: Tensor, sampling: SamplingParameters, rows: Sequence[Row]) -> list[int]:
+def _draw_alike(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> list[int]:
     """Draws for rows [R, V] that are sampled alike."""
     changed = penalised(logits, sampling, rows)
     if sampling.greedy:
@@ -121,17 +114,15 @@ def _draw_alike(logits: Tensor, sampling: SamplingParameters, rows: Sequence[Row
 
 
 def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> list[int]:
-    """Draws by weights [R, K] of tokens [R, K], those of `HEAD` tokens and the rest apart.
-
-    [Note: drawing with noise that belongs to the token] Of exponential numbers divided by weights
-    the least is that of a token with its probability (the Gumbel trick). The noise is a function of
-    the token, so that two distributions that are alike mostly draw the same token: one of a draft
-    and the model's meet with a probability of (1 - d) / (1 + d) at least, where d is their distance
-    in total variation (Daliri, Musco and Suresh, arXiv 2408.07978), and not one draw of the
-    model's own is another than without drafts. The least of all tokens outside the `HEAD`
-    likeliest is one exponential number of their weights' sum; only where it wins is one of them
-    drawn, by their sums.
-    """
+    """Draws by weights [R, K] of tokens [R, K], those of `HEAD` tokens and the rest apart."""
+    # [Note: drawing with noise that belongs to the token] Of exponential numbers divided by weights
+    # the least is that of a token with its probability (the Gumbel trick). The noise is a function
+    # of the token, so that two distributions that are alike mostly draw the same token: one of a
+    # draft and the model's meet with a probability of (1 - d) / (1 + d) at least, where d is their
+    # distance in total variation (Daliri, Musco and Suresh, arXiv 2408.07978), and not one draw of
+    # the model's own is another than without drafts. The least of all tokens outside the `HEAD`
+    # likeliest is one exponential number of their weights' sum; only where it wins is one of them
+    # drawn, by their sums.
     if chances.shape[-1] <= HEAD:
         head, at, rest = chances, None, None
     elif order is None:
@@ -162,20 +153,14 @@ def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> li
 
 
 def _below(weights: Tensor, height: float) -> int:
-    """Index of the weight in which a part of their sum lies."""
+    """Index of the weight at a height, a share of their sum."""
     heights = weights.cumsum(-1, dtype=torch.float64)
     mark = (height * heights[-1]).clamp(max=heights[-1].nextafter(heights.new_zeros(())))
     return int(torch.searchsorted(heights, mark, right=True))
 
 
-def probabilities(logits: Tensor, sampling: SamplingParameters, rows: Sequence[Row]) -> Tensor:
-    """Returns the distributions [R, V] that tokens are drawn from.
-
-    Args:
-        logits: [R, V] in float32.
-        sampling: how they are drawn, for all rows alike.
-        rows: rows with their histories, for penalties.
-    """
+def probabilities(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> Tensor:
+    """Returns the distributions [R, V] that tokens are drawn from."""
     changed = penalised(logits, sampling, rows)
     if sampling.greedy:
         return torch.nn.functional.one_hot(changed.argmax(-1), logits.shape[-1]).to(logits.dtype)
@@ -186,11 +171,7 @@ def probabilities(logits: Tensor, sampling: SamplingParameters, rows: Sequence[R
 
 
 def _cut(logits: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor | None]:
-    """Applies temperature, top_k, top_p and min_p.
-
-    Returns:
-        Weights [R, K], whose sum need not be 1, and their tokens [R, K]; None for all in order.
-    """
+    """Applies temperature, top_k, top_p and min_p."""
     # From the largest down: with a tiny temperature quotients become inf, and inf - inf is NaN.
     scaled = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, COLDEST)
     order = None
@@ -210,8 +191,8 @@ def _cut(logits: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor |
     return chances, order
 
 
-def penalised(logits: Tensor, sampling: SamplingParameters, rows: Sequence[Row]) -> Tensor:
-    """Applies the penalties of tokens that were there before; a copy where there are any."""
+def penalised(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> Tensor:
+    """Applies penalties of earlier tokens, to a copy if there are any."""
     if not sampling.penalised:
         return logits
     logits = logits.clone()
@@ -231,8 +212,8 @@ def _tokens(tokens: Any, like: Tensor) -> Tensor:
     return torch.tensor(list(tokens), dtype=torch.int64, device=like.device)
 
 
-def _told(logits: Tensor, ids: Sequence[int]) -> list[Token]:
-    """Log-probabilities of tokens, and the 20 likeliest beside."""
+def _logprobs(logits: Tensor, ids: Sequence[int]) -> list[Token]:
+    """Log-probabilities of tokens, and of the 20 likeliest."""
     if not ids:
         return []
     known = logits.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""What an engine tells of its requests: `Event` by step, `Completion` and `Output` at the end."""
+"""What an engine reports of its requests: `Event` by step, `Completion` and `Output` at the end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """News of one answer: tokens of a step, or its end.
+    """An update of one answer: tokens of a step, or its end.
 
     Attributes:
         request: number that `Engine.add` returned.
@@ -47,7 +47,7 @@ class Event:
             of a stop text. Texts of all events of an answer joined are the answer.
         finish: why the answer ended; None while it goes on.
         error: message, with `finish="error"`: what is wrong and what would be right.
-        found: tokens of the prompt that were found in the cache, not computed; told at the end.
+        prefix_cached: tokens of the prompt whose keys and values were in the cache; set at the end.
     """
 
     request: int
@@ -56,7 +56,7 @@ class Event:
     text: str = ""
     finish: FinishReason | None = None
     error: str | None = None
-    found: int = 0
+    prefix_cached: int = 0
 
 
 @dataclass
@@ -88,13 +88,13 @@ class Output:
     Attributes:
         prompt: text of the prompt; None where it was given as tokens.
         prompt_ids: tokens of the prompt.
-        found: tokens of the prompt that were found in the cache, not computed.
+        prefix_cached: tokens of the prompt whose keys and values were in the cache.
         completions: answers to the prompt.
     """
 
     prompt: str | None
     prompt_ids: list[int]
-    found: int
+    prefix_cached: int
     completions: list[Completion]
 
     @property

@@ -30,14 +30,7 @@ JOINED = ("gate_up_proj", "down_proj")
 
 
 class QuantizedExperts(nn.Module):
-    """Experts of one layer; `into` and `out` have a layer for each.
-
-    Args:
-        like: experts of transformers that it replaces; its weights may be on meta.
-        path: path in the model.
-        mode: one of `gulliver.precision.int8.MODES`.
-        rank_group: ranks that the inner features are cut over.
-    """
+    """Experts of one layer; `into` and `out` have a layer for each."""
 
     def __init__(self, like: Any, path: str, mode: str, rank_group: RankGroup = ALONE) -> None:
         super().__init__()
@@ -52,13 +45,7 @@ class QuantizedExperts(nn.Module):
         )
 
     def fill(self, name: str, expert: int, weight: Tensor) -> None:
-        """Rounds one expert's weight.
-
-        Args:
-            name: ``gate_up_proj`` or ``down_proj``.
-            expert: number of the expert.
-            weight: matrix ``[outputs, inputs]``, this rank's part of it.
-        """
+        """Rounds one expert's weight."""
         layer: Any = (self.into if name == JOINED[0] else self.out)[expert]
         if layer.mode == "int4":
             values, scales = to_int4(weight)
@@ -75,13 +62,7 @@ class QuantizedExperts(nn.Module):
         return largest
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Sums what each token's experts give, times the router's weights.
-
-        Args:
-            hidden_states: tokens ``[T, C]``.
-            top_k_index: experts of each token ``[T, k]``.
-            top_k_weights: weights of these experts ``[T, k]``.
-        """
+        """Sums what each token's experts give, times the router's weights."""
         total = torch.zeros_like(hidden_states)
         like = self._like[0]
         # The experts in their order: ranks that share them join scales in each.
@@ -101,16 +82,7 @@ class QuantizedExperts(nn.Module):
 
 
 def quantize_experts(model: nn.Module, mode: str, rank_group: RankGroup = ALONE) -> list[str]:
-    """Replaces the experts of a model on meta by quantised ones, which are filled afterwards.
-
-    Args:
-        model: model of transformers, its experts perhaps cut over tensor ranks.
-        mode: one of `gulliver.precision.int8.MODES`.
-        rank_group: ranks that the experts are cut over.
-
-    Returns:
-        Paths of the experts.
-    """
+    """Replaces the experts of a model on meta by quantised ones, which are filled afterwards."""
     found = {path: module for path, module in model.named_modules() if is_experts(module)}
     for path, module in found.items():
         made = QuantizedExperts(module, path, mode, rank_group)
@@ -120,13 +92,8 @@ def quantize_experts(model: nn.Module, mode: str, rank_group: RankGroup = ALONE)
 
 
 def settle_experts(model: Any) -> None:
-    """Lets experts of odd sizes run one by one.
-
-    torch's grouped product takes rows of whole 16 bytes only.
-
-    Args:
-        model: model of transformers, cut as it will run.
-    """
+    """Runs experts of odd sizes one by one."""
+    # torch's grouped product takes rows of whole 16 bytes only.
     for module in model.modules():
         if is_experts(module):
             weights = [module._parameters[name] for name in JOINED]

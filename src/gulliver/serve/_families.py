@@ -19,14 +19,7 @@ each other's."""
 
 
 def check_served(model: Any) -> None:
-    """Refuses a model whose answers are not known to be right.
-
-    Args:
-        model: any object.
-
-    Raises:
-        GulliverError: it is no causal language model of transformers, or of an unknown type.
-    """
+    """Refuses a model whose answers are not known to be right."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind is None or not hasattr(model, "get_output_embeddings"):
@@ -52,10 +45,6 @@ def check_served(model: Any) -> None:
 
 
 def check_type(kind: str) -> None:
-    """Refuses a type of model that is not served.
-
-    Raises:
-        GulliverError: it names those that are.
-    """
+    """Refuses a type of model that is not served."""
     if kind not in SERVED:
         raise GulliverError(f"models of type {kind!r} are not served: {nearest(kind, SERVED)}")

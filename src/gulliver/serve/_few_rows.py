@@ -8,8 +8,6 @@ their weights stay as they are, and products of many rows stay torch's.
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -18,13 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.serve._native import problem_of
+from gulliver.serve._native import LANES, load_kernel, problem_of
 
-INTERFACE = 1
-"""Version of the extension's interface; both sides count up when their calls change."""
-LANES = 16
-"""Inputs of a layer are a multiple of it."""
-MOST = 128
+MOST_ROWS = 128
 """Most rows for which the kernel is taken: more stay in the cache worse than torch's blocks."""
 
 
@@ -32,18 +26,12 @@ class FewRows:
     """The kernel, by the instructions that it uses."""
 
     def __init__(self, name: str, kernel: Any) -> None:
-        """Keeps the kernel.
-
-        Args:
-            name: instructions.
-            kernel: the extension's object.
-        """
         self.name, self._kernel = name, kernel
 
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether a product is the kernel's: few rows of float32 on the CPU, and no gradient."""
         return (
-            0 < x.numel() <= MOST * x.shape[-1]
+            0 < x.numel() <= MOST_ROWS * x.shape[-1]
             and all(_plain(t) for t in (x, weight))
             and (bias is None or _plain(bias))
             and x.shape[-1] % LANES == 0
@@ -51,13 +39,7 @@ class FewRows:
         )
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns ``x @ weight.T + bias``.
-
-        Args:
-            x: rows [..., K].
-            weight: weights [N, K].
-            bias: [N] or None.
-        """
+        """Returns ``x @ weight.T + bias``."""
         rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
         out = x.new_empty(*x.shape[:-1], len(weight))
         where = (t.data_ptr() for t in (x, weight))
@@ -80,27 +62,19 @@ def _plain(tensor: Tensor) -> bool:
 
 def rows_problem() -> str | None:
     """Says why there is no kernel for few rows; None where there is."""
-    return problem_of("gulliver.serve._rows", INTERFACE, "GULLIVER_ROWS")
+    return problem_of("gulliver.serve._rows", "GULLIVER_ROWS")
 
 
 @cache
 def few_rows() -> FewRows | None:
-    """Returns the kernel; None where there is none."""
-    if rows_problem() is not None:
-        return None
-    built: Any = importlib.import_module("gulliver.serve._rows")
-    name = os.environ.get("GULLIVER_ROWS") or built.instructions()[0]
-    return FewRows(name, built.Kernel(name))
+    """Returns the kernel for few rows; None where there is none."""
+    found = load_kernel("gulliver.serve._rows", "GULLIVER_ROWS")
+    return None if found is None else FewRows(*found)
 
 
 def take_few_rows(model: nn.Module) -> Callable[[], None]:
-    """Lets the linear layers of a model use the kernel, until the returned function is called.
-
-    Layers that are quantised, cut or have a forward of their own are left alone.
-
-    Args:
-        model: the model.
-    """
+    """Makes linear layers of a model use the kernel, until the returned function is called."""
+    # Layers that are quantised, cut or have a forward of their own are left alone.
     kernel = few_rows()
     if kernel is None:
         return lambda: None

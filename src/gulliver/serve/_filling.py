@@ -35,16 +35,7 @@ class _Weight:
 
 
 class Filling:
-    """Values of a folder for a model, which is whole or cut.
-
-    Args:
-        model: model on meta; its layers are quantised in place where that is asked for.
-        source: the folder.
-        quantize: mode of `gulliver.replace_module`; None for float weights.
-        quantised: whether the folder's weights are quantised already; the model may have such
-            layers by now.
-        rank_group: ranks that the model is cut over by tensor parallelism.
-    """
+    """Values of a folder for a model, which is whole or cut."""
 
     def __init__(
         self,
@@ -82,15 +73,7 @@ class Filling:
                 )
 
     def fill(self, path: str, module: nn.Module) -> None:
-        """Reads all values of a module whose tensors have memory.
-
-        Args:
-            path: path of the module in the model.
-            module: the module.
-
-        Raises:
-            GulliverError: the files lack something, or have it of another shape.
-        """
+        """Reads all values of a module whose tensors have memory."""
         front = f"{path}." if path else ""
         for name, parameter in module.named_parameters():
             if not parameter.is_meta:
@@ -157,11 +140,7 @@ def is_quantised(folder: Path) -> bool:
 
 
 def check_quantised(tensor: int) -> None:
-    """Refuses tensor ranks for weights that are quantised in the files.
-
-    Raises:
-        GulliverError: always, for more than one rank.
-    """
+    """Refuses tensor ranks for weights that are quantised in the files."""
     if tensor > 1:
         raise GulliverError(
             f"tensor={tensor}: weights that lie quantised in files are not cut over tensor ranks; "

@@ -11,10 +11,8 @@ from gulliver.serve._batch import Batch
 
 
 def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Packed tokens [T] of a batch, and the rows [R] of which logits are wanted.
-
-    Of parts of prompts none are: one row is computed since none cannot be asked for.
-    """
+    """Packed tokens [T] of a batch, and the rows [R] of which logits are wanted."""
+    # Of parts of prompts none are: one row is computed since none cannot be asked for.
     tokens = torch.tensor([t for span in batch.spans for t in span.tokens], device=device)
     rows, end = [], 0
     for span in batch.spans:
@@ -23,25 +21,15 @@ def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor,
     return tokens, torch.tensor(rows or [0], device=device)
 
 
-def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-    """Runs a model on packed tokens.
-
-    Args:
-        model: model that attends over pages.
-        tokens: packed tokens [T].
-        positions: positions of the tokens [T].
-        wanted: rows [R] of which logits are wanted.
-
-    Returns:
-        Logits [R, V] in float32.
-    """
+def arguments_of(model: Any, positions: Tensor, wanted: Tensor) -> dict[str, Any]:
+    """Arguments of a model's forward besides its packed tokens."""
+    known: dict[str, Any] = {"use_cache": False, "logits_to_keep": wanted}
     # BLOOM has no positions: its slopes are in its attention.
-    known = {} if model.config.model_type == "bloom" else {"position_ids": positions[None]}
-    found = model(tokens[None], use_cache=False, logits_to_keep=wanted, **known)
-    return found.logits[0].float()
+    return (
+        known if model.config.model_type == "bloom" else known | {"position_ids": positions[None]}
+    )
 
 
-def context_of(config: Any) -> int | None:
-    """Most tokens that a model has positions for; None where they have no end."""
-    longest = getattr(config, "max_position_embeddings", None)
-    return int(longest) if isinstance(longest, int) and longest > 0 else None
+def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+    """Runs a model on packed tokens [T]; returns logits [R, V] of the wanted rows, in float32."""
+    return model(tokens[None], **arguments_of(model, positions, wanted)).logits[0].float()

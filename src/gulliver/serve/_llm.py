@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import torch
-
 from gulliver.errors import GulliverError
-from gulliver.serve._engine import Engine, EngineOptions
+from gulliver.finetune import load_tokenizer
+from gulliver.serve._engine import Engine
 from gulliver.serve._events import Completion, Event, Output
-from gulliver.serve._load import dtype_name, end_tokens, load_text
+from gulliver.serve._load import check_options, dtype_name, end_tokens
 from gulliver.serve._local import LocalRunner
 from gulliver.serve._prompts import Prompt, chat_tokens, listed
-from gulliver.serve._runner import Opened, open_runner
+from gulliver.serve._runner import open_runner
 from gulliver.serve._sampling import SamplingParameters
 from gulliver.serve._speculation import Drafter
-from gulliver.serve._ways import Ways
+from gulliver.serve._ways import EngineOptions, ModelOptions
 
 
 class LLM:
@@ -34,76 +34,58 @@ class LLM:
         self,
         model: Any,
         tokenizer: Any | None = None,
-        dtype: str | torch.dtype | None = None,
-        quantize: str | None = None,
-        context: int | None = None,
-        cache_bytes: int | str | None = None,
-        cache_tokens: int | None = None,
+        *,
         options: EngineOptions | None = None,
         drafter: Drafter | None = None,
-        speculation: str | Path | None = None,
-        memory: int | str | None = None,
-        disk: Path | str | None = None,
-        tensor: int = 1,
-        pipeline: int = 1,
-        speeds: Sequence[float] | None = None,
-        timeout_s: float | None = None,
+        model_options: ModelOptions | None = None,
+        **fields: Any,
     ) -> None:
         """Loads a model where it is given as a folder, and takes memory for its cache.
 
         Args:
             model: folder that transformers wrote, or a causal language model of transformers.
             tokenizer: tokenizer, where `model` is not a folder.
-            dtype: ``"float32"``, ``"bfloat16"`` or torch's own for a folder's model; None for that
-                of the files.
-            quantize: mode of `gulliver.replace_module` in which a folder's weights are read.
-            context: most tokens of a sequence; None for the model's own.
-            cache_bytes: bytes of keys and values, such as ``"2GiB"``; None chooses by memory and
-                context.
-            cache_tokens: the same in tokens.
             options: limits of the engine.
-            drafter: what guesses tokens, if any.
-            speculation: the same by name: ``"ngram"``, ``"suffix"`` or the folder of a draft, see
-                `gulliver.serve.speculative.make_speculator`.
-            memory: bytes of a folder's weights and of keys and values in memory, such as
-                ``"6GiB"``, in each process; weights beyond it come from a disk. None for all.
-            disk: folder on a local disk for them; None for that of temporary files.
-            tensor: ranks that each layer of a folder's model is cut over; the processes are started
-                here and end with `close`.
-            pipeline: stages that its layers are dealt to, each on `tensor` ranks.
-            speeds: relative speeds of the stages; None for equal ones.
-            timeout_s: seconds after which a rank that does not answer counts as lost; None for
-                60, or 600 where weights come from a disk.
+            drafter: what guesses tokens, if any; `speculation` of the model's options names one.
+            model_options: how the model is loaded and run.
+            fields: fields of `ModelOptions` by name, such as ``dtype``, ``quantize``, ``context``,
+                ``cache_tokens``, ``memory``, ``tensor`` or ``speculation``.
 
         Raises:
-            GulliverError: the folder or the model cannot be served, or memory does not do.
+            GulliverError: the folder or the model cannot be served, or there is too little memory.
         """
-        _check_kinds(options, drafter, speculation)
+        if "dtype" in fields:
+            fields["dtype"] = dtype_name(fields["dtype"])
+        given = replace(model_options or ModelOptions(), **fields)
         options = options or EngineOptions()
-        ways = Ways(
-            *(dtype_name(dtype), quantize, context, cache_bytes, cache_tokens),
-            *(memory, disk, tensor, pipeline, None if speeds is None else tuple(speeds), timeout_s),
-        )
+        if not isinstance(options, EngineOptions):
+            raise GulliverError(f"options={options!r}: give EngineOptions(...) of gulliver.serve")
+        if drafter is not None and not hasattr(drafter, "draft"):
+            raise GulliverError(
+                f"drafter={drafter!r} drafts nothing: give what make_speculator of "
+                "gulliver.serve.speculative makes, or a name as speculation="
+            )
         if isinstance(model, (str, Path)):
+            folder = Path(model)
             if tokenizer is not None:
-                raise GulliverError("a folder has its own tokenizer: give none beside it")
-            text = load_text(Path(model), ways.dtype, quantize) if speculation else None
-            drafter = _drafter(speculation, drafter, text, options)
-            opened = open_runner(model, ways, options.sequences, options.step_tokens)
+                raise GulliverError("a folder has its own tokenizer: leave tokenizer out")
+            check_options(folder, given.dtype, given.quantize)
+            tokenizer = load_tokenizer(folder)
+            # A draft's model is loaded before the cache takes what memory is left.
+            drafter = _drafter(given, drafter, tokenizer, options)
+            runner, ends = open_runner(folder, tokenizer, given, options.sequences)
         else:
-            _refuse_for_models(ways)
-            drafter = _drafter(speculation, drafter, tokenizer, options)
-            sizes = context, cache_bytes, cache_tokens
+            _refuse_for_models(given)
+            drafter = _drafter(given, drafter, tokenizer, options)
+            sizes = given.context, given.cache_bytes, given.cache_tokens
             runner = LocalRunner(model, *sizes, sequences=options.sequences)
-            opened = Opened(runner, tokenizer, end_tokens(model, tokenizer))
-        self.tokenizer = opened.tokenizer
+            ends = end_tokens(model, tokenizer)
+        self.tokenizer = tokenizer
         self._lock, self._inboxes, self._closed = Lock(), dict[int, deque[Event]](), False
         try:
-            self.engine = Engine(
-                opened.runner, opened.tokenizer, options, opened.end_tokens, drafter
-            )
+            self.engine = Engine(runner, tokenizer, options, ends, drafter)
         except BaseException:
-            opened.runner.close()
+            runner.close()
             raise
 
     def generate(
@@ -195,11 +177,9 @@ class LLM:
         return number
 
     def _events(self, numbers: Sequence[int], answers: int) -> Generator[Event, None, None]:
-        """Yields events of requests until all of their answers have ended.
-
-        A batch has tokens of whoever asks, another thread or a stream that is being read: whoever
-        steps lays their events aside for them.
-        """
+        """Yields events of requests until all of their answers have ended."""
+        # A batch has tokens of other threads and streams too: the thread that steps the engine puts
+        # their events into their inboxes.
         boxes = [self._inboxes[number] for number in numbers]
         while answers:
             with self._lock:
@@ -243,46 +223,27 @@ class LLM:
         self.close()
 
 
-def _check_kinds(options: object, drafter: object, speculation: object) -> None:
-    """Refuses arguments of another kind than is taken, before anything is loaded."""
-    if options is not None and not isinstance(options, EngineOptions):
-        raise GulliverError(f"options={options!r}: give EngineOptions(...) of gulliver.serve")
-    if isinstance(drafter, (str, Path)):
-        raise GulliverError(f"drafter={str(drafter)!r} is a name: speculation= takes names")
-    if drafter is not None and not hasattr(drafter, "draft"):
-        raise GulliverError(
-            f"drafter={drafter!r} drafts nothing: give what make_speculator of "
-            "gulliver.serve.speculative makes, or speculation='ngram'"
-        )
-    if speculation is not None and not isinstance(speculation, (str, Path)):
-        known = "drafter= takes drafters" if hasattr(speculation, "draft") else "or leave it out"
-        raise GulliverError(
-            f"speculation={speculation!r} is no name: give 'ngram', 'suffix' or the folder of a "
-            f"draft; {known}"
-        )
-
-
 def _drafter(
-    speculation: str | Path | None, drafter: Drafter | None, tokenizer: Any, options: EngineOptions
+    given: ModelOptions, drafter: Drafter | None, tokenizer: Any, options: EngineOptions
 ) -> Drafter | None:
-    """The drafter that is named, made before the cache takes what memory is left."""
-    if speculation is None:
+    """The drafter that is given, or named by the options."""
+    if given.speculation is None:
         return drafter
     if drafter is not None:
         raise GulliverError("speculation makes a drafter: give one of the two")
     from gulliver.serve.speculative import make_speculator
 
-    return make_speculator(speculation, None, tokenizer, options.sequences)
+    return make_speculator(given.speculation, None, tokenizer, options.sequences)
 
 
-def _refuse_for_models(ways: Ways) -> None:
+def _refuse_for_models(given: ModelOptions) -> None:
     """Refuses what a model that is loaded already cannot be given."""
-    if ways.dtype is not None or ways.quantize is not None:
+    if given.dtype is not None or given.quantize is not None:
         raise GulliverError(
             "dtype and quantize are for folders: convert a model with model.to(...) or "
             "gulliver.replace_module(model)"
         )
-    if ways.memory is not None or ways.tensor * ways.pipeline > 1:
+    if given.memory is not None or given.ranks > 1:
         raise GulliverError(
             "memory, tensor and pipeline are for folders, whose weights are read in slices: save "
             "the model with save_pretrained and give the folder"
@@ -296,4 +257,4 @@ def _note(output: Output, event: Event) -> None:
     completion.tokens += event.tokens
     if event.finish is not None:
         completion.finish, completion.error = event.finish, event.error
-        output.found = max(output.found, event.found)
+        output.prefix_cached = max(output.prefix_cached, event.prefix_cached)

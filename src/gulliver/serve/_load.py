@@ -14,8 +14,10 @@ from gulliver.finetune import load_tokenizer
 from gulliver.precision.int8 import MODES
 from gulliver.serve._families import check_type
 from gulliver.serve._filling import Filling, is_quantised
-from gulliver.serve._memory import free_bytes, said
+from gulliver.serve._memory import free_bytes, size_words
+from gulliver.serve._offload import StreamedWeights, group_units, unit_paths
 from gulliver.serve._source import Source, build_on_meta
+from gulliver.serve._ways import ModelOptions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -40,12 +42,36 @@ def load(
     """
     folder, dtype = Path(folder), dtype_name(dtype)
     check_options(folder, dtype, quantize)
+    # Before the model: it is the quickest to be found missing.
     tokenizer = load_tokenizer(folder)
-    check_memory(folder, dtype, quantize)
-    model = build_on_meta(folder, kept_dtype(folder, dtype))
+    return load_model(folder, ModelOptions(dtype=dtype, quantize=quantize))[0], tokenizer  # type: ignore[arg-type]
+
+
+def load_model(folder: Path, options: ModelOptions) -> tuple[Any, StreamedWeights | None]:
+    """Reads a folder's model; with `memory=` also returns what brings its weights from a disk."""
+    if options.limit is None:
+        check_memory(folder, options.dtype, options.quantize)
+    model = build_on_meta(folder, kept_dtype(folder, options.dtype))
+    paths = unit_paths(model)
     with Source(folder, model) as source:
-        Filling(model, source, quantize, is_quantised(folder)).fill_all()
-    return model, tokenizer
+        filling = Filling(model, source, options.quantize, is_quantised(folder))
+        return model, fill_model(model, paths, filling, options)
+
+
+def fill_model(
+    model: Any, paths: list[str], filling: Filling, options: ModelOptions
+) -> StreamedWeights | None:
+    """Fills a model on meta, within `memory=` if given; `paths` are its units as it was float."""
+    limit = options.limit
+    if limit is None:
+        filling.fill_all()
+        return None
+    units = group_units(model, paths)
+    streamed = StreamedWeights(
+        units, lambda unit: filling.fill(unit.path, unit.module), limit, options.disk
+    )
+    model.eval().requires_grad_(False)
+    return streamed
 
 
 def dtype_name(dtype: str | torch.dtype | None) -> str | None:
@@ -54,11 +80,7 @@ def dtype_name(dtype: str | torch.dtype | None) -> str | None:
 
 
 def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Refuses a folder that has no model that is served, and formats that it cannot have.
-
-    Raises:
-        GulliverError: it says what is missing or unknown.
-    """
+    """Refuses folders without a served model, and formats that it cannot have."""
     check_folder(folder)
     for name, value, known in (("dtype", dtype, DTYPES), ("quantize", quantize, MODES)):
         if value is not None and value not in known:
@@ -70,39 +92,21 @@ def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None
 
 
 def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Refuses weights that the memory does not hold, and says which would fit.
-
-    Raises:
-        GulliverError: they are too many.
-    """
+    """Refuses weights that the memory does not hold, and says which would fit."""
     if not is_quantised(folder):
         size, kept = _sizes(folder)
         _check_memory(folder, size, DTYPES[dtype] if dtype is not None else kept, quantize)
 
 
-def load_text(folder: Path, dtype: str | None, quantize: str | None) -> Any:
-    """Loads the tokenizer of a folder whose model is loaded elsewhere, once that is known to do.
-
-    Raises:
-        GulliverError: as `check_options` does.
-    """
-    check_options(folder, dtype, quantize)
-    return load_tokenizer(folder)
-
-
 def kept_dtype(folder: Path, dtype: str | None) -> torch.dtype:
-    """The dtype in which a folder's weights are computed with."""
+    """The dtype that a folder's model computes in."""
     if is_quantised(folder):
         return torch.float32
     return DTYPES[dtype] if dtype is not None else _sizes(folder)[1]
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder that has no model that is served.
-
-    Raises:
-        GulliverError: it says what is missing.
-    """
+    """Refuses a folder that has no model that is served."""
     if not (folder / "config.json").is_file():
         raise GulliverError(
             f"{folder} has no config.json: give a folder that save_pretrained of transformers wrote"
@@ -150,6 +154,7 @@ def _check_memory(folder: Path, size: int, dtype: torch.dtype, quantize: str | N
     fit = [name for name in bits if size * bits[name] // 8 <= free]
     fit = [f'dtype="{name}"' if name in DTYPES else f'quantize="{name}"' for name in fit]
     raise GulliverError(
-        f"{folder}: {size:,} weights in {mine} take {said(needs)}, and {said(free)} of memory are "
-        "free: " + (f"{fit[-1]} would fit" if fit else "no format that is known would fit")
+        f"{folder}: {size:,} weights in {mine} take {size_words(needs)}, and {size_words(free)} of "
+        "memory are free: "
+        + (f"{fit[-1]} would fit" if fit else "no format that is known would fit")
     )

@@ -13,24 +13,65 @@ from gulliver.serve._attention import attach
 from gulliver.serve._batch import Batch, Facts
 from gulliver.serve._families import check_served
 from gulliver.serve._few_rows import take_few_rows
-from gulliver.serve._forward import context_of, forward, inputs_of
-from gulliver.serve._measure import Measured, measure
-from gulliver.serve._memory import WHOLE, cache_blocks
+from gulliver.serve._forward import forward, inputs_of
+from gulliver.serve._measure import ModelShape, measure, sign_token
+from gulliver.serve._memory import BLOCK, cache_blocks, context_of
 from gulliver.serve._offload import StreamedWeights
 from gulliver.serve._pages import Pages
+from gulliver.serve._ways import ModelOptions
 
-BLOCK = 16
-"""Tokens of a block."""
-CACHE_SHARE = 4
-"""Part of a limit of memory that a cache of no given size takes."""
+
+class PagedModel:
+    """A model, or a stage of one, with the pages that its attention reads while it is served."""
+
+    def __init__(
+        self, model: Any, shape: ModelShape, streamed: StreamedWeights | None, device: torch.device
+    ) -> None:
+        self.model, self.shape, self.streamed, self.device = model, shape, streamed, device
+        self.pages: Pages | None = None
+
+    def take_cache(self, blocks: int, block_size: int) -> Pages:
+        """Takes memory for the cache; the model attends over pages from now on."""
+        shape = self.shape
+        if self.streamed is not None:
+            taken = blocks * block_size * shape.token_bytes
+            self.streamed.set_budget(self.streamed.manager.budget - taken)
+        self.pages = Pages(shape.layers, blocks, block_size, shape.dtype, self.device)
+        self._detach = attach(self.model, self.pages)
+        self._give_back = take_few_rows(self.model)
+        return self.pages
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that streamed weights and the cache may take together."""
+        return None if self.streamed is None else self.streamed.manager.budget
+
+    def end_step(self) -> None:
+        """Ends a forward; streamed weights are used in the same order by the next one."""
+        if self.streamed is not None:
+            self.streamed.end_step()
+
+    def close(self) -> None:
+        """Gives the model back, and the memory of the cache."""
+        if self.pages is not None:
+            self._detach()
+            self._give_back()
+            self.pages.keys.clear()
+            self.pages.values.clear()
+        if self.streamed is not None:
+            self.streamed.close()
 
 
 class LocalRunner:
     """A model of transformers on one device, with the pages of its layers.
 
     The forward is the model's own: packed tokens are one row, `position_ids` are each sequence's
-    own, and logits are computed of the rows that are wanted only. While a runner has a model, the
-    model attends over pages: `close` gives it back.
+    own, and logits are computed of the wanted rows only. While a runner has a model, the model
+    attends over pages: `close` gives it back.
+
+    Attributes:
+        pages: keys and values of all layers.
+        measured: sizes of the model.
     """
 
     def __init__(
@@ -46,54 +87,49 @@ class LocalRunner:
         """Measures the model by a forward of one token, and takes memory for its cache.
 
         Args:
-            model: causal language model of transformers, in evaluation mode, quantised or not.
+            model: causal language model of transformers.
             context: most tokens of a sequence; None for the model's own.
-            cache_bytes: bytes of keys and values; None takes what `sequences` of the whole context
-                need, at most half of the memory that is free.
+            cache_bytes: bytes of the cache, such as ``"2GiB"``; None chooses by memory and context.
             cache_tokens: the same in tokens.
             block_size: tokens of a block.
-            sequences: sequences that run at a time, for the default size of the cache.
-            streamed: the model's weights, where they come from a disk: they and the cache share
-                the budget that the weights have so far, of which the cache takes a quarter by
-                default.
+            sequences: sequences that run at a time, to choose a size by.
+            streamed: what brings the model's weights, where they come from a disk.
 
         Raises:
-            GulliverError: the model is not served, or there is no memory for one sequence.
+            GulliverError: the model is not served, its context is smaller, or there is no room for
+                the cache.
         """
         check_served(model)
         if block_size < 1:
             raise GulliverError(f"block_size={block_size}: give 1 or more")
-        self._model, self.streamed = model.eval(), streamed
-        self.device = next(model.parameters()).device
-        measured = measure(model, self.device)
-        self._end_step()
-        own = context_of(model.config)
-        if context is not None and (context < 2 or (own is not None and context > own)):
-            raise GulliverError(f"context={context}: give 2 to {own or 'any number'}")
-        context = own if context is None else context
-        if streamed is not None and cache_bytes is None and cache_tokens is None:
-            whole = sequences * (context or WHOLE) * measured.token_bytes
-            cache_bytes = min(whole, streamed.manager.budget // CACHE_SHARE)
+        self._model = model.eval()
+        self.device = device = next(model.parameters()).device
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        with torch.inference_mode():
+            self.measured = measure(
+                model,
+                lambda: forward(model, zero + sign_token(model), zero, zero),
+                range(model.config.num_hidden_layers),
+            )
+        self._paged = paged = PagedModel(model, self.measured, streamed, device)
+        paged.end_step()
+        context = context_of(model.config, context)
+        sizes = ModelOptions(cache_bytes=cache_bytes, cache_tokens=cache_tokens)
         blocks = cache_blocks(
-            measured, self.device, context, block_size, sequences, cache_bytes, cache_tokens
+            *(self.measured.token_bytes, device, context, sequences, sizes),
+            *(block_size, paged.budget),
         )
-        if streamed is not None:
-            taken = blocks * block_size * measured.token_bytes
-            streamed.set_budget(streamed.manager.budget - taken)
-        self.measured: Measured = measured
-        self._facts = Facts(measured.vocabulary, context, blocks, block_size)
-        self.pages = Pages(measured.layers, blocks, block_size, measured.dtype, self.device)
-        self._detach = attach(model, self.pages)
-        self._give_back = take_few_rows(model)
+        self.pages = paged.take_cache(blocks, block_size)
+        self.facts = Facts(self.measured.vocabulary, context, blocks, block_size)
         self._results: deque[Tensor] = deque()
 
     @property
-    def facts(self) -> Facts:
-        """Sizes of the model and of its cache."""
-        return self._facts
+    def streamed(self) -> StreamedWeights | None:
+        """What brings the weights, where they come from a disk."""
+        return self._paged.streamed
 
     @property
-    def depth(self) -> int:
+    def max_in_flight(self) -> int:
         """One batch at a time."""
         return 1
 
@@ -104,11 +140,7 @@ class LocalRunner:
         tokens, wanted = inputs_of(batch, self.device)
         logits = forward(self._model, tokens, self.pages.positions, wanted)
         self._results.append(logits[: batch.outputs])
-        self._end_step()
-
-    def _end_step(self) -> None:
-        if self.streamed is not None:
-            self.streamed.end_step()
+        self._paged.end_step()
 
     def collect(self) -> Tensor:
         """Returns the logits of the oldest batch."""
@@ -116,9 +148,4 @@ class LocalRunner:
 
     def close(self) -> None:
         """Gives the model back, and the memory of the cache."""
-        self._detach()
-        self._give_back()
-        self.pages.keys.clear()
-        self.pages.values.clear()
-        if self.streamed is not None:
-            self.streamed.close()
+        self._paged.close()

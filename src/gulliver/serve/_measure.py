@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.serve._attention import attached
-from gulliver.serve._forward import forward
 from gulliver.serve._pages import LayerShape
 
 SIGNS = 64
@@ -20,19 +19,15 @@ SIGNS = 64
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a forward of one token told.
+class ModelShape:
+    """Sizes of a model's keys, values and logits, measured by a forward of one token."""
 
-    Attributes:
-        layers: shapes of keys and values by layer.
-        dtype: dtype of keys and values.
-        vocabulary: columns of the logits.
-        sign: what the last layer's values are, some of them: see `sign_of`.
-    """
-
+    # Shapes of keys and values by layer; 0 heads for layers of other stages.
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
+    # Columns of the logits; 0 on a stage without them.
     vocabulary: int
+    # Some of the last layer's values, see `sign_of`.
     sign: tuple[float, ...] = ()
 
     @property
@@ -42,19 +37,14 @@ class Measured:
 
 
 def sign_token(model: Any) -> int:
-    """Token whose values a model is known by: the first ones may be padding, of zeros."""
+    """Token whose values identify a model; the first ones may be padding, of zeros."""
     return int(model.config.vocab_size) // 2
 
 
 def sign_of(values: Tensor) -> tuple[float, ...]:
-    """Some of a layer's values of `sign_token` at place 0, by which a model is known again.
-
-    They depend on the weights of all layers below and on no position; another dtype or quantised
-    weights change them little.
-
-    Args:
-        values: [H, 1, D].
-    """
+    """Some of a layer's values of `sign_token` at place 0, which identify a model."""
+    # They depend on the weights of all layers below and on no position; another dtype or quantised
+    # weights change them little.
     flat = values.detach().float().flatten().cpu()
     some = torch.linspace(0, len(flat) - 1, min(SIGNS, len(flat))).long()
     return tuple(float(f"{value:.4g}") for value in flat[some].tolist())
@@ -100,27 +90,20 @@ class Recorder:
         return value.repeat_interleave(query.shape[0] // value.shape[0], 0).transpose(0, 1)
 
 
-@torch.inference_mode()
-def measure(model: Any, device: torch.device) -> Measured:
-    """Runs one token through a model.
-
-    Args:
-        model: causal language model of transformers.
-        device: where its weights lie.
-
-    Raises:
-        GulliverError: not all of its layers attend over pages.
-    """
+def measure(
+    model: Any, run: Callable[[], Tensor], layers: range, logits: bool = True
+) -> ModelShape:
+    """Runs one token through a model, or through a stage that has `layers` of it."""
     recorder = Recorder()
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
     with attached(model, recorder):
-        logits = forward(model, zero + sign_token(model), zero, zero)
-    count = model.config.num_hidden_layers
-    if sorted(recorder.shapes) != list(range(count)):
+        out = run()
+    if sorted(recorder.shapes) != list(layers):
         raise GulliverError(
-            f"{type(model).__name__} attends over pages in {len(recorder.shapes)} of its {count} "
-            "layers: it is not served"
+            f"{type(model).__name__} attends over pages in layers {sorted(recorder.shapes)}, not "
+            f"in all of {layers.start} to {layers.stop - 1}: it is not served"
         )
-    layers = tuple(recorder.shapes[number] for number in range(count))
-    sign = sign_of(recorder.values[count - 1])
-    return Measured(layers, recorder.dtype, logits.shape[-1], sign)
+    # A layer keeps its number on every stage.
+    none = LayerShape(0, 0)
+    shapes = tuple(recorder.shapes.get(number, none) for number in range(layers.stop))
+    sign = sign_of(recorder.values[layers.stop - 1])
+    return ModelShape(shapes, recorder.dtype, out.shape[-1] if logits else 0, sign)

@@ -1,20 +1,25 @@
-"""How much memory a model and its cache may take, and what would fit where they do not."""
+"""How much memory a cache of keys and values may take."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gulliver.errors import GulliverError
 from gulliver.hardware import memory_bytes
 from gulliver.options import byte_size
-from gulliver.serve._measure import Measured
+from gulliver.serve._ways import ModelOptions
 
+BLOCK = 16
+"""Tokens of a block."""
 SHARE = 0.5
-"""Part of the free memory that a cache of no given size takes at most."""
+"""Part of the free memory that the caches of all ranks take at most, where no size is given."""
 WHOLE = 2048
 """Context that a cache of no given size has room for, where the model's own has no end."""
+BUDGET_SHARE = 4
+"""Part of a limit of memory that a cache of no given size takes."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -30,59 +35,59 @@ def free_bytes(device: torch.device) -> int:
         return limit
 
 
+def context_of(config: Any, wanted: int | None) -> int | None:
+    """Most tokens of a sequence: as asked for, or the model's own; None where it has no end."""
+    own = getattr(config, "max_position_embeddings", None)
+    own = int(own) if isinstance(own, int) and own > 0 else None
+    if wanted is not None and (wanted < 2 or (own is not None and wanted > own)):
+        raise GulliverError(f"context={wanted}: give 2 to {own or 'any number'}")
+    return own if wanted is None else wanted
+
+
 def cache_blocks(
-    measured: Measured,
+    token_bytes: int,
     device: torch.device,
     context: int | None,
-    size: int,
     sequences: int,
-    cache_bytes: int | str | None,
-    cache_tokens: int | None,
+    options: ModelOptions,
+    size: int = BLOCK,
+    budget: int | None = None,
+    ranks: int = 1,
 ) -> int:
-    """Chooses the number of blocks of a cache.
-
-    Args:
-        measured: the model's sizes.
-        device: where the cache lies.
-        context: most tokens of a sequence.
-        size: tokens of a block.
-        sequences: sequences that run at a time.
-        cache_bytes: bytes of the cache; None to choose.
-        cache_tokens: tokens of the cache; None to choose.
-
-    Raises:
-        GulliverError: both sizes are given, or there is no room for one sequence.
-    """
-    if cache_bytes is not None and cache_tokens is not None:
+    """Chooses the number of blocks of a cache; `budget` is that of streamed weights, if any."""
+    if options.cache_bytes is not None and options.cache_tokens is not None:
         raise GulliverError("give cache_bytes or cache_tokens, not both")
-    block_bytes = measured.token_bytes * size
+    block_bytes = max(token_bytes * size, 1)
     free = free_bytes(device)
-    if cache_tokens is not None:
-        blocks = cache_tokens // size
-    elif cache_bytes is not None:
-        blocks = byte_size("cache_bytes", cache_bytes) // block_bytes
+    if options.cache_tokens is not None:
+        blocks = options.cache_tokens // size
+    elif options.cache_bytes is not None:
+        blocks = byte_size("cache_bytes", options.cache_bytes) // block_bytes
     else:
         whole = -(-(context or WHOLE) // size)
-        # One sequence of the whole context runs in any case, as long as the memory has it.
-        blocks = min(sequences * whole, max(int(free * SHARE) // block_bytes, 0))
-        if blocks < whole and context is not None:
-            fits = blocks * size
+        room = int(free * SHARE) // ranks
+        room = room if budget is None else min(room, budget // BUDGET_SHARE)
+        blocks = min(sequences * whole, max(room // block_bytes, 0))
+        alone = ranks == 1 and budget is None
+        if alone and blocks < whole and context is not None:
             raise GulliverError(
-                f"{said(free)} of memory are free, and keys and values of one sequence of "
-                f"{context} tokens take {said(whole * block_bytes)}, at most half of it: give a "
-                f"context of at most {fits}, bfloat16, or a quantised model"
+                f"{size_words(free)} of memory are free, and keys and values of one sequence of "
+                f"{context} tokens take {size_words(whole * block_bytes)}, at most half of it: "
+                f"give a context of at most {blocks * size}, bfloat16, or a quantised model"
             )
     if blocks < 1:
-        raise GulliverError(f"the cache has no room for one block, {said(block_bytes)}: give more")
+        raise GulliverError(
+            f"the cache has no room for one block, {size_words(block_bytes)}: give more"
+        )
     if blocks * block_bytes > free:
         raise GulliverError(
-            f"a cache of {said(blocks * block_bytes)} exceeds the {said(free)} of memory that are "
-            f"free: give cache_tokens of at most {free // block_bytes * size}"
+            f"a cache of {size_words(blocks * block_bytes)} exceeds the {size_words(free)} of "
+            f"memory that are free: give cache_tokens of at most {free // block_bytes * size}"
         )
     return blocks
 
 
-def said(count: float) -> str:
+def size_words(count: float) -> str:
     """Writes a number of bytes."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,40 +15,28 @@ from torch import Tensor
 from gulliver.errors import GulliverError, nearest
 
 INTERFACE = 1
-"""Version of the extension's interface; both sides count up when their calls change."""
+"""Version of the extensions' interface; both sides count up when their calls change."""
 INSTRUCTIONS = ("avx512", "avx2", "none")
-"""Values of ``$GULLIVER_PAGES``; the first that the processor has is taken where it is not set."""
+"""Values of the variables that choose instructions; without, the first that the processor has."""
 LANES = 16
 """Head sizes are multiples of it."""
 
 
-class Piece(Protocol):
-    """What the kernel must know of a sequence; see `_pages._Piece`."""
+@dataclass(frozen=True)
+class PagedSpan:
+    """A span as the layers see it."""
 
-    @property
-    def first(self) -> int:
-        """Index of its first new token."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """Number of new tokens."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """Number of keys before them."""
-        ...
-
-    @property
-    def blocks(self) -> Tensor:
-        """Block table."""
-        ...
-
-    @property
-    def mask(self) -> Tensor | None:
-        """Mask of a tree: the new tokens that each sees."""
-        ...
+    # Index of its first token among the packed ones.
+    first: int
+    count: int
+    # Keys in the cache before them.
+    start: int
+    # Block table [blocks], up to its last token.
+    blocks: Tensor
+    # Mask of a tree [count, count]: the new tokens that each sees; None for a chain.
+    mask: Tensor | None
+    # Positions of its tokens [count], in a tree not one after another.
+    positions: Tensor
 
 
 @dataclass(frozen=True)
@@ -64,21 +52,10 @@ class NativeAttention:
     """The kernel, by the instructions that it uses."""
 
     def __init__(self, name: str, kernel: Any) -> None:
-        """Keeps the kernel.
-
-        Args:
-            name: instructions.
-            kernel: the extension's object.
-        """
         self.name, self._kernel = name, kernel
 
-    def prepare(self, pieces: Sequence[Piece], positions: Tensor) -> Prepared:
-        """Lays out the sequences of a batch, once for all layers.
-
-        Args:
-            pieces: sequences that the kernel computes.
-            positions: position of each packed token.
-        """
+    def prepare(self, pieces: Sequence[Any], positions: Tensor) -> Prepared:
+        """Lays out the sequences of a batch (`PagedSpan` or alike), once for all layers."""
         tables = [0]
         trees, places, sizes = [], [], 0
         for piece in pieces:
@@ -131,23 +108,14 @@ class NativeAttention:
 _BY_PIECE = ("first", "count", "start")
 
 
-def problem_of(extension: str, interface: int, variable: str) -> str | None:
-    """Says why an extension with kernels is not used; None where it is.
-
-    Args:
-        extension: name of the module.
-        interface: version that is expected.
-        variable: variable of the environment that chooses its instructions.
-
-    Raises:
-        GulliverError: the variable has a value that is unknown.
-    """
+def problem_of(extension: str, variable: str) -> str | None:
+    """Says why an extension with kernels is not used; None where it is."""
     try:
         built = importlib.import_module(extension)
     except ImportError as error:
         return f"its extension is not built ({error})"
-    if interface != built.INTERFACE:
-        return "its extension is of another version: pip install -e . builds it anew"
+    if built.INTERFACE != INTERFACE:
+        return "its extension is of another version: pip install -e . builds it again"
     wanted = os.environ.get(variable, "")
     if wanted and wanted not in INSTRUCTIONS:
         raise GulliverError(f"{variable}={wanted!r} is unknown: {nearest(wanted, INSTRUCTIONS)}")
@@ -161,16 +129,22 @@ def problem_of(extension: str, interface: int, variable: str) -> str | None:
     return None
 
 
+def load_kernel(extension: str, variable: str) -> tuple[str, Any] | None:
+    """Returns an extension's instructions and kernel; None where there is none."""
+    if problem_of(extension, variable) is not None:
+        return None
+    built: Any = importlib.import_module(extension)
+    name = os.environ.get(variable) or built.instructions()[0]
+    return name, built.Kernel(name)
+
+
 def kernel_problem() -> str | None:
     """Says why there is no native attention; None where there is."""
-    return problem_of("gulliver.serve._paged", INTERFACE, "GULLIVER_PAGES")
+    return problem_of("gulliver.serve._paged", "GULLIVER_PAGES")
 
 
 @cache
 def native_attention() -> NativeAttention | None:
-    """Returns the kernel; None where there is none."""
-    if kernel_problem() is not None:
-        return None
-    built: Any = importlib.import_module("gulliver.serve._paged")
-    name = os.environ.get("GULLIVER_PAGES") or built.instructions()[0]
-    return NativeAttention(name, built.Kernel(name))
+    """Returns the attention kernel; None where there is none."""
+    found = load_kernel("gulliver.serve._paged", "GULLIVER_PAGES")
+    return None if found is None else NativeAttention(*found)

@@ -7,12 +7,6 @@ and what is brought when is the plan of a cycle (`gulliver.solve`), not a guess.
 A *unit* is a block, or a module around the blocks. Its tensors lie in one object of the manager;
 one that several units have, as tied embeddings are, is an object of its own. Hooks of a unit use
 its objects and give them back.
-
-[Note: nothing in between] While a unit is elsewhere its parameters are NaN without memory, of the
-right shape and dtype. Should a model read them outside of the unit's forward, its logits are NaN,
-which ends requests with an error: never a wrong answer.
-
-It does not know: pages, batches, ranks.
 """
 
 from __future__ import annotations
@@ -57,8 +51,8 @@ DEEPEST = 8
 
 
 @dataclass(eq=False)
-class Held:
-    """A tensor of a unit: where the modules have it, and where it lies in its object."""
+class ResidentTensor:
+    """A tensor of a unit, its users among the modules, and its offset in its object."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -85,11 +79,11 @@ class Held:
 
 
 @dataclass(eq=False)
-class Object:
-    """Tensors that come and go together."""
+class WeightObject:
+    """Tensors that are moved together."""
 
     name: str
-    tensors: list[Held]
+    tensors: list[ResidentTensor]
     placed: ManagedTensor | None = None
 
     @property
@@ -99,60 +93,38 @@ class Object:
 
 
 @dataclass(eq=False)
-class Unit:
+class WeightUnit:
     """A module whose forward uses objects."""
 
     path: str
     module: nn.Module
-    objects: list[Object]
+    objects: list[WeightObject]
     quantised: list[QuantizedLayer] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Depth:
-    """How far ahead layers are brought, and what was predicted for it.
+class LookAheadDepth:
+    """How far ahead layers are brought, and what was predicted for it."""
 
-    Attributes:
-        units: layers that are brought ahead of the one that computes.
-        streamed: bytes that are read for each step.
-        seconds: seconds of a step of one token a sequence; None where the disk is not known.
-        why: what was compared.
-    """
-
+    # Layers that are brought ahead of the one that computes.
     units: int
+    # Bytes that are read for each step.
     streamed: int
+    # Seconds of a step of one token a sequence; None where the disk is not known.
     seconds: float | None
     why: str
 
 
 class StreamedWeights:
-    """The weights of a model within a limit, the rest on a disk.
-
-    Attributes:
-        manager: moves the bytes.
-        depth: how far ahead.
-        beside: bytes that keys and values took of the first budget.
-        peak: most bytes that were held at any use so far, with those.
-    """
+    """The weights of a model within a limit, the rest on a disk."""
 
     def __init__(
         self,
-        units: Sequence[Unit],
-        fill: Callable[[Unit], None],
+        units: Sequence[WeightUnit],
+        fill: Callable[[WeightUnit], None],
         budget: int,
         disk: Path | str | None = None,
     ) -> None:
-        """Reads the weights, unit by unit, and lets those go that there is no room for.
-
-        Args:
-            units: modules in the order of a forward, as `units_in` finds them.
-            fill: given a unit whose tensors have memory, reads their values.
-            budget: bytes that the weights may take.
-            disk: folder on a local disk; None for that of temporary files.
-
-        Raises:
-            GulliverError: there is no room for the largest unit, or no such disk.
-        """
         self._units = list(units)
         objects = list({id(o): o for unit in units for o in unit.objects}.values())
         self.whole = sum(o.nbytes for o in objects)
@@ -166,8 +138,10 @@ class StreamedWeights:
             )
         folder = disk_folder(disk)
         self._sizes = [sum(o.nbytes for o in u.objects) for u in units]
+        # How far ahead.
         self.depth = choose_depth(self._sizes, budget)
         ahead = self.depth.units * self.least
+        # Moves the bytes.
         self.manager = Manager(budget, "cpu", DiskStore(folder, self.whole), ahead=ahead)
         self.beside = self.peak = 0
         try:
@@ -177,7 +151,7 @@ class StreamedWeights:
             raise
         self._hooks = [h for unit in self._units for h in self._hook(unit)]
 
-    def _add(self, objects: Sequence[Object], fill: Callable[[Unit], None]) -> None:
+    def _add(self, objects: Sequence[WeightObject], fill: Callable[[WeightUnit], None]) -> None:
         for one in objects:
             offset = 0
             for tensor in one.tensors:
@@ -197,7 +171,7 @@ class StreamedWeights:
             self._leave(unit)
         self.manager.end_step()
 
-    def _hook(self, unit: Unit) -> Iterator[Any]:
+    def _hook(self, unit: WeightUnit) -> Iterator[Any]:
         def enter(*_: object) -> None:
             for one in unit.objects:
                 memory = self.manager.use(_placed(one))
@@ -212,33 +186,31 @@ class StreamedWeights:
         yield unit.module.register_forward_pre_hook(enter, prepend=True)
         yield unit.module.register_forward_hook(leave, always_call=True)
 
-    def _leave(self, unit: Unit) -> None:
+    def _leave(self, unit: WeightUnit) -> None:
         for one in unit.objects:
             for tensor in one.tensors:
                 tensor.put(None)
         self._moved(unit)
         for one in unit.objects:
             self.manager.done(_placed(one))
+        # Most bytes that were held at any use so far, with those.
         self.peak = max(self.peak, self.manager.held + self.beside)
 
     @staticmethod
-    def _moved(unit: Unit) -> None:
+    def _moved(unit: WeightUnit) -> None:
         for layer in unit.quantised:
             layer.moved()
 
     def set_budget(self, nbytes: int) -> None:
-        """Gives the weights a part of the memory, the rest to what lies beside them.
-
-        Raises:
-            GulliverError: it has no room for the largest unit.
-        """
+        """Gives the weights a part of the memory, the cache the rest."""
         if nbytes < self.least:
             raise GulliverError(
-                f"{size_text(max(nbytes, 0))} of memory are left for weights beside keys and "
+                f"{size_text(max(nbytes, 0))} of memory are left for weights next to keys and "
                 f"values, and the largest layer takes {size_text(self.least)}: give "
                 f"{size_text(self.least - nbytes)} more, a smaller cache or quantize="
             )
         self.depth = choose_depth(self._sizes, nbytes)
+        # Bytes that keys and values took of the first budget.
         self.beside = self.manager.budget - nbytes
         self.manager.set_budget(nbytes, self.depth.units * self.least)
 
@@ -253,18 +225,14 @@ class StreamedWeights:
         )
 
     def close(self) -> None:
-        """Lets go of memory and disk; the model's weights are NaN from now on."""
+        """Frees memory and disk; the model's weights are NaN from now on."""
         for hook in self._hooks:
             hook.remove()
         self.manager.close()
 
 
 def unit_paths(model: nn.Module) -> list[str]:
-    """Paths of a model's blocks and of the modules around them, in the order in which they run.
-
-    Args:
-        model: causal language model of float weights, perhaps cut over ranks.
-    """
+    """Paths of a model's blocks and of the modules around them, in the order in which they run."""
     from gulliver.parallel.pipeline import stack_of, units_of
 
     stack = stack_of(model)
@@ -275,19 +243,11 @@ def unit_paths(model: nn.Module) -> list[str]:
     return [*before, *stack.blocks, *after]
 
 
-def group_units(model: nn.Module, paths: Sequence[str]) -> list[Unit]:
-    """Finds the tensors of modules; one that several have is an object of its own.
-
-    Args:
-        model: the model, perhaps quantised by now.
-        paths: modules in the order of a forward; those without tensors are left out.
-
-    Raises:
-        GulliverError: a parameter lies outside of them.
-    """
+def group_units(model: nn.Module, paths: Sequence[str]) -> list[WeightUnit]:
+    """Finds the tensors of modules; one that several have is an object of its own."""
     known = dict(model.named_modules(remove_duplicate=False))
     modules = [(path, known[path]) for path in paths]
-    tensors: dict[int, Held] = {}
+    tensors: dict[int, ResidentTensor] = {}
     owners: dict[int, set[int]] = {}
     found: list[tuple[str, nn.Module, list[int], list[QuantizedLayer]]] = []
     for number, (path, module) in enumerate(modules):
@@ -296,7 +256,7 @@ def group_units(model: nn.Module, paths: Sequence[str]) -> list[Unit]:
             if isinstance(inner, QuantizedLayer):
                 quantised.append(inner)
             for kind, name, tensor in _tensors(inner):
-                held = tensors.setdefault(id(tensor), Held(tensor.shape, tensor.dtype))
+                held = tensors.setdefault(id(tensor), ResidentTensor(tensor.shape, tensor.dtype))
                 if (inner, kind, name) not in held.users:
                     held.users.append((inner, kind, name))
                 owners.setdefault(id(tensor), set()).add(number)
@@ -304,15 +264,17 @@ def group_units(model: nn.Module, paths: Sequence[str]) -> list[Unit]:
         if mine:
             found.append((path, module, list(dict.fromkeys(mine)), quantised))
     shared = {
-        key: Object("shared weights", [tensors[key]]) for key in owners if len(owners[key]) > 1
+        key: WeightObject("shared weights", [tensors[key]])
+        for key in owners
+        if len(owners[key]) > 1
     }
     made = []
     for path, module, keys, quantised in found:
         objects = [shared[key] for key in keys if key in shared]
         own = [tensors[key] for key in keys if key not in shared]
         if own:
-            objects.append(Object(path, own))
-        made.append(Unit(path, module, objects, quantised))
+            objects.append(WeightObject(path, own))
+        made.append(WeightUnit(path, module, objects, quantised))
     inside = {id(inner) for _, module in modules for inner in module.modules()}
     for path, inner in model.named_modules():
         if id(inner) not in inside and any(True for _ in _tensors(inner)):
@@ -334,19 +296,14 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
             yield "_buffers", name, value
 
 
-def choose_depth(sizes: Sequence[int], budget: int, rates: TierRates | None = None) -> Depth:
-    """Chooses how many layers are brought ahead: each of them is one that cannot stay.
-
-    A step of decoding reads every weight from memory once, which is what it takes to compute.
-
-    Args:
-        sizes: bytes of the units in the order of a forward.
-        budget: bytes that they may take together.
-        rates: the disk; None for that of the machine, as far as it is known.
-    """
+def choose_depth(
+    sizes: Sequence[int], budget: int, rates: TierRates | None = None
+) -> LookAheadDepth:
+    """Chooses how many layers are brought ahead: each of them is one that cannot stay."""
+    # A step of decoding reads every weight from memory once, which is what it takes to compute.
     whole, largest = sum(sizes), max(sizes)
     if whole <= budget:
-        return Depth(0, 0, None, "all of them stay")
+        return LookAheadDepth(0, 0, None, "all of them stay")
     cluster = current_cluster(1)
     rates = rates or disk_rates(cluster)
     most = min(DEEPEST, len(sizes) - 1, max(0, budget // largest - 1))
@@ -364,11 +321,11 @@ def choose_depth(sizes: Sequence[int], budget: int, rates: TierRates | None = No
     tried = ", ".join(f"{o[2]} ahead {seconds_text(o[3])}" for o in options[:4] if o[3] is not None)
     why = f"{size_text(moved)} of {size_text(whole)} come from the disk in each step, {units} "
     why += "layers ahead" + (f" (predicted of a step: {tried})" if tried else "")
-    return Depth(units, moved, seconds, why)
+    return LookAheadDepth(units, moved, seconds, why)
 
 
 def _streamed(sizes: Sequence[int], room: int) -> list[int]:
-    """Units that do not stay in so much room, spread evenly over the forward."""
+    """Units that do not fit into `room`, spread evenly over the forward."""
     kept = 0
     order = sorted(range(len(sizes)), key=lambda n: (n * 0.6180339887498949) % 1)
     streamed = []
@@ -401,11 +358,7 @@ def _visits(
 
 
 def disk_folder(given: Path | str | None) -> Path:
-    """The folder of a disk store.
-
-    Raises:
-        GulliverError: it does not exist, or the folder of temporary files lies in memory.
-    """
+    """The folder of a disk store."""
     folder = Path(tempfile.gettempdir() if given is None else given)
     check_disk_folder(folder)
     if given is None and file_system(folder) in IN_MEMORY:
@@ -417,13 +370,15 @@ def disk_folder(given: Path | str | None) -> Path:
 
 
 def _absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory: NaN, of whole numbers zeros (their scales are NaN)."""
+    """A tensor without memory: NaN, or zeros of integers, whose scales are NaN."""
+    # If a model reads a weight outside of its unit's forward, its logits are NaN, which ends
+    # requests with an error: never a wrong answer.
     value = torch.zeros((), dtype=dtype)
     if dtype.is_floating_point:
         value.fill_(math.nan)
     return value.expand(shape)
 
 
-def _placed(one: Object) -> ManagedTensor:
+def _placed(one: WeightObject) -> ManagedTensor:
     assert one.placed is not None
     return one.placed

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gulliver.serve._batch import Batch, Span
-from gulliver.serve._native import native_attention
+from gulliver.serve._native import PagedSpan, native_attention
 
 FEW = 16
 """Most new tokens of a sequence for which the native kernel is taken: from there on torch's blocked
@@ -32,27 +32,6 @@ class LayerShape:
     dim: int
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A span as the layers see it.
-
-    Attributes:
-        first: index of its first token among the packed ones.
-        count: number of its tokens.
-        start: keys in the cache before them.
-        blocks: block table [blocks], up to its last token.
-        mask: mask of a tree [count, count]: the new tokens that each sees; None for a chain.
-        positions: positions of its tokens [count], in a tree not one after another.
-    """
-
-    first: int
-    count: int
-    start: int
-    blocks: Tensor
-    mask: Tensor | None
-    positions: Tensor
-
-
 class Pages:
     """Keys and values [blocks, heads, block size, dim] of each layer, and the batch that runs."""
 
@@ -64,15 +43,6 @@ class Pages:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Takes the memory.
-
-        Args:
-            layers: shapes by layer.
-            blocks: number of blocks.
-            size: tokens of a block.
-            dtype: dtype of keys and values.
-            device: where they lie.
-        """
         self.size = size
         self.keys, self.values = (
             [torch.zeros(blocks, s.heads, size, s.dim, dtype=dtype, device=device) for s in layers]
@@ -84,7 +54,7 @@ class Pages:
         self.positions = torch.empty(0, dtype=torch.int64, device=device)
 
     def begin(self, batch: Batch) -> None:
-        """Copies and moves what the batch says, and takes it as the one that runs."""
+        """Runs a batch's copies and moves, and prepares its attention."""
         self._copy(batch)
         size, device = self.size, self.positions.device
         pieces, first, positions, slots = [], 0, [], []
@@ -98,7 +68,7 @@ class Pages:
             slots += [table[p // size] * size + p % size for p in range(start, start + count)]
             blocks = torch.tensor(table, dtype=torch.int64, device=device)
             mask = mask if mask is None else mask.to(device)
-            pieces.append(_Piece(first, count, start, blocks, mask, where.to(device)))
+            pieces.append(PagedSpan(first, count, start, blocks, mask, where.to(device)))
             first += count
         self.positions = torch.cat(positions).to(device)
         self._blocks = torch.tensor([s // size for s in slots], device=device)
@@ -129,20 +99,7 @@ class Pages:
         window: int | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the packed tokens to all that is before them, each in its own sequence.
-
-        Args:
-            layer: number of the layer.
-            query: [H, T, D], T packed tokens.
-            key: [H', T, D], where H' divides H.
-            value: [H', T, D].
-            scale: factor of the scores.
-            window: a token sees so many positions, its own among them; None for all before.
-            slopes: slopes of ALiBi [H]; scores get slope x (the key's position - the query's).
-
-        Returns:
-            [T, H, D].
-        """
+        """Attention of the packed tokens to all that is before them, each in its own sequence."""
         keys, values = self.keys[layer], self.values[layer]
         keys[self._blocks, :, self._offsets] = key.transpose(0, 1).to(keys.dtype)
         values[self._blocks, :, self._offsets] = value.transpose(0, 1).to(values.dtype)
@@ -158,7 +115,7 @@ class Pages:
             out[at] = _attend_gathered(query[:, at], *near, piece, scale, window, slopes)
         return out
 
-    def _gathered(self, piece: _Piece, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _gathered(self, piece: PagedSpan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [H', L, D] of a sequence, one after another."""
         end = piece.start + piece.count
         key, value = (
@@ -171,7 +128,7 @@ def _attend_gathered(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    piece: _Piece,
+    piece: PagedSpan,
     scale: float,
     window: int | None,
     slopes: Tensor | None,
@@ -192,7 +149,7 @@ def _attend_gathered(
     return out[0].transpose(0, 1)
 
 
-def _bias(query: Tensor, piece: _Piece, window: int | None, slopes: Tensor | None) -> Tensor:
+def _bias(query: Tensor, piece: PagedSpan, window: int | None, slopes: Tensor | None) -> Tensor:
     """Mask [1, 1, T, L], or bias [1, H, T, L] with slopes."""
     mine = piece.positions[:, None]
     theirs = torch.cat([torch.arange(piece.start, device=query.device), piece.positions])[None]

@@ -10,17 +10,15 @@ import numpy as np
 from torch import Tensor
 
 from gulliver.errors import GulliverError
+from gulliver.serve._batch import Facts
+from gulliver.serve._sampling import SamplingParameters
 
 Prompt = str | Sequence[int]
 _SHORT = 40
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Lists prompts; one alone is a list of one.
-
-    Raises:
-        GulliverError: it is neither a prompt nor a list of them.
-    """
+    """Lists prompts; one alone is a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, bytes | bytearray) or not isinstance(
@@ -32,12 +30,7 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def tokens_of(prompt: Prompt, tokenizer: Any | None) -> list[int]:
-    """Tokens of a prompt, as the tokenizer encodes a text.
-
-    Raises:
-        GulliverError: it is text and there is no tokenizer, or text that no file could hold, or it
-            is neither text nor whole numbers.
-    """
+    """Tokens of a prompt, as the tokenizer encodes a text."""
     if not isinstance(prompt, str):
         return _numbers(prompt)
     if tokenizer is None:
@@ -75,17 +68,42 @@ def _no_prompt(given: Any) -> GulliverError:
     return GulliverError(f"{said} is no prompt: give a text, or a list of tokens (whole numbers)")
 
 
+class RequestError(GulliverError):
+    """A request that cannot be answered; `field` is wrong, and `code` names it for programs."""
+
+    def __init__(self, message: str, field: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field, self.code = field, code
+
+
+def check_request(tokens: Sequence[int], sampling: SamplingParameters, facts: Facts) -> None:
+    """Refuses what the vocabulary, the context or the cache cannot take."""
+    count, longest, wanted = len(tokens), facts.longest, sampling.max_tokens
+    if not tokens:
+        raise RequestError("the prompt is empty: give at least one token", "prompt")
+    for field, given in (("prompt", tokens), ("stop_token_ids", sampling.stop_token_ids)):
+        wrong = next((token for token in given if not 0 <= token < facts.vocabulary), None)
+        if wrong is not None:
+            place = "" if field == "prompt" else f"{field}: "
+            raise RequestError(
+                f"{place}token {wrong} is not in the vocabulary of {facts.vocabulary}", field
+            )
+    if count >= longest:
+        raise RequestError(
+            f"the prompt has {count} tokens and the {facts.what} {longest}: give at most "
+            f"{longest - 1}, so that there is room for an answer",
+            *("prompt", "context_length_exceeded"),
+        )
+    if wanted is not None and count + wanted > longest:
+        raise RequestError(
+            f"max_tokens={wanted} after a prompt of {count} tokens exceeds the {facts.what} of "
+            f"{longest}: give at most {longest - count}",
+            *("max_tokens", "context_length_exceeded"),
+        )
+
+
 def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Tokens of a conversation up to where the answer begins.
-
-    Args:
-        tokenizer: tokenizer with a chat template.
-        messages: dictionaries of ``role`` and ``content``.
-
-    Raises:
-        GulliverError: there is no template, it refuses the conversation, or a message lacks its
-            role or its text.
-    """
+    """Tokens of a conversation up to where the answer begins."""
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
         raise GulliverError(
             "the tokenizer has no chat template to write a conversation: give text, or a tokenizer "
@@ -107,7 +125,7 @@ def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> li
     except (TemplateError, ValueError, KeyError, TypeError) as error:
         raise GulliverError(f"the chat template refuses the conversation: {error}") from None
     except Exception as error:
-        # A template is a program of whoever wrote it, and may fail in any way.
+        # A template is an arbitrary program, and may fail in any way.
         said = f"{type(error).__name__}: {error}"
         raise GulliverError(f"the chat template fails with this conversation: {said}") from None
     return list(found["input_ids"])

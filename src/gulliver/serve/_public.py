@@ -2,8 +2,8 @@
 
 from gulliver.serve._batch import Batch, Facts, Runner, RunnerLost, Span
 from gulliver.serve._blocks import BlockPool, extend_digests
-from gulliver.serve._draw import Row, draw, draw_key, noise, probabilities
-from gulliver.serve._engine import Engine, EngineOptions
+from gulliver.serve._draw import DrawRow, draw, draw_key, noise, probabilities
+from gulliver.serve._engine import Engine
 from gulliver.serve._events import Completion, Event, FinishReason, Likely, Output, Token
 from gulliver.serve._families import SERVED, check_served
 from gulliver.serve._llm import LLM
@@ -15,6 +15,7 @@ from gulliver.serve._pages import LayerShape, Pages
 from gulliver.serve._prompts import chat_tokens
 from gulliver.serve._sampling import SamplingParameters
 from gulliver.serve._speculation import Draft, Drafter, Wanted, walk
+from gulliver.serve._ways import EngineOptions, ModelOptions
 
 __all__ = [
     "LLM",
@@ -24,6 +25,7 @@ __all__ = [
     "Completion",
     "Draft",
     "Drafter",
+    "DrawRow",
     "Engine",
     "EngineOptions",
     "Event",
@@ -32,9 +34,9 @@ __all__ = [
     "LayerShape",
     "Likely",
     "LocalRunner",
+    "ModelOptions",
     "Output",
     "Pages",
-    "Row",
     "Runner",
     "RunnerLost",
     "SamplingParameters",

@@ -3,16 +3,6 @@
 Age decides: a sequence is older the earlier its request came. Read `next_batch`, which goes through
 the running sequences from the oldest on and then admits waiting ones. A token of every sequence
 that is being continued comes first; drafts and chunks of prompts fill what is left of the budget.
-
-[Note: blocks run out] A sequence is admitted when blocks for all tokens that it has are free, and
-one for each sequence that runs. When a running one finds none, the youngest that is younger gives
-up its blocks and waits; it is computed again from its tokens later, and finds its blocks where
-nobody took them meanwhile. The oldest thus always goes on, which is why nothing can starve: any
-sequence that is let in fits the cache alone.
-
-[Note: sharing within a batch] A full block is published when the batch that computes it is made,
-not when it is done: in each layer keys and values of all tokens are written before any are read, so
-that a sequence may share what another one of the same batch computes.
 """
 
 from __future__ import annotations
@@ -22,11 +12,11 @@ from collections.abc import Collection
 
 from gulliver.serve._batch import Batch, Pair, Span
 from gulliver.serve._blocks import BlockPool, extend_digests
-from gulliver.serve._sequence import Sequence, Status
+from gulliver.serve._sequence import AnswerState, Status
 from gulliver.serve._speculation import Draft, Drafter, Wanted
 
 
-def _age(sequence: Sequence) -> tuple[int, int]:
+def _age(sequence: AnswerState) -> tuple[int, int]:
     return sequence.request, sequence.sample
 
 
@@ -41,53 +31,40 @@ class Scheduler:
         share: bool = True,
         drafter: Drafter | None = None,
     ) -> None:
-        """Makes a scheduler without sequences.
-
-        Args:
-            pool: blocks of the cache.
-            step_tokens: most tokens of a batch, at least `most`.
-            most: most sequences that run at a time.
-            share: whether equal beginnings share blocks.
-            drafter: what guesses tokens, if any.
-        """
         self.pool, self.step_tokens, self.most, self.share = pool, step_tokens, most, share
         self.drafter = drafter
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: list[AnswerState] = []
+        self.running: list[AnswerState] = []
         self.preemptions = 0
         self._tickets = 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: AnswerState) -> None:
         """Takes a sequence in, behind the older ones."""
         insort(self.waiting, sequence, key=_age)
 
-    def fork(self, sequence: Sequence, other: Sequence) -> None:
-        """Lets `other` run with the blocks of `sequence`, which has computed their prompt."""
+    def fork(self, sequence: AnswerState, other: AnswerState) -> None:
+        """Starts `other` on the blocks of `sequence`, which has computed their prompt."""
         other.blocks, other.cached = list(sequence.blocks), sequence.cached
         other.digests, other.published = list(sequence.digests), sequence.published
-        other.found = sequence.found
+        other.prefix_cached = sequence.prefix_cached
         self.pool.share(other.blocks)
         other.status = Status.RUNNING
         insort(self.running, other, key=_age)
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, sequence: AnswerState) -> None:
         """Takes a sequence out, its blocks free."""
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         sequence.status = Status.ENDED
-        self._let_go(sequence)
+        self._release(sequence)
         if self.drafter is not None:
             self.drafter.dropped(sequence.number)
 
     def next_batch(self, parts: int = 1) -> Batch | None:
-        """Makes a batch; None where no sequence can be in one now.
-
-        Args:
-            parts: batches that should be in flight together: each gets as many tokens.
-        """
+        """Makes a batch; None where no sequence can be in one now."""
         spans: list[Span] = []
         copies: list[Pair] = []
         moves: list[Pair] = []
-        ready = [s for s in self.running if not s.flying]
+        ready = [s for s in self.running if not s.in_flight]
         limit = self._limit(parts)
         going = [s for s in ready if s.new == 1][:limit]
         single = len(going)
@@ -121,17 +98,15 @@ class Scheduler:
         return Batch(self._tickets - 1, spans, copies, moves)
 
     def _limit(self, parts: int) -> int:
-        """Most tokens of a batch: of all that could be run now, an equal part.
-
-        Tokens are dealt, not sequences: a chunk of a prompt weighs as much as many that go on.
-        """
+        """Most tokens of a batch: of all that could be run now, an equal part."""
+        # Tokens are dealt, not sequences: a chunk of a prompt weighs as much as many that go on.
         if parts == 1:
             return self.step_tokens
         going = sum(max(1, sequence.new) for sequence in self.running)
         wanted = going + sum(sequence.new for sequence in self.waiting[: self.most])
         return max(1, min(self.step_tokens, -(-wanted // parts)))
 
-    def _drafts(self, ready: Collection[Sequence], budget: int) -> dict[int, Draft]:
+    def _drafts(self, ready: Collection[AnswerState], budget: int) -> dict[int, Draft]:
         """Asks the drafter, and takes nothing from it that there is no room for."""
         if self.drafter is None or budget <= 0 or not ready or self.drafter.rests(len(ready)):
             return {}
@@ -155,7 +130,7 @@ class Scheduler:
                 found[number], budget = draft, budget - size
         return found
 
-    def _affordable(self, sequence: Sequence, draft: Draft | None) -> Draft | None:
+    def _affordable(self, sequence: AnswerState, draft: Draft | None) -> Draft | None:
         """Drops a draft for which there are no free blocks: guesses take nothing from others."""
         if draft is None:
             return None
@@ -165,7 +140,7 @@ class Scheduler:
         return draft if needed <= self.pool.free else None
 
     def _make_room(
-        self, sequence: Sequence, count: int, draft: Draft | None, copies: list[Pair]
+        self, sequence: AnswerState, count: int, draft: Draft | None, copies: list[Pair]
     ) -> bool:
         """Gets blocks for new tokens, those it writes to its own; others give up theirs if need be.
 
@@ -194,30 +169,35 @@ class Scheduler:
         held += taken
         return True
 
-    def _preempt_younger(self, sequence: Sequence) -> bool:
-        """Lets the youngest sequence that is younger give up its blocks; False if there is none."""
+    def _preempt_younger(self, sequence: AnswerState) -> bool:
+        """Takes the blocks of the youngest sequence that is younger; False if there is none."""
+        # The victim is computed again from its tokens later, and finds its old blocks as far as no
+        # other sequence has taken them.
         for victim in reversed(self.running):
             if _age(victim) <= _age(sequence):
                 return False
-            if not victim.flying:
+            if not victim.in_flight:
                 self.running.remove(victim)
                 victim.status = Status.WAITING
-                self._let_go(victim)
+                self._release(victim)
                 insort(self.waiting, victim, key=_age)
                 self.preemptions += 1
                 return True
         return False
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _release(self, sequence: AnswerState) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.cached, sequence.published = [], 0, 0
         sequence.moves, sequence.draft = [], None
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: AnswerState) -> bool:
         """Gives the oldest that waits blocks for all its tokens, found or free; False if too few.
 
         The sequences that fork from it count as well.
         """
+        # A sequence is admitted when blocks for all tokens that it has are free, and one for each
+        # running sequence. Any sequence that is admitted fits the cache alone, and the oldest never
+        # gives up its blocks, so none can starve.
         if len(self.running) + 1 + self._forks() + sequence.forks > self.most:
             return False
         size = self.pool.size
@@ -236,7 +216,7 @@ class Scheduler:
             return False
         sequence.blocks, sequence.cached = found + taken, len(found) * size
         sequence.published = len(found)
-        sequence.found = max(sequence.found, min(sequence.cached, sequence.prompt))
+        sequence.prefix_cached = max(sequence.prefix_cached, min(sequence.cached, sequence.prompt))
         sequence.status = Status.RUNNING
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_age)
@@ -245,7 +225,9 @@ class Scheduler:
     def _forks(self) -> int:
         return sum(sequence.forks for sequence in self.running)
 
-    def _span(self, sequence: Sequence, count: int, draft: Draft | None, moves: list[Pair]) -> Span:
+    def _span(
+        self, sequence: AnswerState, count: int, draft: Draft | None, moves: list[Pair]
+    ) -> Span:
         start, parents = sequence.cached, None
         tokens = sequence.tokens[start : start + count]
         outputs = 1 if start + count == len(sequence.tokens) else 0
@@ -255,13 +237,16 @@ class Scheduler:
             if draft.parents is not None:
                 parents = [-1, *(parent + 1 for parent in draft.parents)]
         moves += sequence.moves
-        sequence.moves, sequence.draft, sequence.flying = [], draft, True
+        sequence.moves, sequence.draft, sequence.in_flight = [], draft, True
         sequence.cached += count
         self._publish(sequence)
         return Span(sequence.number, start, tokens, list(sequence.blocks), outputs, parents)
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Lets others find the full blocks that hold tokens which are there to stay."""
+    def _publish(self, sequence: AnswerState) -> None:
+        """Publishes full blocks of tokens that are final."""
+        # Published when the batch that computes a block is made, not when it is done: each layer
+        # writes the keys and values of all tokens before it reads any, so a sequence may share what
+        # another one of the same batch computes.
         if not self.share:
             return
         full = sequence.cached // self.pool.size

@@ -1,4 +1,4 @@
-"""`Sequence`: one answer on its way, with its tokens and its blocks."""
+"""`AnswerState`: one answer in progress, with its tokens and its blocks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from gulliver.serve._text import AnswerText
 
 
 class Status(enum.Enum):
-    """States of a sequence.
+    """States of a sequence."""
 
-    WAITING -> RUNNING when it is given blocks; RUNNING -> WAITING when they are taken from it;
-    both -> ENDED. A sequence in a batch whose logits have not come is RUNNING and `flying`.
-    """
+    # WAITING -> RUNNING when it is given blocks; RUNNING -> WAITING when they are taken from it;
+    # both -> ENDED. A sequence in a batch whose logits have not come is RUNNING and `in_flight`.
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -24,52 +23,44 @@ class Status(enum.Enum):
 
 
 @dataclass(eq=False)
-class Sequence:
-    """One answer of a request.
+class AnswerState:
+    """One answer of a request."""
 
-    Attributes:
-        number: number of the sequence, in the order of age.
-        request: number of the request.
-        sample: number of the answer among the request's.
-        prompt: number of tokens of the prompt.
-        tokens: prompt and answer.
-        sampling: how its tokens are drawn.
-        seed: what they are drawn from.
-        ends: tokens that end it.
-        longest: most tokens that it may have.
-        text: text of the answer.
-        forks: how many more answers share its prompt and wait for it to be computed.
-        cached: keys and values of so many of its first tokens lie in `blocks`.
-        blocks: block table, in order.
-        digests: digests of its full blocks; the first `published` of them are published.
-        moves: slots to move in the next batch that it is part of.
-        draft: draft in the batch that it is part of.
-        flying: whether it is in a batch whose logits have not come.
-        cancelled: whether it was cancelled while it was flying.
-        found: tokens of the prompt that were found in the cache.
-    """
-
+    # Number of the sequence, in the order of age.
     number: int
     request: int
+    # Number of the answer among the request's.
     sample: int
+    # Number of tokens of the prompt.
     prompt: int
     tokens: list[int]
+    # How its tokens are drawn.
     sampling: SamplingParameters
+    # What they are drawn from.
     seed: int
     ends: Collection[int]
+    # Most tokens that it may have.
     longest: int
     text: AnswerText
+    # How many more answers share its prompt and wait for it to be computed.
     forks: int = 0
     status: Status = Status.WAITING
+    # Keys and values of so many of its first tokens lie in `blocks`.
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
+    # Digests of its full blocks; the first `published` of them are published.
     digests: list[bytes] = field(default_factory=list)
     published: int = 0
+    # Slots to move in the next batch that it is part of.
     moves: list[tuple[int, int]] = field(default_factory=list)
+    # Draft in the batch that it is part of.
     draft: Draft | None = None
-    flying: bool = False
+    # Whether it is in a batch whose logits have not come.
+    in_flight: bool = False
+    # Whether it was cancelled while it was in_flight.
     cancelled: bool = False
-    found: int = 0
+    # Tokens of the prompt that were found in the cache.
+    prefix_cached: int = 0
 
     @property
     def new(self) -> int:

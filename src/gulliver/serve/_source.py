@@ -19,12 +19,7 @@ from gulliver.precision.int8 import QuantizedLayer
 
 
 def build_on_meta(folder: Path | str, dtype: torch.dtype) -> Any:
-    """Builds a folder's model with parameters on meta, and its settings of generation.
-
-    Args:
-        folder: folder that transformers wrote.
-        dtype: dtype of the parameters.
-    """
+    """Builds a folder's model with parameters on meta, and its settings of generation."""
     import transformers
 
     from gulliver.booster import lazy_parameters
@@ -40,12 +35,7 @@ def build_on_meta(folder: Path | str, dtype: torch.dtype) -> Any:
 
 
 class Source:
-    """Tensors of a folder, by the names of a model's parameters.
-
-    Args:
-        folder: folder that transformers wrote.
-        model: whole model, before it is cut; its parameters may be on meta.
-    """
+    """Tensors of a folder, by the names of a model's parameters."""
 
     def __init__(self, folder: Path | str, model: nn.Module) -> None:
         self.folder = Path(folder)
@@ -66,28 +56,12 @@ class Source:
         self.close()
 
     def check(self, model: nn.Module) -> None:
-        """Compares names and shapes of all parameters with the files; no weight is read.
-
-        Args:
-            model: the whole model, which may be on meta.
-
-        Raises:
-            GulliverError: the files lack a parameter, or have one of another shape.
-        """
+        """Compares names and shapes of all parameters with the files; no weight is read."""
         for name, parameter in model.named_parameters():
             self._compare(self._known(name), tuple(parameter.shape))
 
     def fill(self, name: str, into: Tensor, region: Region | None = None) -> None:
-        """Reads a parameter, or a region of it.
-
-        Args:
-            name: the model's name for it, or any other of a tied one.
-            into: contiguous memory of the region's shape; values are converted to its dtype.
-            region: region of the whole that is read; None for all.
-
-        Raises:
-            GulliverError: the files lack it, or have one of another shape.
-        """
+        """Reads a parameter, or a region of it."""
         self._read(self._known(name), into, region)
 
     def fill_expert(
@@ -98,18 +72,7 @@ class Source:
         shape: tuple[int, ...],
         region: Region | None = None,
     ) -> None:
-        """Reads one expert's matrix of a joined tensor.
-
-        Args:
-            name: the model's name of the joined tensor.
-            expert: number of the expert.
-            into: matrix of its shape.
-            shape: shape of the joined tensor, or of this rank's part of it.
-            region: region of the whole that this rank has.
-
-        Raises:
-            GulliverError: as for `fill`.
-        """
+        """Reads one expert's matrix of a joined tensor."""
         whole = tuple(shape) if region is None else region.shape
         source = self._known(name)
         info = self._compare(source, whole)

@@ -1,13 +1,4 @@
-"""The seam of speculation: what a drafter gives, and how a tree of drafts is verified exactly.
-
-[Note: exact with any drafts] At each node the next token is drawn from the model's own distribution
-there, as if nothing had been drafted. Where it is one of the node's children, the model has run
-that child already, and the walk goes on with the logits that it has. So the tokens are those of a
-run without drafts, draw for draw: greedy ones are equal, sampled ones have the same distribution
-and, with the same seed, are the same. This holds for any drafts, since a draw is a function of the
-model's logits, the seed and the token's place: also for those that are drawn with the same noise
-(`_draw.py`), which are right more often than the likeliest ones where the temperature is high.
-"""
+"""The seam of speculation: what a drafter gives, and how drafts are verified exactly."""
 
 from __future__ import annotations
 
@@ -112,7 +103,7 @@ class Drafter(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of memory."""
+        """Frees memory."""
         ...
 
 
@@ -136,6 +127,12 @@ def walk(draft: Draft | None, drawn: Callable[[int, int], int]) -> tuple[list[in
     Returns:
         The tokens, one more than drafted ones were accepted, and the accepted indices.
     """
+    # At each node the next token is drawn from the model's own distribution, as if nothing had been
+    # drafted. If it is a child of the node, the model has run that child already and the walk
+    # continues with its logits. So the tokens are those of a run without drafts, draw for draw, for
+    # any drafts: a draw is a function of logits, seed and place. Also for drafts that are drawn
+    # with the same noise, which are right more often than the likeliest tokens at high
+    # temperatures.
     tokens, path = [drawn(0, 0)], []
     known = children(draft) if draft else {}
     node = -1

@@ -14,21 +14,14 @@ UNFINISHED = "\ufffd"
 
 
 class AnswerText:
-    """Text of one answer.
+    """Text of one answer."""
 
-    [Note: text of a token] Tokenizers write a token differently after others (a space in front, one
-    character of several tokens), so that texts of single tokens do not add up. What the last tokens
-    add is the text of a few tokens before them and of them, without the text of those before alone.
-    """
+    # [Note: text of a token] Tokenizers write a token differently after others (a space in front,
+    # one character of several tokens), so that texts of single tokens do not add up. What the last
+    # tokens add is the text of a few tokens before them and of them, without the text of those
+    # before alone.
 
     def __init__(self, tokenizer: Any | None, stop: Sequence[str], prompt: Sequence[int]) -> None:
-        """Begins an answer.
-
-        Args:
-            tokenizer: tokenizer of transformers; None gives no text.
-            stop: texts that end the answer.
-            prompt: tokens before it, of which the last ones are looked at.
-        """
         self._tokenizer, self._stop = tokenizer, stop
         self._tokens = list(prompt[-6:])
         self._before, self._read = 0, len(self._tokens)
@@ -41,11 +34,7 @@ class AnswerText:
         return AnswerText(self._tokenizer, self._stop, self._tokens[: self._read])
 
     def add(self, token: int) -> tuple[str, bool]:
-        """Adds a token.
-
-        Returns:
-            Text that is certain now, and whether a stop text ended the answer.
-        """
+        """Adds a token."""
         if self._tokenizer is None:
             return "", False
         self._tokens.append(token)

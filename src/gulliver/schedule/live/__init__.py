@@ -1,39 +1,80 @@
-"""Real jobs under the policies of `gulliver.schedule`: submitted, resized, restarted, explained.
+"""Real jobs under the policies of `gulliver.schedule`: submitted, resized, restarted, explained."""
 
-A script calls `elastic` (`_elastic.py`), users submit it (`_submission.py`, which also tells of the
-folder that all meet in), and a scheduler (`_daemon.py`) runs `_controller.py` over jobs
-(`_tracking.py`) on slots: processes that are forked (`_forks.py`) by agents on nodes
-(`_backends.py`), which Ray finds (`_ray.py`). `_history.py` keeps what has happened, and explains.
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-It knows nothing of what a job computes, nor of other users of a cluster.
-"""
+if TYPE_CHECKING:
+    from gulliver.schedule.live._backends import Agent, Backend, Launch, LocalNodes, Nodes, RankEnd
+    from gulliver.schedule.live._controller import Controller
+    from gulliver.schedule.live._daemon import (
+        ensure_scheduler,
+        has_scheduler,
+        serve,
+        stop_scheduler,
+    )
+    from gulliver.schedule.live._elastic import Elastic, elastic, read_curve, share_of
+    from gulliver.schedule.live._history import (
+        ScheduleHistory,
+        expected_ends,
+        live_page,
+        live_why,
+        read_history,
+        result_of,
+        status_line,
+        write_history,
+    )
+    from gulliver.schedule.live._options import HERE, LOCAL, SchedulerOptions, Submission
+    from gulliver.schedule.live._ray import RayNodes
+    from gulliver.schedule.live._submission import Spool
+    from gulliver.schedule.live._tracking import LiveJob, MeasuredSeconds, Phase
 
-from gulliver.schedule.live._backends import Agent, Backend, Launch, LocalNodes, Nodes, RankEnd
-from gulliver.schedule.live._controller import Controller
-from gulliver.schedule.live._daemon import (
-    HERE,
-    LOCAL,
-    SchedulerOptions,
-    ensure_scheduler,
-    has_scheduler,
-    serve,
-    stop_scheduler,
-)
-from gulliver.schedule.live._elastic import Elastic, elastic, read_curve, share_of
-from gulliver.schedule.live._history import (
-    History,
-    expected_ends,
-    live_page,
-    live_why,
-    read_history,
-    result_of,
-    told,
-    write_history,
-)
-from gulliver.schedule.live._ray import RayNodes
-from gulliver.schedule.live._submission import Spool, Submission, default_folder
-from gulliver.schedule.live._tracking import LiveJob, Measured, Phase
-
+_PLACES = {
+    "gulliver.schedule.live._backends": (
+        "Agent",
+        "Backend",
+        "Launch",
+        "LocalNodes",
+        "Nodes",
+        "RankEnd",
+    ),
+    "gulliver.schedule.live._controller": ("Controller",),
+    "gulliver.schedule.live._daemon": (
+        "ensure_scheduler",
+        "has_scheduler",
+        "serve",
+        "stop_scheduler",
+    ),
+    "gulliver.schedule.live._elastic": (
+        "Elastic",
+        "elastic",
+        "read_curve",
+        "share_of",
+    ),
+    "gulliver.schedule.live._history": (
+        "ScheduleHistory",
+        "expected_ends",
+        "live_page",
+        "live_why",
+        "read_history",
+        "result_of",
+        "status_line",
+        "write_history",
+    ),
+    "gulliver.schedule.live._options": (
+        "HERE",
+        "LOCAL",
+        "SchedulerOptions",
+        "Submission",
+    ),
+    "gulliver.schedule.live._ray": ("RayNodes",),
+    "gulliver.schedule.live._submission": ("Spool",),
+    "gulliver.schedule.live._tracking": (
+        "LiveJob",
+        "MeasuredSeconds",
+        "Phase",
+    ),
+}
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
 __all__ = [
     "HERE",
     "LOCAL",
@@ -41,19 +82,18 @@ __all__ = [
     "Backend",
     "Controller",
     "Elastic",
-    "History",
     "Launch",
     "LiveJob",
     "LocalNodes",
-    "Measured",
+    "MeasuredSeconds",
     "Nodes",
     "Phase",
     "RankEnd",
     "RayNodes",
+    "ScheduleHistory",
     "SchedulerOptions",
     "Spool",
     "Submission",
-    "default_folder",
     "elastic",
     "ensure_scheduler",
     "expected_ends",
@@ -65,7 +105,15 @@ __all__ = [
     "result_of",
     "serve",
     "share_of",
+    "status_line",
     "stop_scheduler",
-    "told",
     "write_history",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value

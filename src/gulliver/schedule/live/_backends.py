@@ -1,7 +1,7 @@
-"""Slots on nodes, and ranks that run there: on this machine alone, or wherever there are agents.
+"""Slots on nodes, and the ranks that run there.
 
-An `Agent` runs on each node and starts its ranks. `Nodes` knows which slot is where, and makes a
-run, which is one attempt of a job, of ranks on several nodes; `_ray.py` finds nodes by Ray.
+An `Agent` runs on each node and starts ranks. `Nodes` knows which slot is on which node and starts
+an attempt of a job over several nodes; `_ray.py` finds nodes by Ray.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from gulliver.schedule.live._elastic import ATTEMPT, BATCH, JOB
-from gulliver.schedule.live._submission import Submission
+from gulliver.schedule.live._options import Submission
 
 IMPORTS_S = 300.0
 """Seconds that the program that forks ranks may take to import torch."""
@@ -28,37 +28,26 @@ KILLED = -9
 
 
 class RankEnd(NamedTuple):
-    """A rank that has ended.
+    """A rank that has ended."""
 
-    Attributes:
-        run: run that it was of.
-        rank: number of the rank.
-        code: exit code, negative for a signal.
-        why: what is known besides.
-    """
-
+    # LiveRun that it was of.
     run: str
     rank: int
+    # Exit code, negative for a signal.
     code: int
     why: str = ""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """An attempt of a job.
-
-    Attributes:
-        run: name of the run.
-        attempt: number of the attempt, from 1.
-        slots: slots that it gets, a rank on each.
-        batch: global batch size to begin with.
-        submission: what was submitted.
-        folder: folder of the job.
-    """
+    """An attempt of a job."""
 
     run: str
+    # Number of the attempt, from 1.
     attempt: int
+    # Slots that it gets, a rank on each.
     slots: tuple[int, ...]
+    # Global batch size to begin with.
     batch: int
     submission: Submission
     folder: Path
@@ -94,27 +83,21 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class RankStart:
-    """A rank to be started.
-
-    Attributes:
-        key: name of the rank.
-        argv: script and arguments.
-        environment: environment variables, beside those of the agent.
-        folder: folder to run in.
-        log: file for what it prints.
-        fresh: whether it gets an interpreter of its own.
-    """
+    """A rank to be started."""
 
     key: str
     argv: Sequence[str]
+    # Environment variables, in addition to those of the agent.
     environment: Mapping[str, str]
     folder: str
+    # File for what it prints.
     log: str
+    # Whether it gets an interpreter of its own.
     fresh: bool = False
 
 
 class Agent:
-    """Starts ranks on the node that it runs on, and says how they end."""
+    """Starts ranks on its node, and reports how they end."""
 
     def __init__(self) -> None:
         self._program: subprocess.Popen[bytes] | None = None
@@ -124,7 +107,7 @@ class Agent:
         self._ended: dict[str, int] = {}
 
     def ready(self) -> bool:
-        """Starts the program that forks ranks, where it does not run; returns when it can."""
+        """Starts the program that forks ranks unless it runs, and waits until it is ready."""
         if self._program is None or self._program.poll() is not None:
             # As torchrun does where several processes share a node.
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -204,7 +187,7 @@ def own_address() -> str:
 
 
 class NodeLost(Exception):
-    """A node, which it names, does not answer any more."""
+    """A node, named by the error, does not answer any more."""
 
 
 class Node(Protocol):
@@ -227,7 +210,7 @@ class Here:
 
 
 @dataclass
-class Run:
+class LiveRun:
     """Ranks of an attempt: the node of each, and which have not ended."""
 
     nodes: list[str]
@@ -235,19 +218,16 @@ class Run:
 
 
 class Nodes:
-    """Runs over nodes that have agents; subclasses find the nodes.
-
-    Attributes:
-        nodes: agents by name of their node.
-        places: node of each slot.
-        gpus: device of each slot, of nodes with GPUs.
-    """
+    """Runs over nodes that have agents; subclasses find the nodes."""
 
     def __init__(self) -> None:
+        # Agents by name of their node.
         self.nodes: dict[str, Node] = {}
+        # Node of each slot.
         self.places: dict[int, str] = {}
+        # Device of each slot, of nodes with GPUs.
         self.gpus: dict[int, str] = {}
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, LiveRun] = {}
         self._lost: list[RankEnd] = []
 
     def slots(self) -> Mapping[int, str]:
@@ -256,7 +236,7 @@ class Nodes:
 
     def start(self, launch: Launch) -> None:
         """Starts the ranks of a run; where a node is lost meanwhile they have ended."""
-        run = Run([self.places[slot] for slot in launch.slots])
+        run = LiveRun([self.places[slot] for slot in launch.slots])
         run.alive = set(range(len(run.nodes)))
         self.runs[launch.run] = run
         try:
@@ -272,7 +252,9 @@ class Nodes:
             for rank in sorted(run.alive):
                 self._lost += self._end(launch.run, rank, KILLED, f"node {lost} left")
 
-    def _ranks(self, launch: Launch, run: Run, node: str, host: str, port: int) -> list[RankStart]:
+    def _ranks(
+        self, launch: Launch, run: LiveRun, node: str, host: str, port: int
+    ) -> list[RankStart]:
         given, mine = launch.submission, [r for r, n in enumerate(run.nodes) if n == node]
         devices = [self.gpus[launch.slots[r]] for r in mine if launch.slots[r] in self.gpus]
         shared = {
@@ -286,7 +268,7 @@ class Nodes:
             BATCH: str(launch.batch),
             **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
         }
-        folder = os.path.abspath(given.folder)
+        folder = os.path.abspath(given.directory)
         argv = [os.path.join(folder, given.script), *given.arguments]
         return [
             RankStart(
@@ -325,7 +307,7 @@ class Nodes:
         return [RankEnd(name, rank, code, why)]
 
     def lose(self, node: str) -> None:
-        """Takes out a node that is gone: its slots are no more, and its ranks have ended."""
+        """Removes a lost node with its slots and ranks."""
         self.nodes.pop(node, None)
         self.places = {slot: where for slot, where in self.places.items() if where != node}
         for name, run in list(self.runs.items()):
@@ -353,12 +335,7 @@ class Nodes:
 
 
 class LocalNodes(Nodes):
-    """Slots of this machine, without Ray.
-
-    Args:
-        slots: number of slots.
-        agent: agent to use; None makes one.
-    """
+    """Slots of this machine, without Ray."""
 
     def __init__(self, slots: int, agent: Agent | None = None) -> None:
         super().__init__()

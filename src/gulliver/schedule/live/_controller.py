@@ -1,13 +1,8 @@
-"""Runs a policy of `gulliver.schedule` on live jobs.
+"""Runs a policy on live jobs.
 
-One `tick` looks at what has happened (nodes, new jobs, ranks that ended, what jobs say, wishes to
-stop), asks the policy if anything has, and brings jobs nearer to what it said. That last part looks
-only at what is and what should be, so that it does not matter in which order things happen: a job
-that has other slots than it should is asked to save and leave, and one without ranks is started
-once its slots are free. So a resize that comes during another waits for it, and one that comes
-during a save too: only the job itself leaves, at the end of a step, once its checkpoint is whole.
-
-It knows neither Ray nor processes; see `_backends.py`. Times are seconds since the schedule began.
+One `tick` looks at what has happened, asks the policy if anything has, and moves jobs towards its
+decision. The last part compares only the present with the wanted state, so the order of events does
+not matter. Times are seconds since the schedule began.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from gulliver.schedule._result import Change, Round, Segment
 from gulliver.schedule._state import Policy, View, limits_of, placed
 from gulliver.schedule.live._backends import Backend, Launch, RankEnd
 from gulliver.schedule.live._submission import Spool, read_object, write_object
-from gulliver.schedule.live._tracking import LiveJob, Measured, Phase
+from gulliver.schedule.live._tracking import LiveJob, MeasuredSeconds, Phase
 
 ROUNDS = 1000
 """Decisions that are remembered."""
@@ -34,16 +29,7 @@ LEAST_SECONDS = 0.5
 
 @dataclass
 class Controller:
-    """State of a schedule that runs.
-
-    Args:
-        spool: folder that jobs are submitted to.
-        backend: where ranks run.
-        policy: rule of who gets what.
-        clock: seconds of the epoch.
-        quotas: slots that tenants have a right to.
-        begun: second of the epoch at which the schedule began.
-    """
+    """State of a schedule that runs."""
 
     spool: Spool
     backend: Backend
@@ -56,7 +42,7 @@ class Controller:
         self.jobs: dict[str, LiveJob] = {}
         self.slots: dict[int, str] = {}
         self.rounds: deque[Round] = deque(maxlen=ROUNDS)
-        self.measured = Measured([], [], [], [])
+        self.measured = MeasuredSeconds([], [], [], [])
         self.wake: float | None = None
         self.refused: dict[str, str] = {}
         self.changed, self.draining = True, False
@@ -68,11 +54,11 @@ class Controller:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is there that is not over."""
+        """Whether any job is not over."""
         return any(not job.phase.over for job in self.jobs.values())
 
     def tick(self) -> None:
-        """Looks, decides and acts."""
+        """Follows events, decides and acts."""
         now = self._now()
         self._account(now)
         # Ends first: a rank that does not answer is how one hears that a node is gone.
@@ -106,8 +92,8 @@ class Controller:
         for node in dict.fromkeys([*before.values(), *found.values()]):
             count = sum(n == node for n in found.values()) - sum(n == node for n in before.values())
             if count:
-                told = f"came with {count}" if count > 0 else f"left with {-count}"
-                causes.append(f"node {node} {told} slots")
+                report = f"came with {count}" if count > 0 else f"left with {-count}"
+                causes.append(f"node {node} {report} slots")
         for job in self.jobs.values():
             job.assigned = tuple(slot for slot in job.assigned if slot in found)
         return causes
@@ -158,14 +144,14 @@ class Controller:
         return causes
 
     def _reason(self, job: LiveJob, end: RankEnd) -> str:
-        told = f"rank {end.rank} " + (
+        report = f"rank {end.rank} " + (
             end.why or (f"was killed by signal {-end.code}" if end.code < 0 else "")
         )
         if end.code > 0:
             log = self.spool.job(job.name) / "logs"
             line = last_line(log / f"attempt-{job.attempt:03d}-rank-{end.rank}.log")
-            told += f"ended with code {end.code}: {line}"
-        return told
+            report += f"ended with code {end.code}: {line}"
+        return report
 
     def _over(self, job: LiveJob, now: float) -> list[str]:
         """An attempt has ended: the job is done, has left, or has failed."""
@@ -231,15 +217,15 @@ class Controller:
         ]
 
     def _hear(self, job: LiveJob, now: float) -> list[str]:
-        """Reads what a job says."""
-        told = read_object(self.spool.job(job.name) / "progress.json")
-        if told is None or told == job.progress or told.get("attempt") != job.attempt:
+        """Reads a job's progress."""
+        report = read_object(self.spool.job(job.name) / "progress.json")
+        if report is None or report == job.progress or report.get("attempt") != job.attempt:
             return []
-        job.progress = told
-        if told["first"] > job.base:
-            job.base, job.failures = told["first"], 0
-        if told["steps"] and not job.heard:
-            self._begins(job, told["begun"] - self.begun)
+        job.progress = report
+        if report["first"] > job.base:
+            job.base, job.failures = report["first"], 0
+        if report["steps"] and not job.heard:
+            self._begins(job, report["begun"] - self.begun)
         return [f"{job.name} was measured"] if job.measure() else []
 
     def _begins(self, job: LiveJob, begun: float) -> None:
@@ -272,7 +258,7 @@ class Controller:
         return causes
 
     def _follow_time(self, now: float) -> list[str]:
-        """Names jobs that say nothing, and ends those that do not leave."""
+        """Reports silent jobs, and kills those that do not leave."""
         causes = []
         for job in self.jobs.values():
             given = job.submission
@@ -343,10 +329,13 @@ class Controller:
     # --- What is done ----------------------------------------------------------------------------
 
     def _act(self, now: float) -> None:
+        # Only a job itself leaves its slots, at the end of a step and once its checkpoint is whole.
+        # So a resize that is decided during another resize or a save waits for it, without extra
+        # state.
         held = {slot for job in self.jobs.values() for slot in job.held}
         for job in self.jobs.values():
             if job.phase is Phase.WAITING and job.assigned and not job.stopping:
-                # Asked anew: the start of another job may have found a node gone.
+                # Asked again: the start of another job may have found a node gone.
                 there = set(self.backend.slots())
                 if not held & set(job.assigned) and set(job.assigned) <= there:
                     self._launch(job, now)
@@ -382,11 +371,7 @@ class Controller:
         self.changed = True
 
     def drain(self) -> bool:
-        """Asks all jobs to save and leave, for the next schedule in this folder to take up.
-
-        Returns:
-            Whether none runs any more.
-        """
+        """Asks all jobs to save and leave, for the next schedule in this folder to take up."""
         self.draining = True
         for job in self.jobs.values():
             job.assigned = ()
@@ -413,10 +398,8 @@ def _draw(job: LiveJob, begin: float, end: float, rate: float) -> None:
 
 
 def last_line(log: Path) -> str:
-    """Reads the last line that is not empty of what a rank has printed.
-
-    Characters that steer a terminal are shown as escapes.
-    """
+    """Reads the last line that is not empty of what a rank has printed."""
+    # Characters that steer a terminal are shown as escapes.
     try:
         lines = log.read_text(encoding="utf-8", errors="replace")[-4000:].splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The scheduler's process: one for a folder, started by the first job that is submitted."""
+"""The scheduler's process: one per folder, started by the first submission."""
 
 from __future__ import annotations
 
@@ -9,31 +9,28 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
 
 from gulliver.errors import GulliverError
 from gulliver.io import hold, named_errors, write_text
 from gulliver.jobs import StopRequest
-from gulliver.options import AT_LEAST_0, AT_LEAST_1, Options
+from gulliver.options import from_plain, resolved
 from gulliver.schedule._policies import make_policy
 from gulliver.schedule.live._backends import LocalNodes, Nodes
 from gulliver.schedule.live._controller import Controller, last_line
 from gulliver.schedule.live._history import (
-    History,
+    ScheduleHistory,
     live_page,
     read_history,
     take_up,
     write_history,
 )
+from gulliver.schedule.live._options import HERE, LOCAL, SchedulerOptions
 from gulliver.schedule.live._ray import RayNodes, own_name, require_ray
 from gulliver.schedule.live._submission import Spool, write_object
 
-HERE, LOCAL = "here", "local"
-"""Addresses without Ray, and of a Ray cluster that is started for the schedule."""
 STARTS = {HERE: "imports torch once for all jobs", LOCAL: "starts a Ray cluster on this machine"}
 """What a scheduler does first, by its address."""
 PROGRAM = "from gulliver.schedule.live._daemon import main; main()"
@@ -45,39 +42,9 @@ START_S = 300.0
 """Seconds within which a scheduler that was started says that it is there."""
 
 
-@dataclass(frozen=True)
-class SchedulerOptions(Options):
-    """What a scheduler is started with.
-
-    Attributes:
-        folder: folder that jobs are submitted to.
-        address: ``local`` for a Ray cluster of its own, ``here`` for processes of this machine
-            without Ray, or the address of a Ray cluster.
-        slots: number of slots; None for the CPUs or GPUs that there are.
-        policy: name of the policy.
-        seed: seed of the policy.
-        quotas: slots that tenants have a right to.
-        idle: seconds without a job after which it ends.
-        dashboard: whether a Ray cluster that is started has a dashboard.
-    """
-
-    folder: str
-    address: str = LOCAL
-    slots: Annotated[int | None, AT_LEAST_1] = None
-    policy: str = "rollout"
-    seed: int = 0
-    quotas: Mapping[str, int] = field(default_factory=dict)
-    idle: Annotated[float, AT_LEAST_0] = 60.0
-    dashboard: bool = False
-
-
 @contextmanager
 def only_one(spool: Spool) -> Iterator[None]:
-    """Holds the folder.
-
-    Raises:
-        GulliverError: another scheduler has it.
-    """
+    """Holds the folder's lock."""
     path = spool.path / "scheduler.lock"
     with named_errors(path):
         path.touch()
@@ -85,10 +52,10 @@ def only_one(spool: Spool) -> Iterator[None]:
         with hold(path):
             yield
     except BlockingIOError:
-        told = spool.scheduler() or {}
+        about = spool.scheduler() or {}
         raise GulliverError(
-            f"{spool.path} has a scheduler: process {told.get('pid', '?')} on "
-            f"{told.get('host', '?')}; submit to it, or stop it first"
+            f"{spool.path} has a scheduler: process {about.get('pid', '?')} on "
+            f"{about.get('host', '?')}; submit to it, or stop it first"
         ) from None
 
 
@@ -107,18 +74,14 @@ def has_scheduler(spool: Spool) -> bool:
 def make_nodes(options: SchedulerOptions) -> Nodes:
     """Makes the backend that an address asks for."""
     if options.address == HERE:
-        return LocalNodes(options.slots or os.cpu_count() or 1)
+        return LocalNodes(options.cluster_slots or os.cpu_count() or 1)
     address = None if options.address == LOCAL else options.address
-    return RayNodes(address, options.slots, own_name(options.folder), options.dashboard)
+    return RayNodes(address, options.cluster_slots, own_name(str(options.path)), options.dashboard)
 
 
 def serve(options: SchedulerOptions) -> None:
-    """Schedules until there has been no job for some time, or a signal comes.
-
-    Raises:
-        GulliverError: the folder or the cluster has a scheduler; the cluster does not answer.
-    """
-    spool = Spool(Path(options.folder))
+    """Schedules until there has been no job for some time, or a signal comes."""
+    spool = Spool(options.path)
     spool.make()
     policy = make_policy(options.policy, options.seed)
     with only_one(spool):
@@ -150,11 +113,11 @@ def serve(options: SchedulerOptions) -> None:
 def _announce(
     spool: Spool, options: SchedulerOptions, controller: Controller, nodes: Nodes
 ) -> None:
-    told = {"pid": os.getpid(), "host": socket.gethostname(), "slots": len(controller.slots)}
-    told |= {"policy": options.policy, "begun": controller.begun, "quotas": dict(options.quotas)}
-    told |= {"address": getattr(nodes, "address", options.address)}
-    told["dashboard"] = getattr(nodes, "dashboard", None)
-    write_object(spool.path / "scheduler.json", told)
+    about = {"pid": os.getpid(), "host": socket.gethostname(), "slots": len(controller.slots)}
+    about |= {"policy": options.policy, "begun": controller.begun, "quotas": options.quotas}
+    about |= {"address": getattr(nodes, "address", options.address)}
+    about["dashboard"] = getattr(nodes, "dashboard", None)
+    write_object(spool.path / "scheduler.json", about)
 
 
 def _loop(controller: Controller, options: SchedulerOptions, stop: StopRequest) -> None:
@@ -179,15 +142,15 @@ def _loop(controller: Controller, options: SchedulerOptions, stop: StopRequest) 
     keep(controller, options)
 
 
-def keep(controller: Controller, options: SchedulerOptions) -> History:
-    """Writes what has happened, and its page."""
-    history = History(
+def keep(controller: Controller, options: SchedulerOptions) -> ScheduleHistory:
+    """Writes the history and its page."""
+    history = ScheduleHistory(
         controller.begun,
         controller.clock() - controller.begun,
         options.policy,
         options.seed,
         dict(controller.slots),
-        dict(options.quotas),
+        options.quotas,
         controller.jobs,
         list(controller.rounds),
         controller.refused,
@@ -209,16 +172,8 @@ def has_new(spool: Spool) -> bool:
 def ensure_scheduler(
     options: SchedulerOptions, tell: Callable[[str], object] = lambda what: None
 ) -> bool:
-    """Starts a scheduler where the folder has none; whether it has.
-
-    Args:
-        options: what to start it with.
-        tell: called with what it is doing, whenever that changes.
-
-    Raises:
-        GulliverError: it could not be started; it says why.
-    """
-    spool = Spool(Path(options.folder))
+    """Starts a scheduler where the folder has none; whether it has."""
+    spool = Spool(options.path)
     spool.make()
     if has_scheduler(spool):
         return False
@@ -229,7 +184,7 @@ def ensure_scheduler(
     log = spool.path / "scheduler.log"
     with named_errors(log), open(log, "ab") as file:
         program = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, json.dumps(asdict(options))],
+            [sys.executable, "-c", PROGRAM, json.dumps(resolved(options))],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -240,8 +195,8 @@ def ensure_scheduler(
         if spool.starting() not in ("", doing):
             doing = spool.starting()
             tell(doing)
-        told = spool.scheduler()
-        if told is not None and has_scheduler(spool):
+        about = spool.scheduler()
+        if about is not None and has_scheduler(spool):
             return True
         if program.poll() is not None:
             raise GulliverError(f"the scheduler did not start: {last_line(log)}")
@@ -253,27 +208,23 @@ def ensure_scheduler(
 
 
 def stop_scheduler(folder: Path) -> None:
-    """Asks the scheduler of a folder to end: jobs save and leave, and wait for the next one.
-
-    Raises:
-        GulliverError: there is none, or it is on another machine.
-    """
+    """Asks the scheduler of a folder to end: jobs save and leave, and wait for the next one."""
     spool = Spool(folder)
-    told = spool.scheduler()
-    if told is None or not has_scheduler(spool):
+    about = spool.scheduler()
+    if about is None or not has_scheduler(spool):
         raise GulliverError(f"{folder} has no scheduler: nothing to stop")
-    if told["host"] != socket.gethostname():
-        raise GulliverError(f"the scheduler of {folder} runs on {told['host']}: stop it there")
+    if about["host"] != socket.gethostname():
+        raise GulliverError(f"the scheduler of {folder} runs on {about['host']}: stop it there")
     with suppress(ProcessLookupError):
-        os.kill(told["pid"], signal.SIGTERM)
+        os.kill(about["pid"], signal.SIGTERM)
 
 
 def main() -> None:
-    """Runs the scheduler with the options that its one argument is the JSON of."""
-    options = SchedulerOptions(**json.loads(sys.argv[1]))
+    """Runs the scheduler with options from the JSON of its argument."""
+    options = from_plain(json.loads(sys.argv[1]), SchedulerOptions)
     try:
         serve(options)
-        while has_new(Spool(Path(options.folder))):
+        while has_new(Spool(options.path)):
             serve(options)
     except GulliverError as error:
         print(f"gulliver: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a training script says to the scheduler, and hears from it.
+"""What a training script reports to the scheduler, and what it is asked for.
 
     job = elastic()
     first = booster.load(job.checkpoints, model, optimizer).step + 1 if job.resumes else 0
@@ -13,12 +13,6 @@
     booster.close()
 
 Started without a scheduler the same script runs to its end, as it is or under torchrun.
-
-[Note: the same curve on other slots] A step has the samples of the whole batch, however many ranks
-share them: rank r of n takes those from floor(r B / n) to floor((r + 1) B / n) of B. Gradients are
-means over the ranks, so a rank's mean loss is weighted by its samples times n / B, and the step is
-that of one rank up to the rounding of sums. What a rank cannot hold at once it cuts into micro-
-batches of its share.
 """
 
 from __future__ import annotations
@@ -43,6 +37,10 @@ SECONDS_BETWEEN = 0.2
 
 def share_of(batch: int, part: int, parts: int) -> range:
     """Samples of a batch that one of several parts takes: neighbours, and all as many but one."""
+    # Rank r of n takes the samples from floor(r B / n) to floor((r + 1) B / n) of B. Gradients are
+    # means over ranks, so a rank's mean loss is weighted by its samples times n / B
+    # (`Elastic.weight`): the step is that of one rank up to the rounding of sums, whatever the
+    # number of slots.
     return range(part * batch // parts, (part + 1) * batch // parts)
 
 
@@ -74,19 +72,7 @@ def elastic(
 
 
 class Elastic:
-    """A job as its own ranks see it; made by `elastic`.
-
-    Attributes:
-        folder: folder of the job; None without a scheduler.
-        checkpoints: folder to save to and load from.
-        batch: global batch size of the next step.
-        base: batch size that samples are counted at.
-        samples: samples to process; None where steps alone say when it ends.
-        attempt: how often it has been started.
-        noise: gradient noise scale in samples, as last told.
-        drawn: samples processed so far, over all attempts.
-        done: samples done so far, counted as those of `base`.
-    """
+    """A job as its own ranks see it; made by `elastic`."""
 
     def __init__(
         self,
@@ -145,11 +131,7 @@ class Elastic:
         return len(self.share(part, parts)) * count / self.batch
 
     def rate_factor(self, rule: Literal["linear", "sqrt"] = "linear") -> float:
-        """Factor of the learning rate where the batch is not the one that it was chosen for.
-
-        Args:
-            rule: ``linear`` for SGD (Goyal et al. 2017), ``sqrt`` for Adam (Malladi et al. 2022).
-        """
+        """Factor of the learning rate where the batch is not the one that it was chosen for."""
         if rule not in ("linear", "sqrt"):
             raise GulliverError(f"rule is {rule!r}: give 'linear' or 'sqrt'")
         grown = self.batch / self.base
@@ -179,7 +161,7 @@ class Elastic:
     def report(
         self, loss: Any = None, samples: int | None = None, noise: float | None = None
     ) -> bool:
-        """Says that a step is done; every rank calls it once a step.
+        """Reports that a step is done; every rank calls it once a step.
 
         Args:
             loss: this rank's mean loss, a number or a tensor; their mean over all samples is kept.
@@ -194,7 +176,7 @@ class Elastic:
             raise GulliverError("report is called once in each step of job.steps")
         count = len(self.share()) if samples is None else samples
         leave, batch = self._asked()
-        # Where it cannot be told yet, what was known before holds.
+        # While it cannot be measured yet, the last known value is kept.
         noise = float(noise) if noise is not None and math.isfinite(noise) else self.noise
         drawn, mean, leave, batch, self.noise = _agree(count, loss, leave, batch, noise)
         self.drawn += drawn
@@ -216,7 +198,7 @@ class Elastic:
         return self.samples is not None and self.done >= self.samples * (1 - 1e-12)
 
     def _begin(self, first: int) -> None:
-        """Counts on from what the steps before `first` have done; later ones are forgotten."""
+        """Continues the counts of the steps before `first`; later steps are cut."""
         from gulliver.comm import broadcast_object
 
         counted = (0.0, 0.0)
@@ -259,9 +241,9 @@ class Elastic:
 
     def _tell(self) -> None:
         assert self.folder is not None
-        told = {"attempt": self.attempt, "drawn": self.drawn, "done": self.done}
-        told |= {"noise": self.noise, "batch": self.batch, "leaving": self._leaving}
-        write_object(self.folder / "progress.json", told | self._pace.told(self._step))
+        progress = {"attempt": self.attempt, "drawn": self.drawn, "done": self.done}
+        progress |= {"noise": self.noise, "batch": self.batch, "leaving": self._leaving}
+        write_object(self.folder / "progress.json", progress | self._pace.values(self._step))
 
 
 class Pace:
@@ -280,13 +262,13 @@ class Pace:
         self.last = now
 
     def due(self, now: float) -> bool:
-        """Whether progress is to be told: after the first step, and now and then."""
+        """Whether progress is to be written: after the first step, and now and then."""
         if self.count > 1 and now - self.written < SECONDS_BETWEEN:
             return False
         self.written = now
         return True
 
-    def told(self, step: int | None) -> dict[str, Any]:
+    def values(self, step: int | None) -> dict[str, Any]:
         """Figures for the scheduler; times are seconds of the epoch."""
         mean = (self.last - self.warm) / (self.count - 1) if self.count > 1 else None
         return {
@@ -309,7 +291,7 @@ def _world() -> Any:
 def _agree(
     count: int, loss: Any, leave: bool, batch: int, noise: float
 ) -> tuple[float, float | None, bool, int, float]:
-    """Adds up over the ranks, and lets all do as rank 0 has heard."""
+    """Adds up over the ranks, and broadcasts the scheduler's requests from rank 0."""
     world = _world()
     value = None if loss is None else float(getattr(loss, "detach", lambda: loss)())
     if world.size == 1:
@@ -325,8 +307,8 @@ def _agree(
     numbers = torch.tensor(mine, dtype=torch.float64, device=world.device)
     with guard():
         dist.all_reduce(numbers)
-    drawn, total, told, left, size, scale = numbers.tolist()
-    return drawn, total / told if told else None, left > 0, int(size), scale
+    drawn, total, progress, left, size, scale = numbers.tolist()
+    return drawn, total / progress if progress else None, left > 0, int(size), scale
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:

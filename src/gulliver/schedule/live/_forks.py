@@ -112,7 +112,7 @@ def kill_group(pid: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Lets this process be killed when its parent ends, on Linux."""
+    """Has the kernel kill this process when its parent ends, on Linux."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
@@ -145,10 +145,9 @@ def _become(rank: dict[str, Any]) -> None:
 
 
 def _leave(code: int) -> None:
-    """Ends the process as an interpreter does, but for the freeing of what it shares by forking.
-
-    Beside other work that took ten seconds and more, for memory that the system takes back anyway.
-    """
+    """Ends the process as an interpreter does, but for the freeing of what it shares by forking."""
+    # On a busy machine that freeing took ten seconds and more, for memory that the system takes
+    # back anyway.
     with suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

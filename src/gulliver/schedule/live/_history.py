@@ -1,4 +1,4 @@
-"""What a schedule has done so far, in a file: for commands to show, and for the next scheduler."""
+"""The state of a schedule in a file: for commands to show, and for the next scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gulliver.schedule._result import Change, Result, Round, Segment
 from gulliver.schedule._simulator import follow
 from gulliver.schedule._why import told_change
 from gulliver.schedule.live._submission import Spool, read_object, write_object
-from gulliver.schedule.live._tracking import LiveJob, Measured, Phase
+from gulliver.schedule.live._tracking import LiveJob, MeasuredSeconds, Phase
 
 PLAIN = (
     "note", "batch", "attempt", "launched", "heard", "silent", "stopping", "progress", "resizes",
@@ -27,37 +27,25 @@ STATE = ("done", "drawn", "started", "changed", "service", "resizes", "batch")
 
 
 @dataclass
-class History:
-    """A schedule as it happened.
+class ScheduleHistory:
+    """A schedule as it happened."""
 
-    Attributes:
-        begun: second of the epoch at which it began; all others count from there.
-        now: second up to which it is told.
-        policy: name of the policy.
-        seed: seed of the policy.
-        slots: node of each slot.
-        quotas: slots that tenants have a right to.
-        jobs: jobs by name.
-        rounds: decisions.
-        refused: why jobs were not taken.
-    """
-
+    # Second of the epoch at which it began; all others count from there.
     begun: float
+    # Second up to which it is known.
     now: float
     policy: str
     seed: int
     slots: dict[int, str]
+    # Slots that tenants have a right to.
     quotas: dict[str, int]
     jobs: dict[str, LiveJob] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
+    # Why jobs were not taken.
     refused: dict[str, str] = field(default_factory=dict)
 
     def job(self, name: str) -> LiveJob:
-        """Finds a job.
-
-        Raises:
-            GulliverError: there is none of that name, or it was refused.
-        """
+        """Finds a job."""
         if name in self.refused:
             raise GulliverError(f"job {name!r} was refused: {self.refused[name]}")
         if name not in self.jobs:
@@ -65,17 +53,17 @@ class History:
         return self.jobs[name]
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredSeconds:
         """Seconds that were measured of all jobs so far."""
-        return Measured.of(self.jobs.values())
+        return MeasuredSeconds.of(self.jobs.values())
 
     def cluster(self) -> JobCluster:
         """The slots that are there."""
         return JobCluster(max(1, len(self.slots)), self.quotas)
 
 
-def write_history(spool: Spool, history: History) -> None:
-    """Writes it for all to read."""
+def write_history(spool: Spool, history: ScheduleHistory) -> None:
+    """Writes the history."""
     values = asdict(replace(history, jobs={}, rounds=[]))
     values["jobs"] = {name: _job_values(job) for name, job in history.jobs.items()}
     values["rounds"] = [
@@ -96,49 +84,49 @@ def _job_values(job: LiveJob) -> dict[str, Any]:
     return values
 
 
-def read_history(spool: Spool) -> History | None:
-    """Reads it; None where nothing was scheduled yet."""
+def read_history(spool: Spool) -> ScheduleHistory | None:
+    """Reads the history; None if nothing was scheduled yet."""
     values = read_object(spool.path / "schedule.json")
     if values is None:
         return None
     jobs, rounds = values.pop("jobs"), values.pop("rounds")
     values["slots"] = {int(slot): node for slot, node in values["slots"].items()}
-    found = History(**values)
-    for name, told in jobs.items():
-        found.jobs[name] = _job_from(spool, name, told)
+    found = ScheduleHistory(**values)
+    for name, values in jobs.items():
+        found.jobs[name] = _job_from(spool, name, values)
     for time, cause, changes, why, predicted, bound in rounds:
         made = tuple(Change(*change) for change in changes)
         found.rounds.append(Round(time, cause, made, why, predicted, bound))
     return found
 
 
-def _job_from(spool: Spool, name: str, told: Mapping[str, Any]) -> LiveJob:
-    job = LiveJob(spool.read(name), told["arrival"], Phase[told["phase"]])
+def _job_from(spool: Spool, name: str, values: Mapping[str, Any]) -> LiveJob:
+    job = LiveJob(spool.read(name), values["arrival"], Phase[values["phase"]])
     for key in PLAIN:
-        setattr(job, key, told.get(key, getattr(job, key)))
-    job.assigned, job.held = tuple(told["assigned"]), tuple(told["held"])
-    job.alive = set(told["alive"])
-    job.points = {(n, b): speed for n, b, speed in told["points"]}
-    job.scaling = None if told["scaling"] is None else Scaling(**told["scaling"])
-    for key, value in told["state"].items():
+        setattr(job, key, values.get(key, getattr(job, key)))
+    job.assigned, job.held = tuple(values["assigned"]), tuple(values["held"])
+    job.alive = set(values["alive"])
+    job.points = {(n, b): speed for n, b, speed in values["points"]}
+    job.scaling = None if values["scaling"] is None else Scaling(**values["scaling"])
+    for key, value in values["state"].items():
         setattr(job.state, key, value)
     job.segments = [
         Segment(name, begin, end, tuple(slots), batch, rate)
-        for begin, end, slots, batch, rate in told["segments"]
+        for begin, end, slots, batch, rate in values["segments"]
     ]
     job.state.job = job.job()
     return job
 
 
 def take_up(job: LiveJob) -> None:
-    """Lets a job of an earlier scheduler, whose ranks are gone with it, wait for slots."""
+    """Puts a job of an earlier scheduler, whose ranks are gone with it, back into the queue."""
     if not job.phase.over:
         job.phase, job.note = Phase.WAITING, "taken up by a new scheduler"
         job.assigned, job.held, job.alive, job.heard = (), (), set(), False
         job.silent = False
 
 
-def result_of(history: History) -> Result:
+def result_of(history: ScheduleHistory) -> Result:
     """Makes a result as the simulator does; what is not over ends now."""
     ran = [job for job in history.jobs.values() if job.segments]
     jobs = tuple(_counted(job) for job in ran)
@@ -163,9 +151,9 @@ def _counted(job: LiveJob) -> Job:
     return replace(found, samples=max(1.0, job.state.done))
 
 
-def live_page(history: History) -> str:
+def live_page(history: ScheduleHistory) -> str:
     """Draws the schedule as it happened."""
-    lines = [f"{job.name}: {told(job, history)}" for job in history.jobs.values()]
+    lines = [f"{job.name}: {status_line(job, history)}" for job in history.jobs.values()]
     lines += [f"{name} was refused: {why}" for name, why in history.refused.items()]
     result = result_of(history)
     if not result.jobs:
@@ -173,7 +161,7 @@ def live_page(history: History) -> str:
     return schedule_page("Jobs as they ran", lines, [result])
 
 
-def told(job: LiveJob, history: History) -> str:
+def status_line(job: LiveJob, history: ScheduleHistory) -> str:
     """Says where a job stands, in one line."""
     if job.phase.over:
         return f"{job.phase.value} at {job.ended:.4g} s: {job.note}"
@@ -183,11 +171,9 @@ def told(job: LiveJob, history: History) -> str:
     return f"{text} ({job.note or 'submitted'})"
 
 
-def expected_ends(history: History) -> dict[str, float]:
-    """Returns when jobs should end, if none comes: the simulator goes on from where they are.
-
-    Jobs that say nothing, or nothing of their length, are left out, and hold what they hold.
-    """
+def expected_ends(history: ScheduleHistory) -> dict[str, float]:
+    """Returns when jobs should end, if none comes: the simulator goes on from where they are."""
+    # Jobs that say nothing, or nothing of their length, are left out, and hold what they hold.
     silent = {s for job in history.jobs.values() if job.silent for s in job.held}
     here = sorted(set(history.slots) - silent)
     places = {slot: place for place, slot in enumerate(here)}
@@ -207,10 +193,10 @@ def expected_ends(history: History) -> dict[str, float]:
     return follow(history.now, states, finished, cluster, policy).ends
 
 
-def live_why(history: History, name: str) -> list[str]:
+def live_why(history: ScheduleHistory, name: str) -> list[str]:
     """Explains a live job: what it has and why, its last change, and when it should end."""
     job = history.job(name)
-    lines = [f"{name} at {history.now:.4g} s, policy {history.policy}: {told(job, history)}"]
+    lines = [f"{name} at {history.now:.4g} s, policy {history.policy}: {status_line(job, history)}"]
     if job.phase.over:
         return lines
     if not job.held:
@@ -226,11 +212,11 @@ def live_why(history: History, name: str) -> list[str]:
             + ("" if job.scaling else "; its speed was not measured yet")
         )
     else:
-        lines.append("nobody knows when it ends: it has not told its samples, or says nothing")
+        lines.append("nobody knows when it ends: it has not values its samples, or says nothing")
     return lines
 
 
-def _holders(history: History) -> str:
+def _holders(history: ScheduleHistory) -> str:
     held = {job.name: len(job.held) for job in history.jobs.values() if job.held}
     others = ", ".join(f"{name} {n}" for name, n in sorted(held.items(), key=lambda p: -p[1])[:6])
     used = sum(held.values())

@@ -1,9 +1,4 @@
-"""Nodes of a Ray cluster: an agent on each, which holds the node's CPUs or GPUs as slots.
-
-Ray finds the nodes, starts the agents there and says when one is gone; ranks are processes of the
-agents (see `_backends.py`), so that a resize does not wait for workers of Ray to start. An actor of
-a fixed name is there as long as the scheduler: a second one on the same cluster finds it.
-"""
+"""Nodes of a Ray cluster: an agent on each holds the node's CPUs or GPUs as slots."""
 
 from __future__ import annotations
 
@@ -33,22 +28,17 @@ STORE_BYTES = 80 << 20
 
 
 def show_token(address: str) -> None:
-    """Lets Ray show its token to a cluster of this machine.
-
-    Ray asks for one on every cluster that it starts, but does not show it to an address that is
-    spelt out; to another machine it is not shown unasked, which need not be the one that it is of.
-    """
+    """Makes Ray send its token to a cluster of this machine."""
+    # Ray asks for one on every cluster that it starts, but does not show it to an address that is
+    # spelt out; to another machine it is not shown unasked, which need not be the one that it is
+    # of.
     host, token = address.rpartition(":")[0], Path.home() / ".ray" / "auth_token"
     if token.is_file() and host in ("127.0.0.1", "localhost", socket.gethostname(), own_address()):
         os.environ.setdefault(AUTH_MODE, "token")
 
 
 def require_ray() -> None:
-    """Refuses to go on without Ray.
-
-    Raises:
-        GulliverError: it is not installed.
-    """
+    """Refuses to go on without Ray."""
     if find_spec("ray") is None:
         raise missing_extra(
             "ray is not installed (--address here runs processes of this machine without it)", "ray"
@@ -73,11 +63,7 @@ class RayNode:
         self.name, self.actor = name, actor
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the agent.
-
-        Raises:
-            NodeLost: it is gone.
-        """
+        """Calls a method of the agent."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
@@ -102,17 +88,7 @@ class RayAgent(Agent):
 
 
 class RayNodes(Nodes):
-    """Slots of a Ray cluster.
-
-    Args:
-        address: address of the cluster; None starts one on this machine.
-        slots: slots of a cluster that is started; of one that is there, most on each node.
-        who: what to tell a second scheduler.
-        dashboard: whether a cluster that is started has Ray's dashboard.
-
-    Raises:
-        GulliverError: Ray is not installed, the cluster does not answer, or has a scheduler.
-    """
+    """Slots of a Ray cluster."""
 
     def __init__(
         self, address: str | None, slots: int | None, who: str, dashboard: bool = False
@@ -141,10 +117,12 @@ class RayNodes(Nodes):
         try:
             context: Any = ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            told = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
             if address is not None and os.environ.get(AUTH_MODE) != "token":
-                told += f"; if it asks for a token, set {AUTH_MODE}=token and RAY_AUTH_TOKEN_PATH"
-            raise GulliverError(f"no Ray cluster at {address or 'this machine'}: {told}") from None
+                reason += f"; if it asks for a token, set {AUTH_MODE}=token and RAY_AUTH_TOKEN_PATH"
+            raise GulliverError(
+                f"no Ray cluster at {address or 'this machine'}: {reason}"
+            ) from None
         self.address: str = context.address_info.get("gcs_address") or str(address)
         self.dashboard: str | None = context.dashboard_url or None
 
@@ -181,8 +159,8 @@ class RayNodes(Nodes):
         unit = "GPU" if any(n["Resources"].get("GPU") for n in there.values()) else "CPU"
         for node in [n for n in self.nodes if n not in there]:
             self.lose(node)
-        for node, told in there.items():
-            count = int(told["Resources"].get(unit, 0))
+        for node, reason in there.items():
+            count = int(reason["Resources"].get(unit, 0))
             count = count if self._most is None else min(count, self._most)
             if count and node not in self.nodes and node not in self._pending:
                 self._begin(node, count, unit)

@@ -18,131 +18,15 @@ killed leaves nothing behind that the next one does not find.
 from __future__ import annotations
 
 import json
-import os
-import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware import Scaling
 from gulliver.io import named_errors, write_text
-from gulliver.schedule._jobs import Job
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-ENDLESS = 1e15
-"""Samples of a job that nobody has told the length of."""
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A job to be run.
-
-    Attributes:
-        name: name, one of its kind in a folder.
-        script: training script; it says how far it is with `gulliver.schedule.elastic`.
-        arguments: arguments of the script.
-        folder: folder that it runs in.
-        batch: global batch size.
-        samples: samples to process at `batch`; None where that is not known.
-        slots: slots that it asks for.
-        most_slots: largest number of slots that it runs on, None for any.
-        least_batch: smallest batch size that is allowed; None for `batch`.
-        most_batch: largest batch size that is allowed; None for `batch`.
-        noise: gradient noise scale in samples, until the job reports a measured one.
-        epoch: samples of an epoch; needed where `samples` is None.
-        deadline: seconds after it was submitted at which it should be done.
-        tenant: name that quotas know its user by.
-        sample_seconds: seconds of a sample on one slot; None until it is measured.
-        step_seconds: seconds of a step that neither slots nor samples change.
-        exchange_seconds: seconds that one slot takes to send all gradients once.
-        environment: environment variables.
-        fresh: whether it gets an interpreter of its own, instead of a fork of one that has imported
-            torch.
-        report_within: seconds after which a job that says nothing is named as silent.
-        stop_silent: whether such a job is stopped; else it keeps its slots and is not resized.
-        grace: seconds that it has to save and leave.
-        tries: failures from one checkpoint after which it is given up.
-        submitted: second of the epoch at which it was submitted.
-    """
-
-    name: str
-    script: str
-    batch: int
-    slots: int = 1
-    samples: float | None = None
-    arguments: tuple[str, ...] = ()
-    folder: str = "."
-    most_slots: int | None = None
-    least_batch: int | None = None
-    most_batch: int | None = None
-    noise: float = 0.0
-    epoch: float | None = None
-    deadline: float | None = None
-    tenant: str = ""
-    sample_seconds: float | None = None
-    step_seconds: float = 0.0
-    exchange_seconds: float = 0.0
-    environment: Mapping[str, str] = field(default_factory=dict)
-    fresh: bool = False
-    report_within: float = 300.0
-    stop_silent: bool = False
-    grace: float = 120.0
-    tries: int = 3
-    submitted: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
-            raise GulliverError(
-                f"job name {self.name!r}: give letters, digits, '.', '_' and '-', 64 at most"
-            )
-        if self.samples is None and self.epoch is None:
-            raise GulliverError(
-                f"job {self.name!r}: give samples, or epoch where nobody knows when it ends"
-            )
-        if self.tries < 1 or self.grace <= 0 or self.report_within <= 0:
-            raise GulliverError(
-                f"job {self.name!r}: give tries from 1 on, and grace and report_within above 0"
-            )
-        self.job(0.0, self.first_scaling, 0.0, 0.0, 0.0, 0.0)
-
-    @property
-    def first_scaling(self) -> Scaling:
-        """Costs as they were told; else a second for a step on the slots that it asks for."""
-        if self.sample_seconds is None:
-            return Scaling(self.slots / max(self.batch, 1))
-        return Scaling(self.sample_seconds, self.step_seconds, self.exchange_seconds)
-
-    def job(
-        self, arrival: float, scaling: Scaling, resize: float, start: float, save: float, end: float
-    ) -> Job:
-        """Makes the job that policies see."""
-        # A rank without a sample would only hold a slot, unless several share a model: then its
-        # user says how many.
-        smallest = self.batch if self.least_batch is None else self.least_batch
-        most = self.most_slots or smallest
-        return Job(
-            self.name,
-            arrival,
-            ENDLESS if self.samples is None else self.samples,
-            self.batch,
-            self.slots,
-            scaling,
-            noise=self.noise,
-            least_batch=self.least_batch,
-            most_batch=self.most_batch,
-            epoch=self.epoch,
-            deadline=None if self.deadline is None else arrival + self.deadline,
-            tenant=self.tenant,
-            resize_seconds=resize,
-            start_seconds=start,
-            save_seconds=save,
-            end_seconds=end,
-            most_slots=most,
-            announced=self.samples is not None,
-        )
+from gulliver.schedule.live._options import Submission
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -187,24 +71,16 @@ class Spool:
         return sorted(p.name for p in self.jobs.iterdir() if (p / "job.json").is_file())
 
     def known(self, name: str) -> Path:
-        """Folder of a job that is there.
-
-        Raises:
-            GulliverError: there is none of that name.
-        """
+        """Folder of a job that is there."""
         names = self.names()
         if name not in names:
-            told = nearest(name, names) if names else "nothing was submitted there"
-            raise GulliverError(f"no job {name!r} in {self.path}: {told}")
+            hint = nearest(name, names) if names else "nothing was submitted there"
+            raise GulliverError(f"no job {name!r} in {self.path}: {hint}")
         return self.job(name)
 
     def check(self, submission: Submission) -> None:
-        """Refuses what can never be run.
-
-        Raises:
-            GulliverError: the script is not there, or there is a job of that name.
-        """
-        script = Path(submission.folder, submission.script)
+        """Refuses what can never be run."""
+        script = Path(submission.directory, submission.script)
         if not script.is_file():
             raise GulliverError(
                 f"job {submission.name!r}: there is no script {script}: give the path of a file"
@@ -215,11 +91,7 @@ class Spool:
             )
 
     def submit(self, submission: Submission) -> Path:
-        """Writes a job for the scheduler to find.
-
-        Raises:
-            GulliverError: the script is not there, or there is a job of that name.
-        """
+        """Writes a job for the scheduler to find."""
         self.check(submission)
         folder = self.job(submission.name)
         self.make()
@@ -249,9 +121,3 @@ class Spool:
     def scheduler(self) -> dict[str, Any] | None:
         """What the scheduler says of itself; None where there is none."""
         return read_object(self.path / "scheduler.json")
-
-
-def default_folder() -> Path:
-    """``GULLIVER_JOBS``, or ``~/.gulliver/jobs``."""
-    given = os.environ.get("GULLIVER_JOBS")
-    return Path(given) if given else Path.home() / ".gulliver" / "jobs"

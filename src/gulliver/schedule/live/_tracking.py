@@ -1,4 +1,4 @@
-"""A live job: where it stands, what was measured of it, and what policies see of that."""
+"""A live job: its phase, what was measured of it, and what policies see of it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from gulliver.hardware import Scaling, fit_scaling
 from gulliver.schedule._jobs import Job
 from gulliver.schedule._result import Segment
 from gulliver.schedule._state import JobState
-from gulliver.schedule.live._submission import Submission
+from gulliver.schedule.live._options import Submission
 
 RESIZE_SECONDS = 10.0
 """Seconds that a resize counts as until one was measured."""
 LAST = 5
-"""Measured seconds of resizes that count."""
+"""MeasuredSeconds seconds of resizes that count."""
 FEW = 3
 """Steps of an attempt from which their mean is looked at."""
 NOTICED = 0.05
-"""Change of a step's seconds from which the costs that policies see are fitted anew."""
+"""Change of a step's seconds from which the costs that policies see are fitted again."""
 
 
-class Measured(NamedTuple):
+class MeasuredSeconds(NamedTuple):
     """Seconds that were measured of jobs.
 
     Attributes:
@@ -41,17 +41,19 @@ class Measured(NamedTuple):
     ends: list[float]
 
     @classmethod
-    def of(cls, jobs: Iterable[LiveJob]) -> Measured:
+    def of(cls, jobs: Iterable[LiveJob]) -> MeasuredSeconds:
         """Gathers what was measured of jobs."""
         found = [job.measured for job in jobs]
         return cls(*(list(chain.from_iterable(values)) for values in zip(*found, strict=True)))
 
-    def or_of(self, others: Measured) -> Measured:
+    def or_of(self, others: MeasuredSeconds) -> MeasuredSeconds:
         """Takes what others have where there is nothing; of all only the last."""
-        return Measured(*((own or other)[-LAST:] for own, other in zip(self, others, strict=True)))
+        return MeasuredSeconds(
+            *((own or other)[-LAST:] for own, other in zip(self, others, strict=True))
+        )
 
 
-NOTHING = Measured([], [], [], [])
+NOTHING = MeasuredSeconds([], [], [], [])
 
 
 class Phase(Enum):
@@ -87,74 +89,68 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
 
 @dataclass
 class LiveJob:
-    """A job that was submitted.
-
-    Attributes:
-        submission: what was submitted.
-        arrival: second at which it was.
-        phase: where it stands; changed by `go`.
-        note: what happened to it last, for people.
-        assigned: slots that the policy wants it to have.
-        held: slots that its ranks hold.
-        batch: batch size that the policy wants.
-        attempt: number of the last attempt.
-        alive: ranks that have not ended.
-        codes: exit codes of those that have.
-        launched: second at which the attempt was started.
-        asked: second at which it was asked to leave.
-        stopping: whether somebody wants it to end.
-        heard: whether the attempt has said a step.
-        silent: whether it was named as silent: then it is left alone.
-        progress: what it said last.
-        resizes: seconds of its resizes, as measured.
-        starts: seconds from its first slots to its first step.
-        saves: seconds of resizes in which it still held its slots.
-        ends: seconds from its last step to its end.
-        points: samples a second, by slots and batch.
-        scaling: costs that policies see.
-        base: step that the attempt went on from.
-        failures: failures since that step was another.
-        ended: second at which it was over.
-        saving: seconds from its last step to its end, in the resize under way.
-        first_failed: why the attempt fails; empty while it does not.
-        blameless: whether that is not its own fault.
-        looked: steps of the attempt when its speed was last looked at.
-        since: samples done when its slots last changed.
-        state: what policies see, filled by `seen`.
-        segments: slots that it has held.
-    """
+    """A job that was submitted."""
 
     submission: Submission
+    # Second at which it was.
     arrival: float
+    # Where it stands; changed by `go`.
     phase: Phase = Phase.WAITING
+    # What happened to it last, for people.
     note: str = ""
+    # Slots that the policy wants it to have.
     assigned: tuple[int, ...] = ()
+    # Slots that its ranks hold.
     held: tuple[int, ...] = ()
+    # Batch size that the policy wants.
     batch: int = 0
+    # Number of the last attempt.
     attempt: int = 0
+    # Ranks that have not ended.
     alive: set[int] = field(default_factory=set)
+    # Exit codes of those that have.
     codes: dict[int, int] = field(default_factory=dict)
+    # Second at which the attempt was started.
     launched: float = 0.0
+    # Second at which it was asked to leave.
     asked: float | None = None
+    # Whether somebody wants it to end.
     stopping: bool = False
+    # Whether the attempt has said a step.
     heard: bool = False
+    # Whether it was named as silent: then it is left alone.
     silent: bool = False
     progress: dict[str, Any] = field(default_factory=dict)
+    # Seconds of its resizes, as measured.
     resizes: list[float] = field(default_factory=list)
+    # Seconds from its first slots to its first step.
     starts: list[float] = field(default_factory=list)
+    # Seconds of resizes in which it still held its slots.
     saves: list[float] = field(default_factory=list)
+    # Seconds from its last step to its end.
     ends: list[float] = field(default_factory=list)
+    # Samples a second, by slots and batch.
     points: dict[tuple[int, int], float] = field(default_factory=dict)
     scaling: Scaling | None = None
+    # Step that the attempt went on from.
     base: int = -1
+    # Failures since that step was another.
     failures: int = 0
+    # Second at which it was over.
     ended: float | None = None
+    # Seconds from its last step to its end, in the present resize.
     saving: float | None = None
+    # Why the attempt fails; empty while it does not.
     first_failed: str = ""
+    # Whether that is not its own fault.
     blameless: bool = False
+    # Samples done when its slots last changed.
     since: float = 0.0
+    # Steps of the attempt when its speed was last looked at.
     looked: int = 0
+    # What policies see, filled by `seen`.
     state: JobState = field(init=False)
+    # Slots that it has held.
     segments: list[Segment] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -177,16 +173,12 @@ class LiveJob:
         self.phase, self.note = phase, note or self.note
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredSeconds:
         """Seconds that were measured of it."""
-        return Measured(self.starts, self.resizes, self.saves, self.ends)
+        return MeasuredSeconds(self.starts, self.resizes, self.saves, self.ends)
 
-    def job(self, others: Measured = NOTHING) -> Job:
-        """Makes the job that policies see, of what is known by now.
-
-        Args:
-            others: seconds of all jobs, for those that this one has none of yet.
-        """
+    def job(self, others: MeasuredSeconds = NOTHING) -> Job:
+        """Makes the job that policies see, of what is known by now."""
         known = self.measured.or_of(others)
         resize = fmean(known.resizes) if known.resizes else RESIZE_SECONDS
         start, save, end = (
@@ -207,14 +199,14 @@ class LiveJob:
 
     def measure(self) -> bool:
         """Takes up the seconds of a step that it has said; whether its costs have changed."""
-        told = self.progress
+        report = self.progress
         # Means of few steps are no more than guesses: looked at after 3, 6, 12 ... steps.
-        if told.get("seconds") is None or told["steps"] < max(FEW, 2 * self.looked):
+        if report.get("seconds") is None or report["steps"] < max(FEW, 2 * self.looked):
             return False
-        self.looked = told["steps"]
-        self.points[told["ranks"], told["batch"]] = told["batch"] / told["seconds"]
+        self.looked = report["steps"]
+        self.points[report["ranks"], report["batch"]] = report["batch"] / report["seconds"]
         found = self._fitted()
-        before, slots, batch = self.scaling, told["ranks"], told["batch"]
+        before, slots, batch = self.scaling, report["ranks"], report["batch"]
         now = found.seconds(slots, batch)
         if before is not None and abs(before.seconds(slots, batch) / now - 1) < NOTICED:
             return False
@@ -222,32 +214,26 @@ class LiveJob:
         return True
 
     def _fitted(self) -> Scaling:
-        """Costs of what was measured; of one number of slots alone they are those told, scaled."""
+        """Fits costs; with one number of slots only, those that were submitted are scaled."""
         points = [(n, b, speed) for (n, b), speed in self.points.items()]
         if len({n for n, _, _ in points}) > 1 or self.submission.sample_seconds is None:
             return fit_scaling(points)
-        told = self.submission.first_scaling
-        off = fmean(b / speed / told.seconds(n, b) for n, b, speed in points)
-        costs = (told.sample_seconds, told.step_seconds, told.exchange_seconds)
+        report = self.submission.first_scaling
+        off = fmean(b / speed / report.seconds(n, b) for n, b, speed in points)
+        costs = (report.sample_seconds, report.step_seconds, report.exchange_seconds)
         return Scaling(*(off * seconds for seconds in costs))
 
-    def seen(self, now: float, places: Mapping[int, int], others: Measured) -> JobState:
-        """What policies see of it.
-
-        Args:
-            now: second.
-            places: number among the slots that are there, of each of them.
-            others: seconds that were measured of all jobs.
-        """
-        state, told = self.state, self.progress
+    def seen(self, now: float, places: Mapping[int, int], others: MeasuredSeconds) -> JobState:
+        """What policies see of it."""
+        state, report = self.state, self.progress
         job = self.job(others)
         count = len(places)
         if job.slots > count:
             job = replace(job, slots=count)
         state.job = job
         # What has been done is never more than there is: the end has not been said yet.
-        state.done = min(float(told.get("done", 0.0)), job.samples * (1 - 1e-9))
-        state.drawn = float(told.get("drawn", 0.0))
+        state.done = min(float(report.get("done", 0.0)), job.samples * (1 - 1e-9))
+        state.drawn = float(report.get("drawn", 0.0))
         state.epochs_since = max(0.0, state.done - self.since) / job.epoch_samples
         state.slots = tuple(places[slot] for slot in self.assigned if slot in places)
         state.batch = self.batch if state.slots else 0

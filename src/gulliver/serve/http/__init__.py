@@ -1,15 +1,10 @@
-"""Doors of the engine: a server that speaks OpenAI's interface, and a generator of load.
+"""A server of OpenAI's interface over the engine, and a generator of load for any such server.
 
     from gulliver.serve.http import Server, ServerOptions
     with Server(LLM("folder"), ServerOptions(port=0)) as server:
         print(server.url)
 
-Read `_server.py` (socket, signals, drain), `_app.py` (routes), `_requests.py` (what a client may
-ask), `_reply.py` over `_worker.py` (the engine in its thread, events back to the loop) and
-`_answers.py` (events as JSON), `_protocol.py` (connections: their number, their patience),
-`_metrics.py`; then `_load.py` with `_measured.py`, which know nothing of the others.
-
-Names are imported when the first of them is asked for: the generator of load needs httpx alone.
+Names are imported when the first of them is used: the generator of load needs httpx alone.
 """
 
 from importlib import import_module
@@ -18,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 from gulliver.errors import missing_extra
 
 if TYPE_CHECKING:
-    from gulliver.serve.http._limits import ServerOptions
-    from gulliver.serve.http._load import Load, generate_load
-    from gulliver.serve.http._measured import Measured, Sample
+    from gulliver.serve.http._limits import Load, ServerOptions
+    from gulliver.serve.http._load import generate_load
+    from gulliver.serve.http._measured import Measured, RequestTiming
     from gulliver.serve.http._server import Server
 
 _PLACES = {
-    "Load": "_load",
+    "Load": "_limits",
     "Measured": "_measured",
-    "Sample": "_measured",
+    "RequestTiming": "_measured",
     "Server": "_server",
     "ServerOptions": "_limits",
     "generate_load": "_load",
 }
-__all__ = ["Load", "Measured", "Sample", "Server", "ServerOptions", "generate_load"]
+__all__ = ["Load", "Measured", "RequestTiming", "Server", "ServerOptions", "generate_load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,7 @@
 """Events as the JSON of OpenAI's interface: whole answers, pieces of a stream, probabilities.
 
-A `Form` is what completions and chats differ in. A token's text is what it decodes to alone. Where
-that is no whole character the token is written ``token_id:17``, as its number is all that can be
-said of it without loss.
+A token's text is what it decodes to alone. Where that is no whole character it is written as
+``token_id:17``: its number is all that can be said of it without loss.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gulliver.serve import Token
-from gulliver.serve.http._requests import Asked
+from gulliver.serve.http._requests import RequestBody
 
 Names = Callable[[int], str]
 """Text of a token."""
@@ -35,16 +34,10 @@ def names_of(tokenizer: Any) -> Names:
 
 
 @dataclass
-class Choice:
-    """One answer so far.
+class AnswerChoice:
+    """One answer so far."""
 
-    Attributes:
-        index: number of the answer in the request.
-        text: characters so far.
-        tokens: list of its tokens.
-        finish: why it ended.
-    """
-
+    # Number of the answer in the request.
     index: int
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
@@ -53,16 +46,12 @@ class Choice:
 
 @dataclass
 class Usage:
-    """Numbers of tokens of a request.
-
-    Attributes:
-        prompt: tokens of the prompts.
-        found: those of them that were found in the cache.
-        answer: tokens of the answers, the ones that ended them included.
-    """
+    """Numbers of tokens of a request."""
 
     prompt: int = 0
-    found: int = 0
+    # Those of them that were found in the cache.
+    prefix_cached: int = 0
+    # Tokens of the answers, the ones that ended them included.
     answer: int = 0
 
     @property
@@ -72,24 +61,20 @@ class Usage:
             "prompt_tokens": self.prompt,
             "completion_tokens": self.answer,
             "total_tokens": self.prompt + self.answer,
-            "prompt_tokens_details": {"cached_tokens": self.found},
+            "prompt_tokens_details": {"cached_tokens": self.prefix_cached},
         }
 
 
-class Form(ABC):
-    """How the answers of a request are written.
-
-    Attributes:
-        asked: the request.
-        id: name of the answer.
-    """
+class AnswerFormat(ABC):
+    """How the answers of a request are written."""
 
     prefix = ""
     whole_object = ""
     piece_object = ""
 
-    def __init__(self, asked: Asked, model: str, names: Names) -> None:
-        self.asked, self._model, self._names = asked, model, names
+    def __init__(self, body: RequestBody, model: str, names: Names) -> None:
+        self.body, self._model, self._names = body, model, names
+        # Name of the answer.
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
@@ -97,15 +82,15 @@ class Form(ABC):
         made = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
         return {**made, "system_fingerprint": None}
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[AnswerChoice], usage: Usage) -> dict[str, Any]:
         """Answers at their end."""
-        told = [self._told(choice) for choice in choices]
-        return {**self._head(self.whole_object), "choices": told, "usage": usage.json}
+        content = [self._written(choice) for choice in choices]
+        return {**self._head(self.whole_object), "choices": content, "usage": usage.json}
 
     def piece(self, choice: dict[str, Any]) -> bytes:
         """A piece of a stream."""
         made = {**self._head(self.piece_object), "choices": [choice]}
-        if self.asked.tells_usage:
+        if self.body.tells_usage:
             made["usage"] = None
         return event(made)
 
@@ -115,43 +100,30 @@ class Form(ABC):
 
     @abstractmethod
     def first(self, index: int) -> dict[str, Any] | None:
-        """What a stream says before the first token of an answer, if anything."""
+        """Writes what comes before the first token of an answer, if anything."""
 
     @abstractmethod
     def next(
         self, index: int, text: str, tokens: Sequence[Token], finish: str | None
     ) -> dict[str, Any]:
-        """What a stream says of new tokens.
-
-        Args:
-            index: number of the answer.
-            text: new text.
-            tokens: new tokens.
-            finish: why the answer has ended; None while it goes on.
-        """
+        """Writes new tokens of an answer as a choice of a piece."""
 
     @abstractmethod
-    def _told(self, choice: Choice) -> dict[str, Any]: ...
+    def _written(self, choice: AnswerChoice) -> dict[str, Any]: ...
 
     def _ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        return {"token_ids": [t.id for t in tokens]} if self.asked.return_token_ids else {}
+        return {"token_ids": [t.id for t in tokens]} if self.body.return_token_ids else {}
 
 
-class CompletionForm(Form):
+class CompletionFormat(AnswerFormat):
     """Answers of /v1/completions."""
 
     prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, asked: Asked, model: str, names: Names, echo: Sequence[str] = ()) -> None:
-        """Makes the form.
-
-        Args:
-            asked: request.
-            model: name of the model.
-            names: texts of tokens.
-            echo: text in front of each answer; none where they stand alone.
-        """
-        super().__init__(asked, model, names)
+    def __init__(
+        self, body: RequestBody, model: str, names: Names, echo: Sequence[str] = ()
+    ) -> None:
+        super().__init__(body, model, names)
         self._echo = echo
 
     def _front(self, index: int) -> str:
@@ -168,12 +140,12 @@ class CompletionForm(Form):
         made = {"index": index, "text": text, "finish_reason": finish}
         return {**made, "logprobs": self._logprobs(index, tokens), **self._ids(tokens)}
 
-    def _told(self, choice: Choice) -> dict[str, Any]:
+    def _written(self, choice: AnswerChoice) -> dict[str, Any]:
         text = self._front(choice.index) + choice.text
         return self.next(choice.index, text, choice.tokens, choice.finish)
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if self.asked.likeliest is None:
+        if self.body.likeliest is None:
             return None
         texts = [self._names(token.id) for token in tokens]
         before = len(self._front(index))
@@ -181,12 +153,12 @@ class CompletionForm(Form):
         return {
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": likely if self.asked.likeliest else None,
+            "top_logprobs": likely if self.body.likeliest else None,
             "text_offset": [before + token.offset for token in tokens],
         }
 
 
-class ChatForm(Form):
+class ChatFormat(AnswerFormat):
     """Answers of /v1/chat/completions."""
 
     prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -203,22 +175,22 @@ class ChatForm(Form):
         made = {"index": index, "delta": {"content": text} if text else {}, "finish_reason": finish}
         return {**made, "logprobs": self._logprobs(tokens), **self._ids(tokens)}
 
-    def _told(self, choice: Choice) -> dict[str, Any]:
+    def _written(self, choice: AnswerChoice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         made = {"index": choice.index, "message": message, "finish_reason": choice.finish}
         return {**made, "logprobs": self._logprobs(choice.tokens), **self._ids(choice.tokens)}
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if self.asked.likeliest is None:
+        if self.body.likeliest is None:
             return None
-        told = [
+        content = [
             {
                 **self._likely(token.id, token.logprob),
                 "top_logprobs": [self._likely(one.token, one.logprob) for one in token.likely],
             }
             for token in tokens
         ]
-        return {"content": told, "refusal": None}
+        return {"content": content, "refusal": None}
 
     def _likely(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._names(token)

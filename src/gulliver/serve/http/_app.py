@@ -11,23 +11,24 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gulliver.errors import GulliverError
 from gulliver.serve import chat_tokens
-from gulliver.serve.http._answers import ChatForm, CompletionForm, Form, Names
+from gulliver.serve.http._answers import AnswerFormat, ChatFormat, CompletionFormat, Names
 from gulliver.serve.http._errors import ApiError, wrong
 from gulliver.serve.http._limits import ServerOptions
-from gulliver.serve.http._reply import House, Job, Reply
+from gulliver.serve.http._reply import PromptJob, Reply, ServerContext
 from gulliver.serve.http._requests import (
-    Asked,
-    ChatAsked,
-    CompletionAsked,
+    ChatBody,
+    CompletionBody,
     Kind,
     Limits,
+    RequestBody,
     messages_of,
     prompts_of,
     read,
@@ -38,24 +39,20 @@ Answer = TypeVar("Answer")
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 
 
-class Door:
+class Routes:
     """What the routes share: limits, the key, and the tokenizer's thread."""
 
     def __init__(
-        self, house: House, options: ServerOptions, limits: Limits, tokenizer: Any, names: Names
+        self,
+        context: ServerContext,
+        options: ServerOptions,
+        limits: Limits,
+        tokenizer: Any,
+        names: Names,
     ) -> None:
-        """Makes the door.
-
-        Args:
-            house: engine, gate and metrics.
-            options: limits of the server.
-            limits: limits of requests.
-            tokenizer: the model's tokenizer.
-            names: texts of tokens.
-        """
-        self.house, self.limits, self.names = house, limits, names
+        self.context, self.limits, self.names = context, limits, names
         self._options = options
-        self.body_bytes = options.body_limit(limits.longest)
+        self.body_bytes = options.body_limit(limits.facts.longest)
         # A tokenizer that encodes may not be asked to decode by the engine meanwhile.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, "gulliver-tokenizer")
@@ -66,11 +63,7 @@ class Door:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def authorise(self, request: Request) -> None:
-        """Refuses a client without the key.
-
-        Raises:
-            ApiError: there is a key, and this is not it.
-        """
+        """Refuses a client without the key."""
         key = self._options.key
         if key is None:
             return
@@ -84,51 +77,51 @@ class Door:
     async def completion(self, request: Request) -> Response:
         """Answers /v1/completions."""
 
-        async def jobs(asked: CompletionAsked) -> tuple[Form, list[Job]]:
-            prompts = prompts_of(asked)
+        async def jobs(body: CompletionBody) -> tuple[AnswerFormat, list[PromptJob]]:
+            prompts = prompts_of(body)
             encoded = [
                 await self._in_thread(self._encoded, one) if isinstance(one, str) else one
                 for one in prompts
             ]
             many = len(encoded)
-            made = [self._job(asked, tokens, many) for tokens in encoded]
+            made = [self._job(body, tokens, many) for tokens in encoded]
             echo: list[str] = []
-            if asked.echo:
+            if body.echo:
                 texts = [
                     one if isinstance(one, str) else await self._in_thread(self._decoded, one)
                     for one in prompts
                 ]
-                echo = [text for text in texts for _ in range(asked.n or 1)]
-            return CompletionForm(asked, self.limits.name, self.names, echo), made
+                echo = [text for text in texts for _ in range(body.n or 1)]
+            return CompletionFormat(body, self.limits.name, self.names, echo), made
 
-        return await self._reply(request, CompletionAsked, jobs)
+        return await self._reply(request, CompletionBody, jobs)
 
     async def chat(self, request: Request) -> Response:
         """Answers /v1/chat/completions."""
 
-        async def jobs(asked: ChatAsked) -> tuple[Form, list[Job]]:
-            messages = messages_of(asked)
+        async def jobs(body: ChatBody) -> tuple[AnswerFormat, list[PromptJob]]:
+            messages = messages_of(body)
             try:
                 tokens = await self._in_thread(chat_tokens, self._tokenizer, messages)
             except GulliverError as error:
                 raise wrong(str(error), "messages") from None
-            form = ChatForm(asked, self.limits.name, self.names)
-            return form, [self._job(asked, tokens)]
+            made = ChatFormat(body, self.limits.name, self.names)
+            return made, [self._job(body, tokens)]
 
-        return await self._reply(request, ChatAsked, jobs)
+        return await self._reply(request, ChatBody, jobs)
 
     async def _reply(self, request: Request, kind: type[Kind], jobs: Callable[..., Any]) -> Reply:
-        began, gate = time.monotonic(), self.house.gate
+        began, gate = time.monotonic(), self.context.gate
         self.authorise(request)
         gate.check()
         self._check_head(request)
         held = bytearray()
         try:
             await self._read(request, held)
-            form, made = await jobs(read(kind, bytes(held), self.limits))
+            answer_format, made = await jobs(read(kind, bytes(held), self.limits))
         finally:
             gate.release(len(held))
-        return Reply(self.house, form, made, began)
+        return Reply(self.context, answer_format, made, began)
 
     def _check_head(self, request: Request) -> None:
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
@@ -152,7 +145,7 @@ class Door:
                 async for part in request.stream():
                     if len(held) + len(part) > self.body_bytes:
                         raise self._too_large()
-                    self.house.gate.hold(len(part))
+                    self.context.gate.hold(len(part))
                     held += part
         except TimeoutError:
             message = f"the body did not come within {seconds:g} seconds"
@@ -172,8 +165,8 @@ class Door:
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
-    def _job(self, asked: Asked, tokens: list[int], many: int = 1) -> Job:
-        return Job(tokens, sampling_of(asked, tokens, self.limits, many))
+    def _job(self, body: RequestBody, tokens: list[int], many: int = 1) -> PromptJob:
+        return PromptJob(tokens, sampling_of(body, tokens, self.limits, many))
 
     async def models(self, request: Request) -> Response:
         """Answers /v1/models."""
@@ -191,34 +184,34 @@ class Door:
 
     def _model(self) -> dict[str, Any]:
         made = {"id": self.limits.name, "object": "model", "created": self.began}
-        return {**made, "owned_by": "gulliver", "max_model_len": self.limits.longest}
+        return {**made, "owned_by": "gulliver", "max_model_len": self.limits.facts.longest}
 
     async def health(self, request: Request) -> Response:
         """Answers /health: 200 while requests are taken."""
         del request
-        worker, gate = self.house.worker, self.house.gate
+        worker, gate = self.context.worker, self.context.gate
         state = "dead" if worker.dead else "draining" if gate.draining else "ok"
-        told = {"status": state, "running": worker.counts["running"], "answers": gate.inside}
-        return JSONResponse(told, 200 if state == "ok" else 503)
+        answer = {"status": state, "running": worker.counts["running"], "answers": gate.inside}
+        return JSONResponse(answer, 200 if state == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Answers /metrics."""
         self.authorise(request)
-        self.house.metrics.inside.set(self.house.gate.inside)
+        self.context.metrics.inside.set(self.context.gate.inside)
         kind = "text/plain; version=0.0.4; charset=utf-8"
-        return Response(self.house.metrics.text(), media_type=kind)
+        return Response(self.context.metrics.text(), media_type=kind)
 
 
-def make_app(door: Door) -> ASGIApp:
+def make_app(routes: Routes) -> ASGIApp:
     """Makes the application: routes, errors as clients expect them, and a count of requests."""
     # Without pages of documentation: they load scripts from elsewhere, and ask for no key.
     app = FastAPI(title="gulliver serve", openapi_url=None)
-    app.add_api_route("/v1/completions", door.completion, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
-    app.add_api_route("/v1/models", door.models)
-    app.add_api_route("/v1/models/{name:path}", door.model)
-    app.add_api_route("/health", door.health)
-    app.add_api_route("/metrics", door.metrics)
+    app.add_api_route("/v1/completions", routes.completion, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"])
+    app.add_api_route("/v1/models", routes.models)
+    app.add_api_route("/v1/models/{name:path}", routes.model)
+    app.add_api_route("/health", routes.health)
+    app.add_api_route("/metrics", routes.metrics)
 
     async def known(request: Request, error: Exception) -> Response:
         del request
@@ -228,8 +221,8 @@ def make_app(door: Door) -> ASGIApp:
     async def unrouted(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path[:200]}: {error.detail}; there are "
-        told = ApiError(error.status_code, message + ", ".join(PATHS), code="unknown_path")
-        return JSONResponse(told.body, error.status_code, error.headers)
+        answer = ApiError(error.status_code, message + ", ".join(PATHS), code="unknown_path")
+        return JSONResponse(answer.body, error.status_code, error.headers)
 
     async def unknown(request: Request, error: Exception) -> Response:
         del request
@@ -239,17 +232,17 @@ def make_app(door: Door) -> ASGIApp:
     app.add_exception_handler(ApiError, known)
     app.add_exception_handler(HTTPException, unrouted)
     app.add_exception_handler(Exception, unknown)
-    return _counted(app, door)
+    return _counted(app, routes)
 
 
-def _counted(app: ASGIApp, door: Door) -> ASGIApp:
+def _counted(app: ASGIApp, routes: Routes) -> ASGIApp:
     """Counts requests by path and status."""
 
     async def counting(scope: Scope, receive: Receive, send: Send) -> None:
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 path = scope["path"] if scope["path"] in PATHS else "other"
-                door.house.metrics.requests.labels(path, str(message["status"])).inc()
+                routes.context.metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
         await app(scope, receive, sending)

@@ -7,15 +7,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """Ends a request with a status and a body that says why.
-
-    Attributes:
-        status: HTTP status.
-        message: what is wrong and what would be right.
-        param: field of the request that is wrong, if it is one.
-        code: short name for programs.
-        retry_after: seconds after which asking again may help.
-    """
+    """Ends a request with a status and a body that says why."""
 
     def __init__(
         self,
@@ -27,14 +19,15 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        # Seconds after which asking again may help.
         self.retry_after = retry_after
 
     @property
     def body(self) -> dict[str, Any]:
         """JSON of the answer."""
         kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else _WRONG)
-        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": told}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
     @property
     def headers(self) -> dict[str, str]:

@@ -16,12 +16,6 @@ class Gate:
     """Counts answers from their request to their end, and bytes of bodies while they are held."""
 
     def __init__(self, most: int, body_bytes: int) -> None:
-        """Makes an open gate.
-
-        Args:
-            most: answers that may be inside.
-            body_bytes: bytes of bodies that may be inside.
-        """
         self.most, self._body_bytes = most, body_bytes
         self.inside = self.bodies = 0
         self.draining = False
@@ -29,20 +23,12 @@ class Gate:
         self._between = 1.0
 
     def check(self) -> None:
-        """Refuses new work while the server ends.
-
-        Raises:
-            ApiError: it does.
-        """
+        """Refuses new work while the server drains."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
 
     def enter(self, answers: int) -> None:
-        """Takes answers on.
-
-        Raises:
-            ApiError: there are too many already.
-        """
+        """Admits answers."""
         self.check()
         over = self.inside + answers - self.most
         if over > 0:
@@ -53,7 +39,7 @@ class Gate:
         self.inside += answers
 
     def leave(self, answers: int) -> None:
-        """Lets answers go; the time between them is what later ones are told to wait."""
+        """Counts answers out; refused clients wait for a multiple of the mean time between them."""
         self.inside -= answers
         now = time.monotonic()
         if self._left is not None:
@@ -62,15 +48,11 @@ class Gate:
         self._left = now
 
     def hold(self, count: int) -> None:
-        """Counts bytes of a body.
-
-        Raises:
-            ApiError: bodies take too much memory already.
-        """
+        """Counts bytes of a body."""
         if self.bodies + count > self._body_bytes:
             raise overloaded("the bodies of requests take too much memory: ask again later", 1)
         self.bodies += count
 
     def release(self, count: int) -> None:
-        """Takes bytes of a body out."""
+        """Releases bytes of a body."""
         self.bodies -= count

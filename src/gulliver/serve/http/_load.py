@@ -12,15 +12,15 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import httpx
 
 from gulliver.errors import GulliverError
-from gulliver.options import AT_LEAST_1, POSITIVE, Options, Range
-from gulliver.serve.http._measured import Measured, Sample
+from gulliver.serve.http._limits import Load
+from gulliver.serve.http._measured import Measured, RequestTiming
 
 _COMMON = (
     "the of and to in a is that it was for on are with as his they at be this from have or by one "
@@ -34,69 +34,12 @@ WORDS = _COMMON.split()
 
 
 @dataclass(frozen=True)
-class Load(Options):
-    """What is asked of a server.
-
-    Attributes:
-        url: address of the server, with or without ``/v1``.
-        model: name of the model; None asks the server.
-        requests: number of requests.
-        rate: requests a second; infinite sends all at once.
-        prompt_words: least and most words of a prompt.
-        max_tokens: least and most tokens of an answer.
-        prompts: texts to ask instead of random words, in turns.
-        endpoint: what is asked: completions or chats.
-        temperature: temperature of the answers.
-        ignore_eos: whether answers go on to their full length, where the server knows how.
-        seed: seed of all that is random.
-        api_key: key of the server.
-        connections: most requests under way; later ones are sent late.
-        timeout: seconds without a byte after which a request has failed.
-    """
-
-    url: str
-    model: str | None = None
-    requests: Annotated[int, AT_LEAST_1] = 100
-    rate: Annotated[float, Range(0, math.inf, open_below=True)] = math.inf
-    prompt_words: tuple[int, int] = (16, 256)
-    max_tokens: tuple[int, int] = (16, 128)
-    prompts: Sequence[str] = ()
-    endpoint: Literal["completions", "chat"] = "completions"
-    temperature: Annotated[float, Range(0, 100)] = 0.0
-    ignore_eos: bool = False
-    seed: int = 0
-    api_key: str | None = None
-    connections: Annotated[int, AT_LEAST_1] = 10_000
-    timeout: Annotated[float, POSITIVE] = 120.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.url.startswith(("http://", "https://")):
-            raise GulliverError(f"url={self.url!r}: give an address such as http://127.0.0.1:8000")
-        for name in ("prompt_words", "max_tokens"):
-            low, high = getattr(self, name)
-            if not 1 <= low <= high:
-                raise GulliverError(f"{name}={low} {high}: give the least and the most, from 1 on")
-
-    @property
-    def base(self) -> str:
-        """Address with ``/v1``."""
-        bare = self.url.rstrip("/")
-        return bare if bare.endswith("/v1") else f"{bare}/v1"
-
-
-@dataclass(frozen=True)
 class Arrival:
-    """A request that will be sent.
-
-    Attributes:
-        at: seconds after the begin.
-        prompt: text.
-        max_tokens: most tokens of the answer.
-    """
+    """A request that will be sent."""
 
     at: float
     prompt: str
+    # Most tokens of the answer.
     max_tokens: int
 
 
@@ -115,7 +58,9 @@ def arrivals(load: Load) -> list[Arrival]:
     return made
 
 
-def generate_load(load: Load, progress: Callable[[Sample], None] = lambda _: None) -> Measured:
+def generate_load(
+    load: Load, progress: Callable[[RequestTiming], None] = lambda _: None
+) -> Measured:
     """Sends a load and waits for its answers.
 
     Args:
@@ -128,7 +73,7 @@ def generate_load(load: Load, progress: Callable[[Sample], None] = lambda _: Non
     Raises:
         GulliverError: the server is not there, or tells no model.
     """
-    samples: list[Sample] = []
+    samples: list[RequestTiming] = []
     try:
         asyncio.run(_send_all(load, samples, progress))
     except KeyboardInterrupt:
@@ -139,22 +84,24 @@ def generate_load(load: Load, progress: Callable[[Sample], None] = lambda _: Non
     return Measured([s for s in samples if s.sent], load.rate, load.seed)
 
 
-async def _send_all(load: Load, samples: list[Sample], progress: Callable[[Sample], None]) -> None:
-    headers = {"authorization": f"Bearer {load.api_key}"} if load.api_key else {}
+async def _send_all(
+    load: Load, samples: list[RequestTiming], progress: Callable[[RequestTiming], None]
+) -> None:
+    headers = {"authorization": f"Bearer {load.key}"} if load.key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-    # As many as are asked for may be under way: the semaphore is the only limit.
+    # The semaphore is the only limit on requests in flight.
     free = asyncio.Semaphore(load.connections)
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=load.timeout) as client:
         model = load.model or await _model(client, load)
         begin = time.perf_counter()
         tasks = []
         for arrival in arrivals(load):
-            samples.append(Sample(begin + arrival.at))
+            samples.append(RequestTiming(begin + arrival.at))
             await asyncio.sleep(max(0.0, begin + arrival.at - time.perf_counter()))
             await free.acquire()
             task = asyncio.ensure_future(_send(client, load, model, arrival, samples[-1]))
 
-            def ended(_: object, sample: Sample = samples[-1]) -> None:
+            def ended(_: object, sample: RequestTiming = samples[-1]) -> None:
                 free.release()
                 progress(sample)
 
@@ -190,7 +137,7 @@ def _body(load: Load, model: str, arrival: Arrival) -> dict[str, Any]:
 
 
 async def _send(
-    client: httpx.AsyncClient, load: Load, model: str, arrival: Arrival, sample: Sample
+    client: httpx.AsyncClient, load: Load, model: str, arrival: Arrival, sample: RequestTiming
 ) -> None:
     path = "completions" if load.endpoint == "completions" else "chat/completions"
     sample.sent = time.perf_counter()
@@ -209,7 +156,7 @@ async def _send(
     sample.ended = time.perf_counter()
 
 
-async def _listen(answer: httpx.Response, sample: Sample) -> None:
+async def _listen(answer: httpx.Response, sample: RequestTiming) -> None:
     """Reads a stream (server-sent events)."""
     done = False
     async for line in answer.aiter_lines():

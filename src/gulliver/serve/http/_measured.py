@@ -14,25 +14,21 @@ _NUMBER = re.compile(r"(?<!^)\b\d+")
 
 
 @dataclass
-class Sample:
-    """One request of a load; times are seconds on one clock.
+class RequestTiming:
+    """One request of a load; times are seconds on one clock."""
 
-    Attributes:
-        due: when it was to be sent.
-        sent: when it was.
-        heard: times at which text or tokens came.
-        ended: when its answer was whole, or failed.
-        prompt: tokens of the prompt, as the server counts them.
-        tokens: tokens of the answer, likewise.
-        error: short name of what went wrong; None where nothing did.
-    """
-
+    # When it was to be sent.
     due: float
     sent: float = 0.0
+    # Times at which text or tokens came.
     heard: list[float] = field(default_factory=list)
+    # When its answer was whole, or failed.
     ended: float = 0.0
+    # Tokens of the prompt, as the server counts them.
     prompt: int = 0
+    # Tokens of the answer, likewise.
     tokens: int = 0
+    # Short name of what went wrong; None where nothing did.
     error: str | None = None
 
     @property
@@ -68,7 +64,7 @@ class Measured:
         seed: seed of arrivals and prompts.
     """
 
-    samples: Sequence[Sample]
+    samples: Sequence[RequestTiming]
     rate: float
     seed: int
 
@@ -109,11 +105,11 @@ class Measured:
             "tokens_per_second": _share(sum(s.tokens for s in good), seconds),
             "prompt_tokens": sum(s.prompt for s in good),
             "answer_tokens": sum(s.tokens for s in good),
-            "first_token_seconds": _told([s.first for s in good if s.first is not None]),
-            "between_tokens_seconds": _told(gaps),
-            "request_seconds": _told([s.ended - s.sent for s in good]),
+            "first_token_seconds": _quantiles([s.first for s in good if s.first is not None]),
+            "between_tokens_seconds": _quantiles(gaps),
+            "request_seconds": _quantiles([s.ended - s.sent for s in good]),
             # Where this is not small, the generator was what was slow.
-            "sent_late_seconds": _told([s.sent - s.due for s in self.samples]),
+            "sent_late_seconds": _quantiles([s.sent - s.due for s in self.samples]),
         }
 
     def lines(self) -> list[str]:
@@ -129,9 +125,11 @@ class Measured:
             f"{'ms':<22}{'p50':>10}{'p90':>10}{'p99':>10}{'most':>10}{'of':>9}",
         ]
         for name, key in _ROWS.items():
-            told = known[key]
-            row = "".join(f"{_number(told[p], 1000):>10}" for p in ("p50", "p90", "p99", "most"))
-            made.append(f"{name:<22}{row}{told['count']:>9}")
+            row_values = known[key]
+            row = "".join(
+                f"{_number(row_values[p], 1000):>10}" for p in ("p50", "p90", "p99", "most")
+            )
+            made.append(f"{name:<22}{row}{row_values['count']:>9}")
         return made + [f"error: {count} x {error}" for error, count in self.errors.items()]
 
 
@@ -147,7 +145,7 @@ def _share(count: float, seconds: float) -> float | None:
     return count / seconds if seconds > 0 else None
 
 
-def _told(values: Sequence[float]) -> dict[str, float | int | None]:
+def _quantiles(values: Sequence[float]) -> dict[str, float | int | None]:
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1.0}
     found = {name: percentile(values, share) if values else None for name, share in shares.items()}
     return {"count": len(values), **found}

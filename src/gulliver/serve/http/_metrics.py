@@ -20,7 +20,7 @@ COUNTERS = {
     "steps": "Batches that were run",
     "tokens": "Tokens that were made",
     "prompt_tokens": "Tokens of prompts of ended requests",
-    "found_tokens": "Tokens of prompts that were found in the cache",
+    "prefix_cached_tokens": "Tokens of prompts whose keys and values were in the cache",
     "drafted_tokens": "Tokens that were drafted",
     "accepted_tokens": "Drafted tokens that were right",
     "preemptions": "Answers that gave up their blocks",
@@ -28,18 +28,13 @@ COUNTERS = {
     "restarts": "Runners that were started again",
     "failures": "Steps that failed",
 }
-"""Numbers of `Engine.counts` that are told; one that an engine does not have is left out."""
+"""Numbers of `Engine.counts` that are exported; one that an engine does not have is left out."""
 
 
 class Metrics:
     """Counters, gauges and histograms of one server."""
 
     def __init__(self, counts: Callable[[], dict[str, int]]) -> None:
-        """Makes them, all at 0.
-
-        Args:
-            counts: the engine's numbers at the moment.
-        """
         self._registry = CollectorRegistry()
         self._counts = counts
         made = {"registry": self._registry, "namespace": "gulliver"}

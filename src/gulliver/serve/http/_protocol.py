@@ -2,13 +2,6 @@
 
 uvicorn times out idle connections after an answer. What it leaves open, a client that connects and
 says nothing, that never ends its head, or that does not read what is sent to it, is ended here.
-
-[Note: half-open] A client whose machine is gone sends nothing, not even its leave. The kernel finds
-out by probes (`SO_KEEPALIVE`) where we send nothing either, and by `TCP_USER_TIMEOUT` where what we
-sent is not acknowledged; both end the connection as a leave would.
-
-[Note: half-closed] A client that ends its own direction and one that has left send the same byte
-less: the end. Whoever leaves must not be computed for, so both have left. Who still reads is told.
 """
 
 from __future__ import annotations
@@ -82,7 +75,10 @@ class Protocol(H11Protocol):
             self._head = _stop(self._head)
 
     def eof_received(self) -> None:
-        """Ends a request whose client ends its direction, and says so where it still reads."""
+        """Ends a request whose client half-closes, with an error if it still reads."""
+        # A client that half-closes and one that has left look the same: both send a FIN. Nothing
+        # must be computed for one that has left, so both count as gone; one that still reads gets
+        # an error.
         cycle = self.cycle
         if cycle is not None and not (cycle.response_started or self.transport.is_closing()):
             self._refuse(_HALF_CLOSED)
@@ -100,7 +96,7 @@ class Protocol(H11Protocol):
         self._leave()
 
     def _leave(self) -> None:
-        """Closes the connection; whoever is at work for it finds its client gone."""
+        """Closes the connection; the task that works for it finds its client gone."""
         if self.cycle is not None and not self.cycle.response_complete:
             # The task of a request that came with what is refused has not run yet.
             self.cycle.disconnected = True
@@ -108,18 +104,18 @@ class Protocol(H11Protocol):
         self.transport.close()
 
     def on_response_complete(self) -> None:
-        """Goes on to the next request; from here on the time between two of them runs."""
+        """Continues with the next request; the idle time starts here."""
         self._head = _stop(self._head)
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Begins to wait for a client that does not read."""
+        """Starts the timer of a client that does not read."""
         super().pause_writing()
         if self._stall is None:
             self._stall = self.loop.call_later(self.options.stall_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Ends the wait."""
+        """Stops that timer."""
         self._stall = _stop(self._stall)
         super().resume_writing()
 
@@ -155,7 +151,7 @@ def _too_many(count: int) -> ApiError:
 
 
 def _plain(error: ApiError) -> bytes:
-    """Writes an answer that ends its connection, beside what h11 knows of it."""
+    """Writes an answer that ends its connection, without h11."""
     body = json.dumps(error.body).encode()
     lines = [
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
@@ -167,7 +163,10 @@ def _plain(error: ApiError) -> bytes:
 
 
 def _probe(found: socket.socket, seconds: float) -> None:
-    """Lets the kernel find out that a client is gone."""
+    """Has the kernel find out that a client is gone."""
+    # A client whose machine is gone sends nothing, not even a FIN. The kernel finds out by probes
+    # while we send nothing either, and by `TCP_USER_TIMEOUT` where what we sent is not
+    # acknowledged; both end the connection as a client that leaves would.
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # The kernel would keep megabytes for a client that does not read, and for a thousand of them.
     found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)

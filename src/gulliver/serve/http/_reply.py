@@ -17,18 +17,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gulliver.serve import Event, SamplingParameters, Token
-from gulliver.serve.http._answers import ALIVE, DONE, Choice, Form, Usage, event
+from gulliver.serve.http._answers import ALIVE, DONE, AnswerChoice, AnswerFormat, Usage, event
 from gulliver.serve.http._errors import ApiError
 from gulliver.serve.http._gate import Gate
 from gulliver.serve.http._metrics import Metrics
-from gulliver.serve.http._worker import EngineThread, Inbox, Ticket
+from gulliver.serve.http._worker import EngineThread, EngineTicket, Inbox
 
 ALIVE_S = 15.0
 """Seconds without tokens after which a stream says that it is alive."""
 
 
 @dataclass(frozen=True)
-class Job:
+class PromptJob:
     """A prompt and how its answers are drawn.
 
     Attributes:
@@ -41,16 +41,11 @@ class Job:
 
 
 @dataclass(frozen=True)
-class House:
-    """What all replies share.
-
-    Attributes:
-        worker: the engine.
-        gate: how much is taken on.
-        metrics: what is counted.
-    """
+class ServerContext:
+    """What all replies share."""
 
     worker: EngineThread
+    # How much is taken on.
     gate: Gate
     metrics: Metrics
 
@@ -58,28 +53,26 @@ class House:
 class Reply(Response):
     """Answers a client, as a whole or as a stream."""
 
-    def __init__(self, house: House, form: Form, jobs: Sequence[Job], began: float) -> None:
-        """Makes a reply; nothing happens before it is called.
-
-        Args:
-            house: what all replies share.
-            form: how answers are written.
-            jobs: prompts, all with the same number of answers.
-            began: time at which the request came (`time.monotonic`).
-        """
+    def __init__(
+        self,
+        context: ServerContext,
+        answer_format: AnswerFormat,
+        jobs: Sequence[PromptJob],
+        began: float,
+    ) -> None:
         super().__init__()
-        self._house, self._form, self._jobs, self._began = house, form, jobs, began
+        self._context, self._format, self._jobs, self._began = context, answer_format, jobs, began
         self._samples = jobs[0].sampling.n
-        self._choices = [Choice(index) for index in range(len(jobs) * self._samples)]
+        self._choices = [AnswerChoice(index) for index in range(len(jobs) * self._samples)]
         self._usage = Usage(sum(len(job.tokens) for job in jobs))
         self._inbox: Inbox = asyncio.Queue()
-        self._tickets: list[Ticket] = []
+        self._tickets: list[EngineTicket] = []
         self._seen: dict[int, float] = {}
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers (an ASGI application)."""
-        gate, metrics = self._house.gate, self._house.metrics
+        gate, metrics = self._context.gate, self._context.metrics
         count = len(self._choices)
         try:
             gate.enter(count)
@@ -97,7 +90,7 @@ class Reply(Response):
                 task.cancel()
             await asyncio.gather(work, left, return_exceptions=True)
             for ticket in self._tickets:
-                self._house.worker.cancel(ticket)
+                self._context.worker.cancel(ticket)
             gate.leave(count)
             metrics.whole.observe(time.monotonic() - self._began)
         if not work.cancelled():
@@ -106,9 +99,9 @@ class Reply(Response):
     async def _work(self, send: Send) -> None:
         try:
             for place, job in enumerate(self._jobs):
-                taken = self._house.worker.add(job.tokens, job.sampling, place, self._inbox)
+                taken = self._context.worker.add(job.tokens, job.sampling, place, self._inbox)
                 self._tickets.append(await taken)
-            await (self._stream(send) if self._form.asked.streamed else self._at_once(send))
+            await (self._stream(send) if self._format.body.streamed else self._at_once(send))
         except ApiError as error:
             if not self._started:
                 await send_error(error, send)
@@ -118,35 +111,35 @@ class Reply(Response):
 
     async def _at_once(self, send: Send) -> None:
         while any(choice.finish is None for choice in self._choices):
-            for _, choice, text, tokens in await self._news():
+            for _, choice, text, tokens in await self._next_events():
                 choice.text += text
                 choice.tokens += tokens
-        await send_json(200, self._form.whole(self._choices, self._usage), send)
+        await send_json(200, self._format.whole(self._choices, self._usage), send)
 
     async def _stream(self, send: Send) -> None:
-        form = self._form
+        answer_format = self._format
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         self._started = True
-        opened = [form.first(choice.index) for choice in self._choices]
-        await _send_part(send, b"".join(form.piece(one) for one in opened if one is not None))
-        told = form.asked.likeliest is not None or form.asked.return_token_ids
+        opened = [answer_format.first(choice.index) for choice in self._choices]
+        await _send_part(
+            send, b"".join(answer_format.piece(one) for one in opened if one is not None)
+        )
+        told = answer_format.body.likeliest is not None or answer_format.body.return_token_ids
         while any(choice.finish is None for choice in self._choices):
             pieces = []
-            for index, choice, text, tokens in await self._news(send):
+            for index, choice, text, tokens in await self._next_events(send):
                 if text or choice.finish is not None or (tokens and told):
-                    said = form.next(index, text, tokens, choice.finish)
-                    pieces.append(form.piece(said))
+                    said = answer_format.next(index, text, tokens, choice.finish)
+                    pieces.append(answer_format.piece(said))
             if pieces:
                 await _send_part(send, b"".join(pieces))
-        last = form.usage(self._usage) if form.asked.tells_usage else b""
+        last = answer_format.usage(self._usage) if answer_format.body.tells_usage else b""
         await _send_part(send, last + DONE, more=False)
 
-    async def _news(self, send: Send | None = None) -> list[tuple[int, Choice, str, list[Token]]]:
-        """Waits for news; what has come of one answer meanwhile is one piece.
-
-        Args:
-            send: where a stream says that it is alive while there is nothing else to say.
-        """
+    async def _next_events(
+        self, send: Send | None = None
+    ) -> list[tuple[int, AnswerChoice, str, list[Token]]]:
+        """Waits for events; those of one answer that have come meanwhile are joined."""
         while self._inbox.empty():
             try:
                 news = await asyncio.wait_for(self._inbox.get(), ALIVE_S if send else None)
@@ -154,12 +147,12 @@ class Reply(Response):
                 assert send is not None
                 await _send_part(send, ALIVE)
                 continue
-            return self._sorted([news])
-        return self._sorted([])
+            return self._by_answer([news])
+        return self._by_answer([])
 
-    def _sorted(
+    def _by_answer(
         self, news: list[tuple[int, Event | ApiError]]
-    ) -> list[tuple[int, Choice, str, list[Token]]]:
+    ) -> list[tuple[int, AnswerChoice, str, list[Token]]]:
         while not self._inbox.empty():
             news.append(self._inbox.get_nowait())
         found: dict[int, tuple[str, list[Token]]] = {}
@@ -172,7 +165,7 @@ class Reply(Response):
             found[index] = text + one.text, [*tokens, *one.tokens]
         return [(index, self._choices[index], *pair) for index, pair in found.items()]
 
-    def _note(self, choice: Choice, one: Event) -> None:
+    def _note(self, choice: AnswerChoice, one: Event) -> None:
         """Notes times, numbers of tokens and the end."""
         if one.finish == "error":
             message = one.error or "the answer ended in an error"
@@ -180,7 +173,7 @@ class Reply(Response):
         if one.finish == "cancelled":
             raise ApiError(503, "the request was cancelled", code="cancelled")
         if one.tokens:
-            now, metrics = time.monotonic(), self._house.metrics
+            now, metrics = time.monotonic(), self._context.metrics
             before = self._seen.get(choice.index)
             where = metrics.first if before is None else metrics.between
             where.observe(now - (self._began if before is None else before))
@@ -189,7 +182,7 @@ class Reply(Response):
         if one.finish is not None:
             choice.finish = one.finish
             if one.sample == 0:
-                self._usage.found += one.found
+                self._usage.prefix_cached += one.prefix_cached
 
 
 async def _client_left(receive: Receive) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.serve import SamplingParameters
+from gulliver.serve._batch import Facts
+from gulliver.serve._prompts import RequestError, check_request
+from gulliver.serve._sampling import SamplingParameters
 from gulliver.serve.http._errors import ApiError, wrong
 
 STOPS, STOP_LENGTH = 16, 1024
@@ -31,7 +33,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Asked(BaseModel, ABC):
+class RequestBody(BaseModel, ABC):
     """Fields that completions and chats have in common."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -53,7 +55,7 @@ class Asked(BaseModel, ABC):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """Tell the numbers of tokens beside texts."""
+    """Return the numbers of tokens next to texts."""
 
     # Without influence on an answer.
     user: str | None = None
@@ -83,16 +85,16 @@ class Asked(BaseModel, ABC):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def most(self, room: int, limit: int | None) -> int:
-        """Most tokens of an answer that names no number."""
+        """Most tokens of an answer where the request gives no number."""
         return max(1, min(room, limit or room))
 
     @property
     @abstractmethod
     def likeliest(self) -> int | None:
-        """Number of alternatives of which log-probabilities are asked for; None for no telling."""
+        """Number of alternatives of which log-probabilities are wanted; None for none."""
 
 
-class CompletionAsked(Asked):
+class CompletionBody(RequestBody):
     """Body of /v1/completions."""
 
     prompt: Any = None
@@ -101,19 +103,19 @@ class CompletionAsked(Asked):
     suffix: Any = None
     best_of: int | None = None
 
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {**Asked.NEUTRAL, "suffix": ("",)}
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {**RequestBody.NEUTRAL, "suffix": ("",)}
 
     @property
     def likeliest(self) -> int | None:
-        """Number of alternatives; 0 tells the tokens taken."""
+        """Number of alternatives; 0 for the tokens taken only."""
         return self.logprobs
 
     def most(self, room: int, limit: int | None) -> int:
-        """Most tokens of an answer that names no number."""
+        """Most tokens of an answer where the request gives no number."""
         return min(COMPLETION_TOKENS, super().most(room, limit))
 
 
-class ChatAsked(Asked):
+class ChatBody(RequestBody):
     """Body of /v1/chat/completions."""
 
     messages: Any = None
@@ -130,7 +132,7 @@ class ChatAsked(Asked):
     reasoning_effort: Any = None
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **Asked.NEUTRAL,
+        **RequestBody.NEUTRAL,
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),
@@ -143,86 +145,71 @@ class ChatAsked(Asked):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of alternatives; 0 tells the tokens taken."""
+        """Number of alternatives; 0 for the tokens taken only."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-Kind = TypeVar("Kind", CompletionAsked, ChatAsked)
+Kind = TypeVar("Kind", CompletionBody, ChatBody)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may not exceed.
+    """What a request may not exceed."""
 
-    Attributes:
-        name: name of the model.
-        longest: most tokens of prompt and answer.
-        n: most answers to a prompt.
-        answers: most answers of a request, prompts times `n`.
-        max_tokens: most tokens of an answer; None for no limit of its own.
-        vocabulary: number of tokens that there are.
-        what: whether `longest` is the ``"context"`` or the ``"cache"``.
-    """
-
+    # Name of the model.
     name: str
-    longest: int
+    # Vocabulary, and most tokens of prompt and answer.
+    facts: Facts
+    # Most answers to a prompt.
     n: int
+    # Most answers of a request, prompts times `n`.
     answers: int
+    # Most tokens of an answer; None for no limit of its own.
     max_tokens: int | None
-    vocabulary: int
-    what: Literal["context", "cache"]
 
 
-def read(kind: type[Kind], body: bytes, limits: Limits) -> Kind:
-    """Reads a body.
-
-    Raises:
-        ApiError: it is not JSON, or a field is wrong, unknown or not supported.
-    """
+def read(kind: type[Kind], data: bytes, limits: Limits) -> Kind:
+    """Reads a body."""
     try:
-        asked = kind.model_validate_json(body)
+        body = kind.model_validate_json(data)
     except ValidationError as error:
         raise _first(error, kind) from None
     for name, neutral in kind.NEUTRAL.items():
-        value = getattr(asked, name)
+        value = getattr(body, name)
         if value is not None and not any(
             value == one and type(value) is type(one) for one in neutral
         ):
             raise wrong(f"{name} is not supported: leave it out", name, "unsupported_parameter")
-    if asked.model is not None and asked.model != limits.name:
-        message = f"model {asked.model!r} is not served here: {nearest(asked.model, [limits.name])}"
+    if body.model is not None and body.model != limits.name:
+        message = f"model {body.model!r} is not served here: {nearest(body.model, [limits.name])}"
         raise ApiError(404, message, "model", "model_not_found")
-    if asked.stream_options is not None and not asked.streamed:
+    if body.stream_options is not None and not body.streamed:
         raise wrong("stream_options are for stream=true", "stream_options")
-    if isinstance(asked, ChatAsked):
-        _check_chat(asked)
+    if isinstance(body, ChatBody):
+        _check_chat(body)
     else:
-        _check_completion(asked)
-    return asked
+        _check_completion(body)
+    return body
 
 
-def _check_chat(asked: ChatAsked) -> None:
-    if asked.max_completion_tokens is not None and asked.max_tokens is not None:
+def _check_chat(body: ChatBody) -> None:
+    if body.max_completion_tokens is not None and body.max_tokens is not None:
         raise wrong("give max_completion_tokens or max_tokens, not both", "max_tokens")
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if body.top_logprobs is not None and not body.logprobs:
         raise wrong("top_logprobs is for logprobs=true", "top_logprobs")
 
 
-def _check_completion(asked: CompletionAsked) -> None:
-    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+def _check_completion(body: CompletionBody) -> None:
+    if body.best_of is not None and body.best_of != (body.n or 1):
         raise wrong("best_of is not supported: leave it out", "best_of", "unsupported_parameter")
-    if asked.echo and asked.logprobs is not None:
+    if body.echo and body.logprobs is not None:
         message = "echo with logprobs is not supported: prompts have no probabilities here"
         raise wrong(message, "echo", "unsupported_parameter")
 
 
-def prompts_of(asked: CompletionAsked) -> list[str | list[int]]:
-    """Prompts of a completion: texts, or lists of tokens.
-
-    Raises:
-        ApiError: there is none, or it is something else.
-    """
-    prompt = asked.prompt
+def prompts_of(body: CompletionBody) -> list[str | list[int]]:
+    """Prompts of a completion: texts, or lists of tokens."""
+    prompt = body.prompt
     several: list[Any] = prompt if isinstance(prompt, list) else [prompt]
     if several and all(_is_token(one) for one in several):
         several = [several]
@@ -239,15 +226,11 @@ def _are_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_token, value))
 
 
-def messages_of(asked: ChatAsked) -> list[dict[str, Any]]:
-    """Messages of a chat, their contents joined to one text each.
-
-    Raises:
-        ApiError: there are none, or one has something other than text.
-    """
-    if not isinstance(asked.messages, list) or not asked.messages:
+def messages_of(body: ChatBody) -> list[dict[str, Any]]:
+    """Messages of a chat, their contents joined to one text each."""
+    if not isinstance(body.messages, list) or not body.messages:
         raise wrong("messages must be a list of at least one message", "messages")
-    return [_message(one, f"messages[{place}]") for place, one in enumerate(asked.messages)]
+    return [_message(one, f"messages[{place}]") for place, one in enumerate(body.messages)]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
@@ -276,78 +259,55 @@ def _content(content: Any, where: str) -> str:
 
 
 def sampling_of(
-    asked: Asked, tokens: Sequence[int], limits: Limits, many: int = 1
+    body: RequestBody, tokens: Sequence[int], limits: Limits, many: int = 1
 ) -> SamplingParameters:
-    """How the answers to a prompt are drawn.
-
-    Args:
-        asked: request.
-        tokens: tokens of the prompt.
-        limits: what it may not exceed.
-        many: prompts of the request.
-
-    Raises:
-        ApiError: a number is out of its range, or prompt and answer are too long.
-    """
-    field = "prompt" if isinstance(asked, CompletionAsked) else "messages"
-    count = len(tokens)
-    if count == 0:
-        raise wrong("the prompt is empty: give at least one token", field)
-    unknown = next((token for token in tokens if not 0 <= token < limits.vocabulary), None)
-    if unknown is not None:
-        raise wrong(f"token {unknown} is not in the vocabulary of {limits.vocabulary}", field)
-    room = limits.longest - count
-    if room < 1:
-        raise wrong(
-            f"the prompt has {count} tokens and the {limits.what} {limits.longest}: give at most "
-            f"{limits.longest - 1}, so that there is room for an answer",
-            *(field, "context_length_exceeded"),
-        )
-    sampling, name = _sampling(asked, room, limits)
+    """How the answers to one of `many` prompts are drawn; refuses what is out of range."""
+    prompt = "prompt" if isinstance(body, CompletionBody) else "messages"
+    sampling, name = _sampling(body, max(1, limits.facts.longest - len(tokens)), limits)
+    # By the names that clients know.
+    known = {"prompt": prompt, "max_tokens": name}
     wanted = sampling.max_tokens or 0
     if limits.max_tokens is not None and wanted > limits.max_tokens:
         raise wrong(f"{name}={wanted}: this server gives at most {limits.max_tokens}", name)
-    if wanted > room:
-        raise wrong(
-            f"{name}={wanted} after a prompt of {count} tokens exceeds the {limits.what} of "
-            f"{limits.longest}: give at most {room}",
-            *(name, "context_length_exceeded"),
-        )
+    try:
+        check_request(tokens, sampling, limits.facts)
+    except RequestError as error:
+        message = str(error).replace("max_tokens=", f"{name}=", 1)
+        raise wrong(message, known.get(error.field, error.field), error.code) from None
     if sampling.n > limits.n:
         raise wrong(f"n={sampling.n}: this server gives at most {limits.n}", "n")
     if sampling.n * many > limits.answers:
         raise wrong(
             f"{many} prompts with n={sampling.n} are {sampling.n * many} answers, and this server "
             f"takes {limits.answers} at a time",
-            field,
+            prompt,
         )
     return sampling
 
 
-def _sampling(asked: Asked, room: int, limits: Limits) -> tuple[SamplingParameters, str]:
+def _sampling(body: RequestBody, room: int, limits: Limits) -> tuple[SamplingParameters, str]:
     """Sampling parameters, and the name by which the client knows their most tokens."""
-    name, wanted = "max_tokens", asked.max_tokens
-    if isinstance(asked, ChatAsked) and asked.max_completion_tokens is not None:
-        name, wanted = "max_completion_tokens", asked.max_completion_tokens
-    if asked.seed is not None and not -(2**63) <= asked.seed < 2**64:
+    name, wanted = "max_tokens", body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        name, wanted = "max_completion_tokens", body.max_completion_tokens
+    if body.seed is not None and not -(2**63) <= body.seed < 2**64:
         raise wrong("seed: give a whole number of 64 bits", "seed")
-    stop = _stops(asked.stop)
-    given = {key: value for key in _DRAWN if (value := getattr(asked, key)) is not None}
+    stop = _stops(body.stop)
+    given = {key: value for key in _DRAWN if (value := getattr(body, key)) is not None}
     try:
         made = SamplingParameters(
-            max_tokens=asked.most(room, limits.max_tokens) if wanted is None else wanted,
-            logprobs=asked.likeliest,
+            max_tokens=body.most(room, limits.max_tokens) if wanted is None else wanted,
+            logprobs=body.likeliest,
             stop=stop,
-            stop_token_ids=tuple(asked.stop_token_ids or ()),
-            ignore_eos=asked.ignore_eos,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=body.ignore_eos,
             **given,
         )
     except GulliverError as error:
-        field, rest = str(error).split("=", 1)
-        field = {"max_tokens": name}.get(field, field)
-        if field == "logprobs" and isinstance(asked, ChatAsked):
-            field = "top_logprobs"
-        raise wrong(f"{field}={rest}", field) from None
+        field, rest = str(error).split(" ", 1)
+        logprobs = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+        field = {"max_tokens": name, "logprobs": logprobs}.get(field, field)
+        raise wrong(f"{field} {rest}", field) from None
     return made, name
 
 

@@ -1,9 +1,4 @@
-"""`Server`: a socket, an event loop and an engine, from the first request to the last.
-
-[Note: drain] At SIGTERM or SIGINT (or `drain`) new requests are refused with 503 and `/health` says
-so, while the socket still listens: a balancer in front sees it before clients do. What runs gets
-`drain_seconds`; what is left then ends with an error that says so. A second signal ends at once.
-"""
+"""`Server`: a socket, an event loop and an engine, from the first request to the last."""
 
 from __future__ import annotations
 
@@ -20,25 +15,25 @@ import uvicorn
 from gulliver.errors import GulliverError
 from gulliver.serve import LLM
 from gulliver.serve.http._answers import names_of
-from gulliver.serve.http._app import Door, make_app
+from gulliver.serve.http._app import Routes, make_app
 from gulliver.serve.http._errors import ApiError
 from gulliver.serve.http._gate import Gate
 from gulliver.serve.http._limits import BODIES, ServerOptions
 from gulliver.serve.http._metrics import Metrics
 from gulliver.serve.http._protocol import protocol_of
-from gulliver.serve.http._reply import House
+from gulliver.serve.http._reply import ServerContext
 from gulliver.serve.http._requests import Limits
 from gulliver.serve.http._worker import EngineThread
 
 _log = logging.getLogger("gulliver")
 SPARE_FILES = 64
-"""Files that a process has open beside its connections."""
+"""Files that a process has open besides its connections."""
 HEAD_BYTES = 32 * 1024
 """Most bytes of the head of a request."""
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn, whose signals begin the drain."""
+    """uvicorn with signals that start the drain."""
 
     def __init__(self, config: uvicorn.Config, signalled: Callable[[], None]) -> None:
         super().__init__(config)
@@ -75,8 +70,8 @@ class Server:
             listener: socket of `ServerOptions.listen`; None takes one by the options.
 
         Raises:
-            GulliverError: the model has no tokenizer, the port is taken, or there cannot be so many
-                connections.
+            GulliverError: the model has no tokenizer, the port is taken, or the process may not
+                have so many connections.
         """
         if llm.tokenizer is None:
             raise GulliverError("a server needs a tokenizer: give the model's own")
@@ -87,37 +82,21 @@ class Server:
         most = sequences + options.queue
         self.limits = Limits(
             name=options.name or name or "model",
-            longest=facts.longest,
+            facts=facts,
             n=min(options.most_n, sequences),
             answers=most,
             max_tokens=options.max_tokens,
-            vocabulary=facts.vocabulary,
-            what="context" if facts.longest == facts.context else "cache",
         )
         self._worker = EngineThread(engine, self.drain)
         body_bytes = options.body_limit(facts.longest)
         self._gate = Gate(most, body_bytes * BODIES)
         self._metrics = Metrics(self.counts)
-        house = House(self._worker, self._gate, self._metrics)
-        self._door = Door(house, options, self.limits, llm.tokenizer, names_of(llm.tokenizer))
+        context = ServerContext(self._worker, self._gate, self._metrics)
+        self._routes = Routes(context, options, self.limits, llm.tokenizer, names_of(llm.tokenizer))
         self._socket = listener or options.listen()
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        config = uvicorn.Config(
-            make_app(self._door),
-            http=protocol_of(options, self._metrics),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=max(1, round(options.idle_seconds)),
-            timeout_graceful_shutdown=5,
-            h11_max_incomplete_event_size=HEAD_BYTES,
-        )
-        self._uvicorn = _Uvicorn(config, self._signalled)
+        self._uvicorn = _Uvicorn(_config(options, self._routes, self._metrics), self._signalled)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
@@ -149,10 +128,10 @@ class Server:
         finally:
             # The engine's thread may be telling the loop something.
             await self._loop.run_in_executor(None, self._worker.close)
-            self._door.close()
+            self._routes.close()
 
     def _signalled(self) -> None:
-        """Tells whoever reads the log what a signal does, and does it."""
+        """Logs what a signal does, and does it."""
         if self._draining is None:
             _log.warning(
                 "signal: %d answers run or wait and get %g seconds, new ones are refused; a second "
@@ -165,12 +144,15 @@ class Server:
         self.drain()
 
     def drain(self) -> None:
-        """Begins to end, from any thread; asked again it ends at once."""
+        """Starts draining, from any thread; a second call ends at once."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
+        # New requests are refused with 503 and `/health` says so while the socket still listens, so
+        # that a balancer in front sees it before clients do. What runs gets `drain_seconds`; what
+        # is left then ends with an error. A second signal ends all at once.
         if self._draining is None:
             self._gate.draining = True
             self._draining = asyncio.ensure_future(self._ended())
@@ -204,11 +186,28 @@ class Server:
         self._thread.join()
 
 
+def _config(options: ServerOptions, routes: Routes, metrics: Metrics) -> uvicorn.Config:
+    return uvicorn.Config(
+        make_app(routes),
+        http=protocol_of(options, metrics),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=max(1, round(options.idle_seconds)),
+        timeout_graceful_shutdown=5,
+        h11_max_incomplete_event_size=HEAD_BYTES,
+    )
+
+
 _ENDING = ApiError(503, "the server is shutting down", code="draining", retry_after=5)
 
 
 def _allow_files(connections: int) -> None:
-    """Lets the process have as many files open as there may be connections."""
+    """Raises the limit on open files to what the connections may need."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,14 +1,7 @@
 """`EngineThread`: the engine in a thread of its own, requests in from an event loop, events back.
 
-The engine knows no threads: everything that touches it happens in `_run`, between two steps. What
-goes in is a queue of commands, whose length the server's `Gate` bounds; what comes out is handed to
-the event loop, and the engine waits where the loop is more than `AHEAD` steps behind, so that
-nothing piles up.
-
-[Note: a step that fails] A runner that fails says so with a `GulliverError`, after all that it
-could do to go on; then the engine is at its end, and whoever asks is told why. Anything else that a
-step raises is no answer's fault that could be named, and what it left half done is unknown: all
-running requests end with the error, and the engine begins anew with an empty cache.
+Everything that touches the engine happens in `_run`, between two steps: commands come by a queue,
+and events are handed to the loop, at most `AHEAD` steps before it has looked at them.
 """
 
 from __future__ import annotations
@@ -29,46 +22,36 @@ AHEAD = 8
 
 
 Inbox = asyncio.Queue["tuple[int, Event | ApiError]"]
-"""News of a client's requests, each with the number that the client's side gave to it."""
+"""Events of a client's requests, each with the index of its prompt."""
 
 
 @dataclass(eq=False)
-class Ticket:
-    """A request that the engine has.
+class EngineTicket:
+    """A request that the engine has."""
 
-    Attributes:
-        number: number of the request in the engine.
-        place: number that its news are marked with.
-        inbox: queue that they go to.
-    """
-
+    # Number of the request in the engine.
     number: int
+    # Index of the prompt, which its events are marked with.
     place: int
     inbox: Inbox
 
-    def put(self, news: Event | ApiError) -> None:
+    def put(self, event: Event | ApiError) -> None:
         """Adds an event, or the error that ends the request."""
-        self.inbox.put_nowait((self.place, news))
+        self.inbox.put_nowait((self.place, event))
 
 
 Command = Callable[[], None]
 
 
 class EngineThread:
-    """Runs an engine's steps, and nobody else touches it."""
+    """Owns an engine and runs its steps."""
 
     def __init__(self, engine: Engine, died: Callable[[], None] = lambda: None) -> None:
-        """Makes the thread; `start` starts it.
-
-        Args:
-            engine: engine without requests.
-            died: called in the event loop when the engine cannot go on.
-        """
         self._engine, self._died = engine, died
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._credits = threading.Semaphore(AHEAD)
         self._closing = threading.Event()
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, EngineTicket] = {}
         self._thread = threading.Thread(target=self._run, name="gulliver-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.dead: str | None = None
@@ -85,32 +68,22 @@ class EngineThread:
 
     async def add(
         self, tokens: Sequence[int], sampling: SamplingParameters, place: int, inbox: Inbox
-    ) -> Ticket:
-        """Takes a request in.
-
-        Args:
-            tokens: tokens of the prompt.
-            sampling: how its answers are drawn.
-            place: number that its news are marked with.
-            inbox: queue that they go to.
-
-        Raises:
-            ApiError: the engine refuses it, or is dead.
-        """
+    ) -> EngineTicket:
+        """Takes a request in."""
         assert self._loop is not None
         if self.dead is not None:
             raise ApiError(503, self.dead, code="engine_dead")
-        taken: asyncio.Future[Ticket] = self._loop.create_future()
+        taken: asyncio.Future[EngineTicket] = self._loop.create_future()
 
         def add() -> None:
             try:
                 number = self._engine.add(tokens, sampling)
             except GulliverError as error:
-                self._tell(_refuse, taken, wrong(str(error)))
+                self._call_in_loop(_refuse, taken, wrong(str(error)))
                 return
-            ticket = Ticket(number, place, inbox)
+            ticket = EngineTicket(number, place, inbox)
             self._tickets[number] = ticket
-            self._tell(self._accept, taken, ticket)
+            self._call_in_loop(self._accept, taken, ticket)
 
         self._commands.put(add)
         try:
@@ -121,15 +94,15 @@ class EngineThread:
                 self.cancel(taken.result())
             raise
 
-    def _accept(self, taken: asyncio.Future[Ticket], ticket: Ticket) -> None:
+    def _accept(self, taken: asyncio.Future[EngineTicket], ticket: EngineTicket) -> None:
         if taken.cancelled():
             # The client left in the meantime.
             self.cancel(ticket)
         else:
             taken.set_result(ticket)
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Ends a request, whose further events nobody hears."""
+    def cancel(self, ticket: EngineTicket) -> None:
+        """Ends a request, whose further events are dropped."""
 
         def cancel() -> None:
             if self._tickets.pop(ticket.number, None) is not None:
@@ -151,7 +124,7 @@ class EngineThread:
     def _run(self) -> None:
         engine = self._engine
         while not self._closing.is_set():
-            self._obey(wait=not engine.busy)
+            self._run_commands(wait=not engine.busy)
             if self._closing.is_set() or not engine.busy:
                 self.counts = engine.counts()
                 continue
@@ -162,19 +135,19 @@ class EngineThread:
                 try:
                     self._recover(error)
                 except Exception as second:
-                    self.dead = f"the engine cannot go on: {_said(second)}"
+                    self.dead = f"the engine cannot go on: {_one_line(second)}"
                     self._end_all(ApiError(503, self.dead, code="engine_dead"))
-                    self._tell(self._died)
+                    self._call_in_loop(self._died)
                     break
                 continue
             self.counts = engine.counts()
-            self._pass_on(events)
-        self._obey(wait=False)
+            self._hand_over(events)
+        self._run_commands(wait=False)
         for number in self._tickets:
             engine.cancel(number)
 
-    def _obey(self, wait: bool) -> None:
-        """Carries out the commands that there are."""
+    def _run_commands(self, wait: bool) -> None:
+        """Runs the pending commands."""
         try:
             while True:
                 self._commands.get(block=wait)()
@@ -182,58 +155,62 @@ class EngineThread:
         except Empty:
             return
 
-    def _pass_on(self, events: Sequence[Event]) -> None:
+    def _hand_over(self, events: Sequence[Event]) -> None:
         known = [(self._tickets.get(event.request), event) for event in events]
-        heard = [(ticket, event) for ticket, event in known if ticket is not None]
+        wanted = [(ticket, event) for ticket, event in known if ticket is not None]
         for event in events:
             if event.finish is not None and not self._engine.knows(event.request):
                 self._tickets.pop(event.request, None)
-        if not heard:
+        if not wanted:
             return
+        # A credit per step with events bounds what the loop has not looked at yet, so a loop that
+        # is held up (by a large body, say) stops the engine instead of piling up events. With a
+        # timeout, for at shutdown the loop waits for this thread to end and may never release one.
         while not self._credits.acquire(timeout=0.5):
             if self._closing.is_set():
                 return
-        self._tell(self._deliver, heard)
+        self._call_in_loop(self._deliver, wanted)
 
-    def _deliver(self, heard: Sequence[tuple[Ticket, Event]]) -> None:
+    def _deliver(self, wanted: Sequence[tuple[EngineTicket, Event]]) -> None:
+        # Before the delivery: what is bounded is the loop's backlog, which this step has just left.
+        # Inboxes of single clients are bounded by their answers' tokens.
         self._credits.release()
-        for ticket, event in heard:
+        for ticket, event in wanted:
             ticket.put(event)
 
     def _recover(self, error: Exception) -> None:
-        """Goes on after a step that failed.
-
-        Raises:
-            GulliverError: the runner cannot.
-        """
+        """Continues after a failed step."""
+        # A runner raises a `GulliverError` after all that it could do to go on: the engine is at
+        # its end. Anything else may have left it half done, and cannot be blamed on one request:
+        # all that run end with the error, and the engine starts again with an empty cache.
         if isinstance(error, GulliverError):
             raise error
-        message = f"the step that computed this answer failed: {_said(error)}"
+        message = f"the step that computed this answer failed: {_one_line(error)}"
         self._end_all(ApiError(500, message, code="engine_error"))
         self._engine.replay(self._engine.runner)
 
     def _end_all(self, error: ApiError) -> None:
         for number, ticket in self._tickets.items():
             self._engine.cancel(number)
-            self._tell(ticket.put, error)
+            self._call_in_loop(ticket.put, error)
         self._tickets.clear()
 
-    def _tell(self, function: Callable[..., None], *args: Any) -> None:
+    def _call_in_loop(self, function: Callable[..., None], *args: Any) -> None:
         """Calls a function in the event loop."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
-            # The loop has ended, and nobody listens any more.
+            # The loop has ended, so no client is left.
             self._closing.set()
 
 
-def _refuse(taken: asyncio.Future[Ticket], error: ApiError) -> None:
+def _refuse(taken: asyncio.Future[EngineTicket], error: ApiError) -> None:
     if not taken.cancelled():
         taken.set_exception(error)
 
 
-def _said(error: Exception) -> str:
-    """One line of an error; a user's own as it is, another with its kind."""
+def _one_line(error: Exception) -> str:
+    """One-line message, with the error's type unless it is a `GulliverError`."""
     line = " ".join(str(error).split())[:500]
     return line if isinstance(error, GulliverError) else f"{type(error).__name__}: {line}"

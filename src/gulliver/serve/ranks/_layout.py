@@ -21,30 +21,23 @@ from gulliver.serve._source import Source, build_on_meta
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's place.
-
-    Attributes:
-        stage: number of its stage.
-        tensor: number of the rank among the tensor ranks of its stage.
-    """
+class RankPlace:
+    """A rank's place."""
 
     stage: int
+    # Number of the rank among the tensor ranks of its stage.
     tensor: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a model.
+    """The ranks of a model."""
 
-    Attributes:
-        tensor: ranks that each layer is cut over.
-        bounds: stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
-        why: how the blocks were dealt, in words.
-    """
-
+    # Ranks that each layer is cut over.
     tensor: int
+    # Stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
     bounds: tuple[int, ...]
+    # How the blocks were dealt, in words.
     why: str = ""
 
     @property
@@ -57,9 +50,9 @@ class Layout:
         """Number of ranks."""
         return self.tensor * self.stages
 
-    def place(self, rank: int) -> Place:
-        """Place of a rank."""
-        return Place(rank // self.tensor, rank % self.tensor)
+    def place(self, rank: int) -> RankPlace:
+        """Stage and tensor number of a rank."""
+        return RankPlace(rank // self.tensor, rank % self.tensor)
 
     def members(self, stage: int) -> tuple[int, ...]:
         """Ranks of a stage."""
@@ -74,19 +67,7 @@ class Layout:
 def plan_ranks(
     folder: Path, dtype: str | None, tensor: int, pipeline: int, speeds: Sequence[float] | None
 ) -> Layout:
-    """Deals a folder's model to ranks; no weight is loaded.
-
-    Args:
-        folder: folder of the model.
-        dtype: dtype of its weights, as of `gulliver.LLM`.
-        tensor: ranks that each layer is cut over.
-        pipeline: number of stages.
-        speeds: relative speeds of the stages; None for equal ones.
-
-    Raises:
-        GulliverError: the model cannot be cut so, and what would do is named; or its files are not
-            whole.
-    """
+    """Deals a folder's model to ranks; no weight is loaded."""
     if speeds is not None and (len(speeds) != pipeline or min(speeds) <= 0):
         raise GulliverError(f"speeds={list(speeds)}: give {pipeline} numbers above 0, one a stage")
     if is_quantised(folder):

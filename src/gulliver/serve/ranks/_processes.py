@@ -27,12 +27,12 @@ from typing import Any
 
 from gulliver.comm import listen_on_localhost
 from gulliver.errors import GulliverError
-from gulliver.serve._load import check_memory, check_options
-from gulliver.serve._ways import Ways
+from gulliver.serve._load import check_memory
+from gulliver.serve._memory import BLOCK
+from gulliver.serve._ways import ModelOptions
 from gulliver.serve.ranks._layout import Layout, plan_ranks
 from gulliver.serve.ranks._runner import RanksRunner
 
-BLOCK = 16
 ENDING_S = 5.0
 """Longest wait for a rank to end by itself."""
 START_S = 600.0
@@ -40,76 +40,49 @@ START_S = 600.0
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a rank is told as it starts.
-
-    Attributes:
-        address: the controller's.
-        secret: key of the connection.
-        store: file through which the ranks meet.
-        rank: number of the rank.
-        folder: folder of the model.
-        ways: how it is run.
-        layout: ranks of the model, and what each has.
-        sequences: sequences that run at a time.
-        threads: threads that it computes with.
-        paths: where Python looks for modules.
-    """
+class RankOrder:
+    """What a rank receives as it starts."""
 
     address: str
     secret: bytes
+    # File through which the ranks meet.
     store: str
     rank: int
     folder: Path
-    ways: Ways
+    options: ModelOptions
+    # Ranks of the model, and what each has.
     layout: Layout
+    # Sequences that run at a time.
     sequences: int
+    # Threads that it computes with.
     threads: int
+    # Where Python looks for modules.
     paths: list[str]
 
 
 def start_ranks(
-    folder: Path, ways: Ways, sequences: int, step_tokens: int, depth: int | None = None
+    folder: Path, options: ModelOptions, sequences: int, max_in_flight: int | None = None
 ) -> RanksRunner:
-    """Starts the ranks of a folder's model.
-
-    Args:
-        folder: folder of the model.
-        ways: how it is run.
-        sequences: sequences that run at a time.
-        step_tokens: most tokens of a batch.
-        depth: batches in flight; None for as many as cover the slowest server.
-
-    Returns:
-        The runner; `close` ends the ranks.
-
-    Raises:
-        GulliverError: the model cannot be cut so, or a rank could not load; it is named.
-    """
-    del step_tokens
-    check_options(folder, ways.dtype, ways.quantize)
-    if ways.limit is None:
-        check_memory(folder, ways.dtype, ways.quantize)
-    layout = plan_ranks(folder, ways.dtype, ways.tensor, ways.pipeline, ways.speeds)
-    return Processes(folder, ways, layout, sequences, depth).runner()
+    """Starts the ranks of a folder's model, which `check_options` has looked at."""
+    if options.limit is None:
+        check_memory(folder, options.dtype, options.quantize)
+    layout = plan_ranks(folder, options.dtype, options.tensor, options.pipeline, options.speeds)
+    return Processes(folder, options, layout, sequences, max_in_flight).runner()
 
 
 class Processes:
-    """The ranks as processes of this machine.
-
-    Args:
-        folder: folder of the model.
-        ways: how it is run.
-        layout: ranks of the model, and what each has.
-        sequences: sequences that run at a time.
-        depth: batches in flight; None to choose.
-    """
+    """The ranks as processes of this machine."""
 
     def __init__(
-        self, folder: Path, ways: Ways, layout: Layout, sequences: int, depth: int | None
+        self,
+        folder: Path,
+        options: ModelOptions,
+        layout: Layout,
+        sequences: int,
+        max_in_flight: int | None,
     ) -> None:
-        self._given = folder, ways, layout, sequences, depth
-        self._layout, self._ways, self._depth = layout, ways, depth
+        self._given = folder, options, layout, sequences, max_in_flight
+        self._layout, self._options, self._max_in_flight = layout, options, max_in_flight
         self._meeting = tempfile.TemporaryDirectory(prefix="gulliver-ranks-")
         self._secret = secrets.token_bytes(32)
         self.links: Sequence[Connection] = []
@@ -127,7 +100,7 @@ class Processes:
     def runner(self) -> RanksRunner:
         """Waits for the ranks to load."""
         return RanksRunner(
-            *(self, self._layout, self._ways.patience_s, START_S, BLOCK, self._depth)
+            *(self, self._layout, self._options.patience_s, START_S, BLOCK, self._max_in_flight)
         )
 
     def _start(self, listener: Listener, folder: Path, sequences: int) -> None:
@@ -145,9 +118,9 @@ class Processes:
                     start_new_session=True,
                 )
             )
-            order = Order(
+            order = RankOrder(
                 *(str(listener.address), self._secret, str(Path(self._meeting.name) / "store")),
-                *(rank, folder.resolve(), self._ways, self._layout, sequences, threads),
+                *(rank, folder.resolve(), self._options, self._layout, sequences, threads),
                 [path for path in sys.path if path],
             )
             entry = self._processes[-1].stdin
@@ -163,11 +136,7 @@ class Processes:
         self.links = [found[rank] for rank in range(count)]
 
     def _accepted(self, listener: Listener, missing: Sequence[int]) -> Connection:
-        """Waits for one rank to connect.
-
-        Raises:
-            GulliverError: a rank has ended before.
-        """
+        """Waits for one rank to connect."""
         found: list[Connection] = []
 
         def accept() -> None:
@@ -189,7 +158,7 @@ class Processes:
         return found[0]
 
     def fate(self, rank: int) -> str:
-        """Says how a rank ended."""
+        """Describes how a rank ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._processes[rank].wait(ENDING_S)
         code = self._processes[rank].returncode
@@ -226,7 +195,7 @@ class Processes:
 
 
 def serve_rank(order: Any) -> None:
-    """Is a rank: loads its part and works until the controller ends it."""
+    """Runs a rank: loads its part and works until the controller ends it."""
     import torch
     import torch.distributed as dist
 
@@ -246,5 +215,5 @@ def serve_rank(order: Any) -> None:
         timeout=timedelta(seconds=START_S),
     )
     adopt_world(World(order.rank, count, order.rank, torch.device("cpu")))
-    serve(link, order.folder, order.ways, order.layout, order.rank, order.sequences, BLOCK)
+    serve(link, order.folder, order.options, order.layout, order.rank, order.sequences, BLOCK)
     os._exit(0)

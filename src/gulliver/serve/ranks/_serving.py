@@ -11,45 +11,33 @@ import torch.distributed as dist
 
 from gulliver.comm import ALONE, RankGroup
 from gulliver.serve._batch import Batch
-from gulliver.serve._ways import Ways
+from gulliver.serve._ways import ModelOptions
 from gulliver.serve.ranks._layout import Layout
 from gulliver.serve.ranks._stage import StageModel
-from gulliver.serve.ranks._worker import Told, work
+from gulliver.serve.ranks._worker import RankMessage, work
 
 
 def serve(
     link: Any,
     folder: Path,
-    ways: Ways,
+    options: ModelOptions,
     layout: Layout,
     rank: int,
     sequences: int,
     block_size: int,
     before: Callable[[Batch], None] | None = None,
 ) -> None:
-    """Is a rank until the controller ends it; an error is told to the controller.
-
-    Every rank of the layout calls it, in a world whose first ranks are those of the layout.
-
-    Args:
-        link: connection to the controller.
-        folder: folder of the model.
-        ways: how it is run.
-        layout: ranks of the model, and what each has.
-        rank: this rank.
-        sequences: sequences that run at a time.
-        block_size: tokens of a block.
-        before: called before each batch, for tests.
-    """
+    """Runs a rank until the controller ends it; errors are sent to the controller."""
+    # Every rank of the layout calls it, in a world whose first ranks are those of the layout.
     try:
         group = tensor_group(layout, rank)
-        model = StageModel(folder, ways, layout, rank, group)
-        link.send(Told("sizes", value=model.sizes(ways, block_size, sequences)))
+        model = StageModel(folder, options, layout, rank, group)
+        link.send(RankMessage("sizes", value=model.sizes(options, block_size, sequences)))
         blocks = link.recv()
         if blocks is None:
             return
         model.take_cache(blocks, block_size)
-        link.send(Told("ready"))
+        link.send(RankMessage("ready"))
         world = RankGroup(tuple(range(layout.ranks)), rank)
         work(link, model, layout, rank, world, before)
         model.close()
@@ -58,7 +46,7 @@ def serve(
     except Exception as error:
         text = " ".join(str(error).split())[:500] or type(error).__name__
         with contextlib.suppress(OSError):  # the controller may have gone meanwhile
-            link.send(Told("failed", value=text))
+            link.send(RankMessage("failed", value=text))
 
 
 def tensor_group(layout: Layout, rank: int) -> RankGroup:

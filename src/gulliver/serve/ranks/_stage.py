@@ -2,9 +2,6 @@
 
 The training side cuts the model (`make_stage`, `apply_tensor`); its own forward runs, in which
 blocks of other stages do nothing. Keys and values of a rank are those of its layers and its heads.
-
-[Note: no inference mode] Sums over ranks are finished by a thread of `gulliver.comm`, in place, and
-what was made in inference mode on one thread cannot be changed on another.
 """
 
 from __future__ import annotations
@@ -17,89 +14,69 @@ import torch
 from torch import Tensor
 
 from gulliver.comm import ALONE, RankGroup
-from gulliver.errors import GulliverError
-from gulliver.options import byte_size
 from gulliver.parallel.pipeline import Stack, cut, make_stage, stack_of
 from gulliver.parallel.tensor import apply_tensor, deal, plan_tensor
 from gulliver.quantize import quantize_like
-from gulliver.serve._attention import attach, attached
 from gulliver.serve._batch import Batch
-from gulliver.serve._few_rows import take_few_rows
 from gulliver.serve._filling import Filling, is_quantised
-from gulliver.serve._forward import context_of, inputs_of
-from gulliver.serve._load import kept_dtype
-from gulliver.serve._measure import Measured, Recorder
-from gulliver.serve._memory import free_bytes
-from gulliver.serve._offload import StreamedWeights, unit_paths
-from gulliver.serve._pages import LayerShape, Pages
+from gulliver.serve._forward import arguments_of, forward, inputs_of
+from gulliver.serve._load import fill_model, kept_dtype
+from gulliver.serve._local import PagedModel
+from gulliver.serve._measure import ModelShape, measure
+from gulliver.serve._memory import cache_blocks, context_of
+from gulliver.serve._offload import unit_paths
 from gulliver.serve._source import Source, build_on_meta
-from gulliver.serve._streamed import stream
-from gulliver.serve._ways import Ways
+from gulliver.serve._ways import ModelOptions
 from gulliver.serve.ranks._layout import Layout
-
-SHARE = 0.5
-"""Part of the free memory that the caches of all ranks take at most, where no size is given."""
-WHOLE = 2048
-CACHE_SHARE = 4
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What a rank says of itself before it takes memory for its cache.
+class RankSizes:
+    """What a rank reports before it takes memory for its cache."""
 
-    Attributes:
-        vocabulary: columns of the logits; 0 on a stage without them.
-        context: most tokens of a sequence; None where positions have no end.
-        blocks: most blocks of the cache that this rank has memory for.
-    """
-
+    # Columns of the logits; 0 on a stage without them.
     vocabulary: int
+    # Most tokens of a sequence; None where positions have no end.
     context: int | None
+    # Most blocks of the cache that this rank has memory for.
     blocks: int
 
 
 class StageModel:
-    """A rank's part of a folder's model.
-
-    Args:
-        folder: folder of the model.
-        ways: how it is run.
-        layout: ranks of the model, and what each has.
-        rank: this rank.
-        group: tensor ranks of its stage.
-    """
+    """A rank's part of a folder's model."""
 
     def __init__(
-        self, folder: Path, ways: Ways, layout: Layout, rank: int, group: RankGroup = ALONE
+        self,
+        folder: Path,
+        options: ModelOptions,
+        layout: Layout,
+        rank: int,
+        group: RankGroup = ALONE,
     ) -> None:
         self.place, self.layout = layout.place(rank), layout
-        dtype = kept_dtype(folder, ways.dtype)
+        dtype = kept_dtype(folder, options.dtype)
         self._model: Any = build_on_meta(folder, dtype)
         self.width, self.dtype = int(self._model.config.hidden_size), dtype
-        self._forward, self.streamed = None, None
-        self._paths, quantised = unit_paths(self._model), is_quantised(folder)
+        self._forward = None
+        # The first forward of a stage looks for what leaks past the carry.
+        self._looks = True
+        paths, quantised = unit_paths(self._model), is_quantised(folder)
         with Source(folder, self._model) as source:
             stack = stack_of(self._model)
             if quantised:
                 # Of the whole: a stage does not have all the layers that the file names.
                 quantize_like(self._model, folder)
             slopes = self._cut(group, stack)
-            filling = Filling(self._model, source, ways.quantize, quantised, group)
-            if ways.limit is None:
-                filling.fill_all()
-            else:
-                self.streamed: StreamedWeights | None = stream(
-                    self._model, self._paths, filling, ways.limit, ways.disk
-                )
+            filling = Filling(self._model, source, options.quantize, quantised, group)
+            streamed = fill_model(self._model, paths, filling, options)
         for path, value in slopes.items():
             self._model.get_submodule(path).gulliver_slopes = value.to(dtype)
-        self.measured = self._measure()
-        self._pages: Pages | None = None
-        self._detach: Any = None
-        self._give_back: Any = None
+        self.shape = self._measure()
+        self._paged = PagedModel(self._model, self.shape, streamed, torch.device("cpu"))
+        self._paged.end_step()
 
     def _cut(self, group: RankGroup, stack: Stack) -> dict[str, Tensor]:
-        """Leaves this rank's part of the model, on meta; returns the slopes of its heads."""
+        """Cuts the model on meta to this rank's part; returns the slopes of its heads."""
         layout, slopes = self.layout, _slopes(self._model)
         plan = plan_tensor(self._model, layout.tensor) if layout.tensor > 1 else None
         found = None
@@ -129,117 +106,56 @@ class StageModel:
         """Whether logits come from this stage."""
         return self.place.stage == self.layout.stages - 1
 
-    def sizes(self, ways: Ways, block_size: int, sequences: int) -> Sizes:
-        """What this rank has memory for.
-
-        Raises:
-            GulliverError: there is no room for one block, or the context is not the model's.
-        """
-        own = context_of(self._model.config)
-        context = ways.context
-        if context is not None and (context < 2 or (own is not None and context > own)):
-            raise GulliverError(f"context={context}: give 2 to {own or 'any number'}")
-        context = own if context is None else context
-        if ways.cache_bytes is not None and ways.cache_tokens is not None:
-            raise GulliverError("give cache_bytes or cache_tokens, not both")
-        block_bytes = max(self.measured.token_bytes * block_size, 1)
-        free = free_bytes(torch.device("cpu"))
-        if ways.cache_tokens is not None:
-            blocks = ways.cache_tokens // block_size
-        elif ways.cache_bytes is not None:
-            blocks = byte_size("cache_bytes", ways.cache_bytes) // block_bytes
-        else:
-            room = int(free * SHARE) // self.layout.ranks
-            if self.streamed is not None:
-                room = min(room, self.streamed.manager.budget // CACHE_SHARE)
-            blocks = min(sequences * -(-(context or WHOLE) // block_size), room // block_bytes)
-        if blocks < 1 or blocks * block_bytes > free:
-            raise GulliverError(
-                f"a cache of {blocks} blocks of {block_bytes} bytes each does not fit the {free} "
-                "bytes of memory that are free: give cache_tokens, bfloat16 or more ranks"
-            )
-        return Sizes(self.measured.vocabulary, context, blocks)
+    def sizes(self, options: ModelOptions, block_size: int, sequences: int) -> RankSizes:
+        """What this rank has memory for."""
+        context = context_of(self._model.config, options.context)
+        blocks = cache_blocks(
+            *(self.shape.token_bytes, torch.device("cpu"), context, sequences, options),
+            *(block_size, self._paged.budget, self.layout.ranks),
+        )
+        return RankSizes(self.shape.vocabulary, context, blocks)
 
     def take_cache(self, blocks: int, block_size: int) -> None:
         """Takes memory for the cache; from now on batches can be run."""
-        measured = self.measured
-        if self.streamed is not None:
-            taken = blocks * block_size * measured.token_bytes
-            self.streamed.set_budget(self.streamed.manager.budget - taken)
-        cpu = torch.device("cpu")
-        self._pages = Pages(measured.layers, blocks, block_size, measured.dtype, cpu)
-        self._detach = attach(self._model, self._pages)
-        self._give_back = take_few_rows(self._model)
+        self._paged.take_cache(blocks, block_size)
 
     @torch.no_grad()
     def run(self, batch: Batch, carry: Tensor | None) -> Tensor:
-        """Runs a batch through this rank's layers.
-
-        Args:
-            batch: the batch.
-            carry: hidden states ``[1, T, C]`` of the stage before; None on the first.
-
-        Returns:
-            Hidden states ``[1, T, C]``, or on the last stage logits ``[R, V]`` in float32.
-        """
-        assert self._pages is not None, "the cache has been taken"
-        self._pages.begin(batch)
+        """Runs a batch through this rank's layers."""
+        # No inference mode: sums over ranks are finished in place by a thread of `gulliver.comm`,
+        # and what was made in inference mode on one thread cannot be changed on another.
+        pages = self._paged.pages
+        assert pages is not None, "the cache has been taken"
+        pages.begin(batch)
         tokens, wanted = inputs_of(batch)
-        out = self._call(tokens, self._pages.positions, wanted, carry)
-        if self.streamed is not None:
-            self.streamed.end_step()
+        out = self._call(tokens, pages.positions, wanted, carry)
+        self._paged.end_step()
         return out[: batch.outputs] if self.last else out
 
     def _call(
         self, tokens: Tensor, positions: Tensor, wanted: Tensor, carry: Tensor | None
     ) -> Tensor:
-        known = (
-            {} if self._model.config.model_type == "bloom" else {"position_ids": positions[None]}
-        )
-        known |= {"use_cache": False, "logits_to_keep": wanted}
         if self._forward is None:
-            return self._model(tokens[None], **known).logits[0].float()
+            return forward(self._model, tokens, positions, wanted)
         carries = () if carry is None else (carry,)
-        given = (self._model, self.place.stage, carries, (tokens[None],), known)
+        more = arguments_of(self._model, positions, wanted)
+        given = (self._model, self.place.stage, carries, (tokens[None],), more)
         out: Any = self._forward.forward(*given, look=self._looks)
         self._looks = False
         return out.logits[0].float() if self.last else out[0].contiguous()
 
-    _looks = True
-    """The first forward of a stage looks for what leaks past the carry."""
-
     @torch.no_grad()
-    def _measure(self) -> Measured:
-        """Shapes of this rank's keys and values, by a forward of one token.
-
-        A stage behind the first is given hidden states of zeros.
-        """
-        recorder = Recorder()
+    def _measure(self) -> ModelShape:
+        """Shapes of this rank's keys and values, by a forward of one token."""
         one = torch.zeros(1, dtype=torch.int64)
+        # A stage behind the first is given hidden states of zeros.
         carry = None if self.place.stage == 0 else torch.zeros(1, 1, self.width, dtype=self.dtype)
-        with attached(self._model, recorder):
-            out = self._call(one, one, one, carry)
-        if self.streamed is not None:
-            self.streamed.end_step()
-        first, stop = self.layout.bounds[self.place.stage : self.place.stage + 2]
-        if sorted(recorder.shapes) != list(range(first, stop)):
-            raise GulliverError(
-                f"{type(self._model).__name__} attends over pages in layers "
-                f"{sorted(recorder.shapes)} of stage {self.place.stage}, which has {first} to "
-                f"{stop - 1}: it is not served over stages"
-            )
-        # Layers of other stages have no keys here; a layer keeps its number.
-        none = LayerShape(0, 0)
-        layers = tuple(recorder.shapes.get(number, none) for number in range(stop))
-        return Measured(layers, recorder.dtype, out.shape[-1] if self.last else 0)
+        layers = range(*self.layout.bounds[self.place.stage : self.place.stage + 2])
+        return measure(self._model, lambda: self._call(one, one, one, carry), layers, self.last)
 
     def close(self) -> None:
-        """Lets go of memory."""
-        if self._detach is not None:
-            self._detach()
-            self._give_back()
-        if self.streamed is not None:
-            self.streamed.close()
+        """Frees memory."""
+        self._paged.close()
 
 
 def _slopes(model: Any) -> dict[str, Tensor]:

@@ -1,14 +1,4 @@
-"""`work`: what a rank does: commands in, carries from stage to stage, logits out.
-
-[Note: non-blocking] The controller sends each batch to all ranks at once, several ahead of the one
-that runs. A rank keeps the order of tickets itself. Of every batch that it knows it has posted the
-receive already, for the batch says how many tokens come, so that a stage's send never waits for
-who takes it, and a link carries one batch while the stages compute others. Source: EnergonAI
-(arXiv 2209.02341), of which the ticket order is kept, and its endless wait for a lost command is
-not: a gap in the tickets is an error.
-
-It does not know: processes, files, who else is there but the ranks before and after it.
-"""
+"""`work`: what a rank does: commands in, carries from stage to stage, logits out."""
 
 from __future__ import annotations
 
@@ -16,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
@@ -31,36 +22,17 @@ CARRY_TAG = 310
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a rank tells the controller.
+class RankMessage:
+    """What a rank tells the controller."""
 
-    Attributes:
-        what: ``sizes``, ``ready``, ``done``, ``logits`` or ``failed``.
-        ticket: the batch that it is about, or -1.
-        value: sizes, logits as ``(shape, bytes)``, or the text of an error; of ``done`` the
-            seconds, on a clock that all ranks of the machine share, at which the rank began to
-            wait for the batch, had it, and had computed it.
-    """
-
+    # ``sizes``, ``ready``, ``done``, ``logits`` or ``failed``.
     what: str
+    # The batch that it is about, or -1.
     ticket: int = -1
+    # Sizes, logits as ``(shape, bytes)``, or the text of an error; of ``done`` the seconds, on a
+    # clock that all ranks of the machine share, at which the rank began to wait for the batch, had
+    # it, and had computed it.
     value: Any = None
-
-
-class Link(Protocol):
-    """The connection to the controller, as `multiprocessing.connection.Connection` is one."""
-
-    def send(self, obj: Any, /) -> None:
-        """Sends an object."""
-        ...
-
-    def recv(self) -> Any:
-        """Waits for an object."""
-        ...
-
-    def poll(self, timeout: float | None = 0.0, /) -> bool:
-        """Whether there is one, after so many seconds at most; None waits."""
-        ...
 
 
 class Runs(Protocol):
@@ -84,33 +56,21 @@ class _Waiting:
 
 
 def work(
-    link: Link,
+    link: Connection,
     model: Runs,
     layout: Layout,
     rank: int,
     world: RankGroup | None = None,
     before: Callable[[Batch], None] | None = None,
 ) -> None:
-    """Runs batches in the order of their tickets until the controller ends it.
-
-    Args:
-        link: connection to the controller.
-        model: this rank's part of the model.
-        layout: ranks of the model, and what each has.
-        rank: this rank.
-        world: all ranks of the layout; needed with several stages.
-        before: called before each batch, for tests that are slow or fail on purpose.
-
-    Raises:
-        GulliverError: a command was lost.
-    """
+    """Runs batches in the order of their tickets until the controller ends it."""
     _Worker(link, model, layout, rank, world, before).run()
 
 
 class _Worker:
     def __init__(
         self,
-        link: Link,
+        link: Connection,
         model: Runs,
         layout: Layout,
         rank: int,
@@ -128,7 +88,7 @@ class _Worker:
         self._speaks = self._last and place.tensor == 0
         self._waiting: deque[_Waiting] = deque()
         self._sent: deque[Messages] = deque()
-        self._depth, self._ticket = 0, None
+        self._ticket: int | None = None
 
     def run(self) -> None:
         """See `work`."""
@@ -148,6 +108,11 @@ class _Worker:
         return True
 
     def _take(self, batch: Batch) -> None:
+        # The controller sends each batch to all ranks, several ahead. The receive of a carry is
+        # posted as soon as its batch is known, which says how many tokens come: so a stage's send
+        # never waits for its receiver, and a link carries one batch while the stages compute
+        # others. Ticket order is that of EnergonAI (arXiv 2209.02341); its endless wait for a lost
+        # command is an error here.
         if self._ticket is not None and batch.ticket != self._ticket:
             raise GulliverError(
                 f"batch {batch.ticket} came where batch {self._ticket} was expected: a command was "
@@ -172,14 +137,14 @@ class _Worker:
         done = time.monotonic()
         if self._speaks:
             content = out.contiguous().numpy().tobytes()
-            self._link.send(Told("logits", one.batch.ticket, (tuple(out.shape), content)))
+            self._link.send(RankMessage("logits", one.batch.ticket, (tuple(out.shape), content)))
         elif self._next is not None:
             self._sent.append(post([], [(self._next, out)], self._group, CARRY_TAG))
             # What was sent before the pipeline has come round has arrived.
             while len(self._sent) > KEPT:
                 self._sent.popleft().wait()
-        self._link.send(Told("done", one.batch.ticket, (began, got, done)))
+        self._link.send(RankMessage("done", one.batch.ticket, (began, got, done)))
 
 
 KEPT = 64
-"""Sends that may be under way: more than there are batches in flight."""
+"""Sends that may be pending: more than there are batches in flight."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.serve._batch import Batch, Runner, Span
-from gulliver.serve._measure import Measured, likeness
+from gulliver.serve._measure import ModelShape, likeness
 from gulliver.serve._native import NativeAttention, native_attention
 from gulliver.serve._pages import LayerShape, Pages
 from gulliver.serve.speculative._cache import DraftCache
@@ -107,7 +107,7 @@ class GlideDraft(ModelDraft):
                 f"the draft has a vocabulary of {config.vocabulary} tokens and the model one of "
                 f"{facts.vocabulary}: give a draft that was trained for this model"
             )
-        measured: Measured | None = getattr(runner, "measured", None)
+        measured: ModelShape | None = getattr(runner, "measured", None)
         if measured is not None:
             check_sign(config.target_sign, measured.sign)
         pages: Pages | None = getattr(runner, "pages", None)

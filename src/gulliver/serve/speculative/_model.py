@@ -13,7 +13,7 @@ from time import perf_counter
 from torch import Tensor
 
 from gulliver.serve._batch import Runner
-from gulliver.serve._draw import Row, draw
+from gulliver.serve._draw import DrawRow, draw
 from gulliver.serve._speculation import Wanted
 from gulliver.serve.speculative._cache import DraftCache
 from gulliver.serve.speculative._proposal import Proposal, Proposer
@@ -148,12 +148,12 @@ class ModelDraft(Proposer):
             path.beside.append(([other for other, _ in kept], [value for _, value in kept]))
         return tokens
 
-    def _row(self, one: Wanted, paths: Mapping[int, _Path], number: int) -> Row:
+    def _row(self, one: Wanted, paths: Mapping[int, _Path], number: int) -> DrawRow:
         place = len(one.tokens) - one.prompt + number
         history: tuple[int, ...] = ()
         if one.sampling.penalised:
             history = (*one.tokens, *paths[one.sequence].tokens)
-        return Row(one.sampling, one.seed, one.sample, place, history, one.prompt)
+        return DrawRow(one.sampling, one.seed, one.sample, place, history, one.prompt)
 
     def unread(self, one: Wanted) -> int:
         """Tokens that the model's cache lacks, where they are many."""
