@@ -34,7 +34,7 @@ from gulliver._compat import DispatchMode
 from gulliver.booster import Booster
 from gulliver.booster.search import (
     Axes,
-    Engine,
+    AutoEngine,
     Facts,
     Found,
     Grid,
@@ -362,7 +362,7 @@ def _run(
     boosted, optimizer, *_ = booster.boost(model, inner)
     accumulate = 1 if grid.axes.pipeline > 1 else grid.micro_batches
     each = sizes.batch // grid.axes.data
-    engine = Engine(booster, boosted, optimizer, found, grid, accumulate, each, ())
+    engine = AutoEngine(booster, boosted, optimizer, found, grid, accumulate, each, ())
     batch = _batch(sizes, *booster.plugin.data_place())
 
     def step() -> None:

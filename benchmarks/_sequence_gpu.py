@@ -22,7 +22,7 @@ from benchmarks._harness import Report, Spread, alternate
 from benchmarks._sequence_shared import Options
 from gulliver.parallel.sequence import Mask
 from gulliver.parallel.sequence._heads import deal_heads
-from gulliver.parallel.sequence._kernels import KERNELS, Block, asked_of
+from gulliver.parallel.sequence._kernels import KERNELS, AttentionBlock, asked_of
 from gulliver.parallel.sequence._partial import (
     Gradients,
     How,
@@ -123,7 +123,7 @@ Calls = tuple[Callable[[], object], Callable[[], object]]
 def one_call(sizes: Sizes, kernel: str, device: str, length: int) -> Calls:
     """The kernel on all tokens at once."""
     q, k, v, grad = sizes.tensors(length, device)
-    block, chosen = Block(q, k, v, sizes.head_dim**-0.5), KERNELS[kernel]
+    block, chosen = AttentionBlock(q, k, v, sizes.head_dim**-0.5), KERNELS[kernel]
     out, lse = chosen.forward(block)
     out = out.to(q.dtype)
     return lambda: chosen.forward(block), lambda: chosen.backward(grad, block, out, lse)

@@ -40,7 +40,7 @@ from gulliver.comm import (
     sent_bytes,
 )
 from gulliver.parallel.sequence import SequencePlan, make_groups, swap_sharded_dim
-from gulliver.parallel.sequence._core import Call, _Pack
+from gulliver.parallel.sequence._core import RingCall, _Pack
 from gulliver.parallel.sequence._ring import round_trip, turn
 from gulliver.parallel.tensor import _collectives as tensor_parallel
 from gulliver.precision.wire import NAMES, error_bound, wire_format
@@ -201,7 +201,7 @@ def _ring(wire: str, ranks: int) -> Callable[[], None]:
     groups = make_groups(SequencePlan(inner=ranks, wire=wire_format(wire)))
     tokens = 192
     layout = groups.plan.lay(ranks * tokens)
-    call = Call(groups, layout, layout, cast("Any", None))  # nothing is attended to
+    call = RingCall(groups, layout, layout, cast("Any", None))  # nothing is attended to
     k, v = (torch.randn(1, 8, tokens, 64) for _ in range(2))
     layers = 4
 

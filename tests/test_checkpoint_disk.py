@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gulliver.checkpoint import (
     AsyncCheckpointer,
-    FileSaver,
     begin_huggingface,
     begin_single,
     gather_huggingface,
@@ -155,15 +154,11 @@ def _gathered_single(folder: Path, shelf: Shelf) -> None:
     on_gathered(parts(shelf), lambda w: write_single(w, {n: n for n in w.infos}, path))
 
 
-def _file(folder: Path, shelf: Shelf) -> None:
-    FileSaver(folder / "model.safetensors", shelf.tensors).wait()
-
-
 def _plain(folder: Path, shelf: Shelf) -> None:
     save_huggingface(shelf.tensors, folder / "hf")
 
 
-WAYS = [_async, _single, _gathered, _raw, _folder, _gathered_single, _file, _plain]
+WAYS = [_async, _single, _gathered, _raw, _folder, _gathered_single, _plain]
 
 
 @pytest.mark.parametrize("save", some(WAYS, WAYS[:3]))

@@ -13,15 +13,12 @@ from gulliver.errors import GulliverError
 from gulliver.schedule import read_trace
 from gulliver.solve import (
     Sharding,
-    Stage,
     balanced_parts,
     convert_least,
     fluid_bound,
     fluid_bound_by_lp,
     geometric_sizes,
-    least_budget,
     place_tables,
-    rematerialize,
 )
 
 
@@ -38,13 +35,6 @@ def test_geometric_sizes_end_from_any_start_and_with_any_factor() -> None:
 
 
 def test_chains_and_deals_of_nothing() -> None:
-    assert least_budget([]) == 0
-    assert least_budget([], source=7) == 7
-    stages = [Stage(1.0, 2.0, output=1, saved=2)]
-    for slots in (0, -3):
-        with pytest.raises(GulliverError, match="slots"):
-            rematerialize(stages, 100, slots=slots)
-    assert rematerialize(stages, 100, slots=1).seconds == 3.0
     assert balanced_parts([], 2) == []
     for parts in (0, -1):
         with pytest.raises(GulliverError, match="parts"):

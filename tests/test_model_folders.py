@@ -269,11 +269,11 @@ def test_a_tensor_is_split_by_the_shapes_of_whole_parameters(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("temperature", [1e-37, 1e-40, 5e-324])
 def test_the_coldest_temperatures_take_the_likeliest_token(temperature: float) -> None:
-    from gulliver.serve._draw import Row, draw
+    from gulliver.serve._draw import DrawRow, draw
 
     logits = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)) * 30
     cold = {"temperature": temperature}
     for more in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
-        rows = [Row(SamplingParameters(**cold, **more), 1, 0, n) for n in range(16)]
+        rows = [DrawRow(SamplingParameters(**cold, **more), 1, 0, n) for n in range(16)]
         drawn = [token.id for token in draw(logits, rows) if token is not None]
         assert drawn == logits.argmax(-1).tolist()
